@@ -186,9 +186,9 @@ class CheckpointManager:
                 )
         steps = range(curr_step if since is None else since + 1, curr_step + 1)
         is_callers_choice = since is None and self.states[DATALOADER] is None
-        is_callers_choice = is_callers_choice and self.enable and not self.load_only
         is_due = any(self._should_save(step, last_step) for step in steps)
-        if path is not None or force or is_callers_choice or is_due:
+        is_due |= is_callers_choice and self.enable and not self.load_only
+        if path is not None or force or is_due:
             self._save(curr_step, last_step, path)
         if path is None and any(self.is_peft_due(step, last_step) for step in steps):
             folder = os.path.join(self.folder, f"peft-step-{curr_step}")

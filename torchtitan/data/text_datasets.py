@@ -195,8 +195,8 @@ def build_text_validation_dataloader(
 
 
 _VALIDATION_AGAIN = (
-    "validation.steps takes more rows than the validation dataset {name} has, so some of its documents "
-    "count more than once; validation.steps = -1 takes each once"
+    "validation.steps takes more rows than the validation data have, so some documents count more than "
+    "once in its loss; validation.steps = -1 takes each once"
 )
 
 

@@ -264,12 +264,8 @@ def _read_llama3_rope(config: Config) -> dict[str, Any]:
 
 def _write_llama3_rope(args: Any) -> dict[str, Any]:
     scaling = args.rope_scaling_args
-    if scaling is not None:
-        # transformers warns unless this is below max_position_embeddings. Powers of two change no frequency.
-        n_positions = scaling.original_max_position_embeddings
-        while n_positions >= args.max_seq_len and n_positions % 2 == 0:
-            n_positions //= 2
-        scaling = scaling.for_positions(n_positions)
+    if scaling is not None:  # transformers warns of as many or more positions than the model's
+        scaling = scaling.shortened(args.max_seq_len)
     return {"rope_scaling": scaling and {"rope_type": "llama3"} | give(scaling, _LLAMA3_ROPE)}
 
 

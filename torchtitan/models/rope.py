@@ -31,14 +31,16 @@ class RoPEScalingArgs:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
-    def for_positions(self, n_positions: int) -> Self:
-        """Return the same wavelengths as shares of another original_max_position_embeddings."""
-        share = n_positions / self.original_max_position_embeddings
+    def shortened(self, most: int) -> Self:
+        """Return equal frequencies with halved original_max_position_embeddings, if possible below `most`."""
+        n, share = self.original_max_position_embeddings, 1.0
+        while n >= most and n % 2 == 0:
+            n, share = n // 2, share / 2  # powers of two round no frequency
         return replace(
             self,
             low_freq_factor=self.low_freq_factor * share,
             high_freq_factor=self.high_freq_factor * share,
-            original_max_position_embeddings=n_positions,
+            original_max_position_embeddings=n,
         )
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:

@@ -56,11 +56,13 @@ class Run:
 
     def points(self) -> dict[int, list[tuple[int, float]]]:
         """Return start -> the (step, time) of all that it logged, sorted."""
-        found: dict[int, set[tuple[int, float]]] = defaultdict(set)
+        found: set[tuple[int, int, float]] = set()
         for curve in self.curves.values():
-            for start, *point in zip(curve.starts, curve.steps, curve.times, strict=True):
-                found[start].add(tuple(point))
-        return {start: sorted(found[start]) for start in sorted(found)}
+            found.update(zip(curve.starts, curve.steps, curve.times, strict=True))
+        points = defaultdict(list)
+        for start, *point in sorted(found):
+            points[start].append(tuple(point))
+        return points
 
     def first_steps(self) -> dict[int, int]:
         """Return start -> the step after its event "training"; without that, the lowest logged step."""

@@ -24,7 +24,8 @@ class JsonlTask(Task):
     Each pass over the file has a new random order. Arguments are those of `[rl.task]`, and:
 
     reward_fn: (completion text, expected answer) -> reward, or a dict of scores with the reward under
-        "total" (see `rewards.scores_of`). If it has parameters of these names, it also gets `prompt` (the prompt's text), `row` (the line's JSON object) and `turns` (a list of
+        "total" (see `rewards.scores_of`). If it has parameters of these names, it also gets `prompt`
+        (the prompt's text), `row` (the line's JSON object) and `turns` (a list of
         each turn's text and reply; the last reply is None). The score `exact` is 1 for the exact answer.
     reward_pool: processes that call the reward function instead of this process. A call that hangs or
         dies gives reward 0, score `verifier_failed` 1, and a warning.

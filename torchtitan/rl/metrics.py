@@ -46,7 +46,7 @@ class MetricsWriter:
         processor.logger.log(metrics | memory, step)
         seconds, last_step = metrics["time/step(s)"], self._config.training.steps
         fields = [f"{color.red}step: {step:2}/{last_step}"]
-        of_reward = [key[3:] for key in metrics if key.startswith("rl/reward/")]
+        of_reward = [key.removeprefix("rl/") for key in metrics if key.startswith("rl/reward/")]
         for name in ("reward", *of_reward, "exact", "completion_tokens"):
             if f"rl/{name}" in metrics:
                 fields.append(f"{color.green}{name}: {metrics[f'rl/{name}']:6.3f}")

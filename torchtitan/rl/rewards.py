@@ -44,13 +44,15 @@ def scores_of(value: Any) -> dict[str, float]:
         )
     scores = {}
     for name, score in value.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the reward function's dict must have texts as keys, got {name!r}")
         number = score
         with suppress(ValueError, RuntimeError):  # an array has no single value
             number = plain(score)
         is_number = isinstance(number, Real) and not isinstance(number, bool)
-        if not (isinstance(name, str) and is_number and abs(number) <= LARGEST_REWARD):
+        if not (is_number and abs(number) <= LARGEST_REWARD):
             raise ValueError(
-                f"the reward function's {name!r} must be a text for a finite number, at most "
+                f"the reward function's score {name!r} must be a finite number, at most "
                 f"{LARGEST_REWARD:g} in size, got {score!r}"
             )
         scores[name] = float(number)
