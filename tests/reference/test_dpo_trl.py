@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_hf import VOCAB, tiny_hf_model
-from tests.unit.data.chats import write_tokenizer
+from tests.unit.data.chats import PAIRS, SHORT, write_tokenizer
 from torchtitan.config import ConfigManager
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.loss.logprobs import token_logprobs
@@ -74,24 +74,12 @@ def trls_loss(models, rows, folder, loss_type, beta, label_smoothing):
     return loss.item(), {name: p.grad for name, p in policy.named_parameters()}
 
 
-PAIRS = {
-    "texts": {"prompt": "1 + 2 =", "chosen": " 3", "rejected": " 40"},
-    "chats": {
-        "prompt": [{"role": "user", "content": "1 + 2?"}],
-        "chosen": [{"role": "assistant", "content": "It is 3."}],
-        "rejected": [{"role": "assistant", "content": "No idea"}],
-    },
-}
-TEMPLATE = (
-    "{% for m in messages %}<|begin_of_text|>{{ m.role }}\n{{ m.content }}<|end_of_text|>{% endfor %}"
-    "{% if add_generation_prompt %}<|begin_of_text|>assistant\n{% endif %}"
-)
-
-
 @pytest.mark.parametrize("kind", PAIRS)
 def test_labels_of_the_example_are_the_completions_of_trl(models, kind, tmp_path):
     theirs = PreTrainedTokenizerFast(tokenizer_file=TOKENIZER, eos_token="<|end_of_text|>")
-    theirs.chat_template, theirs.pad_token = TEMPLATE, "<|end_of_text|>"
+    theirs.pad_token = "<|end_of_text|>"
+    template = SHORT.replace("<|im_start|>", "<|begin_of_text|>")
+    theirs.chat_template = template.replace("<|im_end|>", "<|end_of_text|>")
     theirs.save_pretrained(tmp_path / "tokenizer")
     trainer = trl.DPOTrainer(
         *map(copy.deepcopy, models),  # TRL freezes some of their parameters
@@ -166,7 +154,8 @@ def samples(kind: str) -> list[dict]:
         texts = {"prompt": f"{n} + {n} =", "chosen": chosen, "rejected": rejected}
         turn = {"role": "user", "content": texts["prompt"]}
         chats = {
-            key: [turn, {"role": "assistant", "content": texts[key]}] for key in ("chosen", "rejected")
+            key: [turn, {"role": "assistant", "content": texts[key]}]
+            for key in ("chosen", "rejected")
         }
         pairs.append(texts if kind == "texts" else chats)
     return pairs
@@ -216,9 +205,7 @@ def trls_run(folder, pairs, output) -> list[tuple[float, float, float]]:
 def test_loss_accuracy_and_margin_of_each_step_are_those_of_trl(kind, tmp_path):
     folder, pairs = tmp_path / "model", samples(kind)
     # TRL also trains on what a template writes behind the last control token: here it is nothing.
-    template = TEMPLATE.replace("<|begin_of_text|>", "<|im_start|>")
-    template = template.replace("<|end_of_text|>", "<|im_end|>")
-    write_tokenizer(folder, template, pad_token="<|im_end|>")
+    write_tokenizer(folder, SHORT, pad_token="<|im_end|>")
     tiny_hf_model("llama3", vocab_size=260).save_pretrained(folder)
     expected = trls_run(folder, pairs, tmp_path / "trl")
 
