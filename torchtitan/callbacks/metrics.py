@@ -303,10 +303,12 @@ class MetricsProcessor:
         self.logger.log({**metrics, **(extra_metrics or {})}, step)
 
         color = self.color
+        extra = (extra_metrics or {}).items()
         logger.info(
             f"{color.yellow}validate step: {step:2}  "
             f"{color.green}loss: {loss:7.4f}  "
-            f"{color.turquoise}{_memory_field(memory.max_reserved_gib, memory.max_reserved_pct)}  "
+            + "".join(f"{name.rpartition('/')[2]}: {value:7.4f}  " for name, value in extra)
+            + f"{color.turquoise}{_memory_field(memory.max_reserved_gib, memory.max_reserved_pct)}  "
             f"{color.blue}tps: {round(tokens_per_second):,}{color.reset}",
             extra=event("validation", step),
         )
