@@ -3,7 +3,7 @@
 Each row of the table below is an attribute of this module; accessing it imports and returns the part. A
 method or field of a torch object becomes a function of the object: `torch_parts.version_of(x)`. If this torch
 lacks a part, a RunError names the feature, the part, the torch version and a remedy. For the features that
-a job uses, `check` raises this error at start-up.
+a job uses, `check` raises this error at start-up. `python -m torchtitan.tools.torch_parts` prints the table.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -392,3 +393,44 @@ def _has(owner: Any, attribute: str) -> bool:
 def _shown(spelling: str) -> str:
     module, _, path = spelling.partition(":")
     return path if path.startswith("torch.") else ".".join(filter(None, (module, path)))
+
+
+_USE = re.compile(
+    r"(?:torch_parts\.)?\b(?:get|place|replaced|members|field_of|attribute)\(\s*(?:[^()\"]*, )?\"(\w+)\""
+    r"|torch_parts\.([A-Za-z]\w*)"
+    r"|torch_parts import (\w+)"
+)
+
+
+def uses() -> dict[str, list[str]]:
+    """Return part -> the package's files that use it."""
+    found: dict[str, list[str]] = {name: [] for name in PARTS}
+    package = Path(__file__).resolve().parents[1]
+    for path in sorted(package.rglob("*.py")):
+        names = {name for groups in _USE.findall(path.read_text()) for name in groups}
+        for name in names & PARTS.keys():
+            found[name].append(path.relative_to(package).as_posix())
+    return found
+
+
+def main() -> None:
+    """Print the table of parts."""
+    users = uses()
+    print(f"torch {torch.__version__}; read: {', '.join(VERSIONS)}\n")
+    for name, part in PARTS.items():
+        feature = _FEATURES[part.feature]
+        try:
+            is_there = place(name)[0] is not None
+        except RunError:
+            is_there = False
+        for spelling in part.spellings:
+            read = [x if part.spelling_in(x) == spelling else " -  " for x in VERSIONS]
+            print(f"{name:25} {' '.join(read)}  {_shown(spelling)} {' '.join(part.members)}")
+        print(
+            f"    here: {'yes' if is_there else 'no'}; for {feature.title}; "
+            f"without it: {part.instead or 'an error'}; used by {', '.join(users[name])}"
+        )
+
+
+if __name__ == "__main__":
+    main()

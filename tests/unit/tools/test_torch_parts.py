@@ -113,11 +113,8 @@ def test_a_private_name_elsewhere_is_found(code):
 
 
 def test_parts_that_the_package_names_are_those_of_the_table():
-    files = (path for path in PACKAGE.rglob("*.py") if path.name != "torch_parts.py")
-    sources = "".join(path.read_text() for path in files)
-    own = re.search(r"\n_features.*", Path(torch_parts.__file__).read_text(), re.DOTALL | re.I)[0]
-    used = set(re.findall(r"\w+", sources + own))
-    assert [name for name in torch_parts.PARTS if name not in used] == []
+    assert [name for name, files in torch_parts.uses().items() if not files] == []
+    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     named = set(re.findall(r"\btorch_parts\.(\w+)", sources)) - vars(torch_parts).keys()
     assert named <= torch_parts.PARTS.keys()
 
