@@ -81,21 +81,17 @@ def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
     """Return the states without excluded ones and without None (a missing dataloader)."""
-    for name in excluded:
-        if name not in states:
-            raise ConfigError(
-                f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {name!r}; "
-                "correct or remove it"
-            )
-    return {
-        name: state for name, state in states.items() if name not in excluded and state is not None
-    }
+    if unknown := [name for name in excluded if name not in states]:
+        raise ConfigError(
+            f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {unknown[0]!r}; "
+            "correct or remove it"
+        )
+    return {n: state for n, state in states.items() if n not in excluded and state is not None}
 
 
 class ModelWrapper(Stateful):
-    """The parameters and persistent buffers of all model parts, as one state dict.
+    """The live parameters and persistent buffers of all model parts, as one state dict.
 
-    `state_dict()` collects the live parameters at each call, because a client may have moved them.
     lora: the settings of the model's adapters, or None. With adapters, `state_dict()` returns only
     the trained parameters, without the frozen base.
     """
@@ -171,10 +167,7 @@ class ModelWrapper(Stateful):
             from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
-        """Return the name and the digest of the base model; {} without adapters. Collective.
-
-        model: description of the model, for the name of a base that was not loaded from a folder.
-        """
+        """Return the name (from `model` if not loaded) and digest of the base; {} without adapters."""
         if self._lora is None:
             return {}
         if self._base_record is None:
@@ -190,15 +183,10 @@ class ModelWrapper(Stateful):
         return self._base_record
 
     def check_same_base(self, saved: Mapping[str, Any], path: str, model: str) -> None:
-        """Raise ValueError if the adapters of the checkpoint `path` were trained on another base.
-
-        saved: the record of the base model in that checkpoint. model: see `own_base`.
-        """
+        """Raise ValueError if the adapters of `path`, with this record, were trained on another base."""
         own = self.own_base(model)
         if DIGEST not in saved:
-            logger.warning(
-                f"{path} does not name the base model of its adapters: it is not compared"
-            )
+            logger.warning(f"{path} does not name its adapters' base model: it is not compared")
         elif saved[DIGEST] != own[DIGEST]:
             name = str(saved.get(NAME))
             is_gone = os.sep in name and not from_rank_zero(lambda: os.path.exists(name))
@@ -211,10 +199,7 @@ class ModelWrapper(Stateful):
 
 
 class UserState(Stateful):
-    """Objects that an embedding program adds to checkpoints, by name. Their states are plain data.
-
-    Each state is one pickled entry. One rank's entry is saved, and every rank loads that entry.
-    """
+    """Objects that an embedding program adds to checkpoints: one pickled entry each, of one rank."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
@@ -275,8 +260,7 @@ def fit_to_checkpoint(
 
     states: the states to load; the model's entries, named `model_names`, are at the top level.
     all_states: the run's components. saved: the entries of the checkpoint.
-    Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to
-    another model.
+    Raises ValueError if the checkpoint lacks an entry or belongs to another model.
     """
     others = {name: state for name, state in states.items() if name not in model_names}
     weights = {name: state for name, state in states.items() if name in model_names}
@@ -373,7 +357,5 @@ def saved_shapes_in(path: str) -> Shapes | None:
 
 
 def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
-    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *EXTRA_STATES, *states} - {
-        MODEL
-    }
-    return {key for key in saved if key.split(".")[0] in components}
+    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *EXTRA_STATES, *states}
+    return {key for key in saved if key.split(".")[0] in components - {MODEL}}

@@ -17,8 +17,7 @@ class PairTokens(ChatTokens):
 
     A sample has `chosen` and `rejected`, and `prompt`: all are texts, or all are lists of messages. If the
     answers are whole chats, the messages that they share at their beginning are the prompt; a `prompt`
-    that is a text is ignored then. Each part is encoded as a prompt and its completion, see
-    `ChatEncoder`, and has at most seq_len // 2 tokens, see `ChatTokens`.
+    that is a text is ignored then. Each part has at most seq_len // 2 tokens; see `ChatEncoder`.
     has_reference: samples have the reference model's log-probs of both answers, under `REFERENCE_KEYS`.
     """
 

@@ -147,7 +147,7 @@ class RowStream:
             feed.load(saved)
         self.open = []
         for place in places:
-            length = 0  # earlier versions saved 0 for a length that they did not know
+            length = 0
             if isinstance(place, int):
                 place = (*divmod(place, len(self._sources))[::-1], 0, 0)
                 length = next(lengths, 0)

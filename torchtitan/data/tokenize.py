@@ -145,7 +145,7 @@ class _Job:
             for part, tokens in sizes.items()
         ]
         num_tokens = sum(sizes.values())
-        self._write_about(finished=True, check_sums=True, tokens=num_tokens, parts=parts)
+        self._write_about(finished=True, tokens=num_tokens, parts=parts)
         logger.info(
             f"{self.folder} is finished: {len(self.documents):,} documents of {num_tokens:,} tokens "
             f"in {len(parts)} parts; train on them with training.dataset = 'tokens' and "

@@ -87,7 +87,7 @@ SAMPLE_COLUMNS = {
 
 
 def page_of(run: Run, now: float | None = None) -> str:
-    """Return the whole page. now: Unix seconds, to tell a running from a dead run."""
+    """Return the whole page. now: Unix seconds, which tell a running from a dead run."""
     now = time.time() if now is None else now
     events = _events(run)
     data = _data(run, events)
@@ -302,7 +302,7 @@ def _charts(run: Run, data: dict[str, Any]) -> str:
     if not run.curves:
         return (
             '<p class="notice">No curves: this run wrote no metrics. '
-            "Set metrics.enable_jsonl or metrics.enable_tensorboard.</p>"
+            "Set metrics.enable_jsonl = true.</p>"
         )
     drawn = sum(len(panel["curves"]) for panel in data["panels"])
     note = f"Curves from {run.source}."
