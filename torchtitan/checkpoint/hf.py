@@ -278,9 +278,8 @@ def save_to_hf(
     }
     if left_out := sorted(set().union(*all_ranks(unnamed))):
         logger.warning(
-            f"Hugging Face files cannot hold {shorten(left_out)}, so a model loaded from {folder} "
-            "computes something else. A flavor with moe_args.load_balance_coeff = None trains "
-            "without expert_bias"
+            f"Hugging Face files cannot hold {shorten(left_out)}, so a model loaded from {folder} computes "
+            "something else. With moe_args.load_balance_coeff = None, flavors have no expert_bias"
         )
     if untrained is not None and os.path.realpath(untrained.folder) == os.path.realpath(folder):
         raise ValueError(

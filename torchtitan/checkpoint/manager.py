@@ -402,10 +402,7 @@ class CheckpointManager:
         entries: dict[str, Any],
         of_adapters: bool = False,
     ) -> None:
-        """Load `wanted` (component name -> state) from a checkpoint. Collective.
-
-        entries: of the model. of_adapters: the entries are adapters, whose base model must match.
-        """
+        """Load `wanted` (name -> state) and the model's entries, perhaps `of_adapters`. Collective."""
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()

@@ -93,8 +93,7 @@ class Selection:
         if bases := [f.path for f in newer if f.is_base]:
             raise ValueError(
                 f"A run that continues from {chosen.path} would replace {bases[0]}, the base model of "
-                "adapters, when it reaches that step; set checkpoint.folder to another folder and "
-                f"checkpoint.initial_load_path to {chosen.path}"
+                "adapters; set another checkpoint.folder, and checkpoint.initial_load_path to that step"
             )
         if newer:
             logger.warning(

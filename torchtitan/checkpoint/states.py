@@ -9,6 +9,8 @@ import os
 import pickle
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -192,9 +194,8 @@ class ModelWrapper(Stateful):
             is_gone = os.sep in name and not from_rank_zero(lambda: os.path.exists(name))
             raise ValueError(
                 f"The adapters in {path} were trained on another base model, {name}"
-                f"{', which does not exist any more' if is_gone else ''} (digest "
-                f"{saved[DIGEST]}), got {own[NAME]} (digest {own[DIGEST]}); set "
-                "checkpoint.initial_load_path to that base, with the dtypes of that run"
+                f"{', which does not exist any more' if is_gone else ''} (digest {saved[DIGEST]}), got "
+                f"{own[NAME]} (digest {own[DIGEST]}); set checkpoint.initial_load_path to that base"
             )
 
 
@@ -233,19 +234,6 @@ def _pickled(name: str, state: Any) -> bytes:  # raises ValueError if a load wou
     data = pickle.dumps(content)
     read_plain(data, f"the state {name!r}, which checkpoints are to hold,")
     return data
-
-
-class _FittedState(Stateful):
-    """A state for which DCP loads `entries` instead of the state's own `state_dict()`."""
-
-    def __init__(self, state: Any, entries: dict[str, Any]) -> None:
-        self._state, self._entries = state, entries
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._entries
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._state.load_state_dict(state_dict)
 
 
 def fit_to_checkpoint(
@@ -299,8 +287,11 @@ def fit_to_checkpoint(
                 f"The checkpoint {path} lacks entries of {name}: {shorten(missing)}. "
                 f"Add {name} to checkpoint.exclude_from_loading to load without it"
             )
-        is_plain = contents[name] is state
-        weights[name] = state if is_plain else _FittedState(state, contents[name])
+        weights[name] = state
+        if contents[name] is not state:  # DCP then loads these entries, not the state's own
+            fitted = partial(contents.__getitem__, name)
+            load = state.load_state_dict
+            weights[name] = SimpleNamespace(state_dict=fitted, load_state_dict=load)
     return weights
 
 

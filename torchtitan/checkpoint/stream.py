@@ -90,9 +90,8 @@ class WeightStream:
                 yield hf_name, tensor
                 if self._current_version() != self.version:
                     raise RuntimeError(
-                        f"The weights went from version {self.version} to "
-                        f"{self._current_version()} while they were streamed; finish the "
-                        "iteration before the optimizer's step"
+                        f"The weights went from version {self.version} to {self._current_version()} while "
+                        "they were streamed; finish the iteration before the optimizer's step"
                     )
         self.digest = digest.hexdigest()
 

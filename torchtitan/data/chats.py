@@ -98,8 +98,7 @@ class ChatEncoder:
         if template is None:
             raise ValueError(
                 f"the tokenizer in {self._tokenizer.tokenizer_path!r} has no chat template; set "
-                "training.chat_template to a file with a Jinja template, or put a "
-                "chat_template.jinja into the folder model.hf_assets_path"
+                "training.chat_template to a file with a Jinja template"
             )
         chat = _Chat(template, sample)
         text, spans = chat.text_and_spans()
@@ -156,16 +155,14 @@ def _warn_of_texts(chat: "_Chat", text: str) -> None:
             warn_once(
                 logger,
                 f"{chat.template.name} writes a tool call's 'arguments', which is a text, as a quoted "
-                "JSON string; if the model should write an object, give 'arguments' as an object "
-                "(this is said only once)",
+                "JSON string; if the model should write an object, give 'arguments' as an object",
             )
     for role, text in chat.texts_of_others():
         if token := chat.template.control_token_in(text):
             warn_once(
                 logger,
                 f"a message of the role {role!r} has {token!r} in its text, which is encoded as that "
-                "control token, as transformers does; change such texts if they come from people who "
-                "must not end a turn (this is said only once)",
+                "control token, as transformers does; change texts of people who must not end a turn",
             )
             break
 
@@ -270,10 +267,7 @@ class _Chat:
             if "dict" in reason and any(isinstance(x, dict) for x in self.arguments()):
                 remedy = "the template joins a tool call's 'arguments' to a text: give them as a text of JSON"
             if "strftime_now" in reason:
-                remedy = (
-                    "the date of today would change the data from day to day: set "
-                    "training.chat_template to a copy of the template with a fixed date"
-                )
+                remedy = "set training.chat_template to a copy of the template with a fixed date"
             raise ValueError(
                 f"{self.template.name} cannot render the chat: {reason}; {remedy}"
             ) from None
@@ -449,8 +443,7 @@ def _check_template(template: ChatTemplate) -> None:
         warn_once(
             logger,
             f"{template.name}: no token that ends the assistant's turn is trained, so the model does not "
-            "learn to stop; set training.chat_template to a copy that writes {{ eos_token }} behind the "
-            "assistant's text (and inside of {% generation %} marks)",
+            "learn to stop; set training.chat_template to a copy with {{ eos_token }} behind its text",
         )
     else:
         ends = " or ".join(sorted(repr(token) for token in tokens))

@@ -79,9 +79,9 @@ def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     n = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
     if isinstance(chosen, str) or isinstance(rejected, str) or not 0 < n < shortest:
         raise ValueError(
-            f"a pair needs a 'prompt', or answers that are chats, begin with the same messages and then differ, "
-            f"got the prompt {prompt!r:.80} and answers of the types {type(chosen).__name__} and "
-            f"{type(rejected).__name__} that begin with {n} equal entries; correct it, or leave it out"
+            f"a pair needs a 'prompt', or answers that are chats with a common beginning, got the prompt "
+            f"{prompt!r:.80} and answers of the types {type(chosen).__name__} and {type(rejected).__name__} "
+            f"that begin with {n} equal entries; correct it"
         )
     return chosen[:n], chosen[n:], rejected[n:]
 

@@ -128,8 +128,7 @@ class TokenDocuments(JoinedDocuments):
             if listed.get(name) != opened.get(name):
                 raise ValueError(
                     f"{folder / ABOUT_FILE} lists (documents, tokens) of {name} = {listed.get(name)}, and "
-                    f"the folder has {opened.get(name)}; copy the whole folder again, or move other files "
-                    "out of it"
+                    f"the folder has {opened.get(name)}; copy the whole folder, and nothing else, again"
                 )
 
 
@@ -265,10 +264,8 @@ def read_about(path: Path) -> dict[str, Any] | None:
         parts = [(part["name"], part["documents"] + part["tokens"]) for part in about["parts"]]
         hash((about["finished"], about["tokenizer"].get("sha256"), *parts))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); copy it again, or tokenize the text "
-            "again"
-        ) from None
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} cannot be read ({reason}); copy it or tokenize again") from None
     return about
 
 

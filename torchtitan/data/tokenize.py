@@ -234,9 +234,7 @@ def _plan(options: argparse.Namespace) -> _Job:
     try:
         FolderLock(str(folder))  # released when this process ends
     except RunError as error:
-        raise RunError(
-            f"{folder} is being written by another process; wait for it, or name another folder"
-        ) from error
+        raise RunError(f"{folder} is being written by another process; wait for it") from error
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be made: {error}; name another") from error
     old = _old_about(folder, options.overwrite)

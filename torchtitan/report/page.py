@@ -204,10 +204,9 @@ def _rounded(value: float) -> float | None:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """Return the events in order of time, each with its `place`, a step on the x axis.
+    """Return the events in order of time, each with its `place` (a step) and `count` (over ranks).
 
-    A start without an end or fault gets an event "lost". Equal events of several ranks become one
-    event with a `count`.
+    A start without an end or fault gets an event "lost".
     """
     longest = max(run.curves.values(), key=lambda curve: len(curve.steps), default=Curve())
     trail = sorted(zip(longest.times, longest.steps, strict=True))
