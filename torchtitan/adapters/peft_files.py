@@ -472,8 +472,9 @@ def read_config(folder: str) -> dict[str, Any]:
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     if not os.path.exists(path):
         raise ValueError(
-            f"There is no file {path}; give the folder that save_pretrained or save_peft wrote. A .bin is "
-            "not read, because a pickle can run code: open it with peft and call save_pretrained"
+            f"There is no file {path}; give the folder that save_pretrained or save_peft wrote. A .bin "
+            "there is not read, because reading a pickle can run code: open the folder with peft and "
+            "call save_pretrained"
         )
     try:
         with safe_open(regular_file(path), framework="pt") as file:

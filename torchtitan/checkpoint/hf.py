@@ -200,8 +200,8 @@ def _check_ignored(
         )
     elif are_quantized(untrained):
         raise ValueError(
-            f"{parts}; they are quantized, so checkpoint.untrained_weights = 'copy' cannot copy them: "
-            "set it to 'drop', or give a model without quantization"
+            f"{parts}; they are quantized, and an export is not, so checkpoint.untrained_weights = "
+            "'copy' cannot copy them: set it to 'drop', or give a model without quantization"
         )
 
 

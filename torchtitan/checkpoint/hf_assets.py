@@ -14,13 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from torchtitan.checkpoint.folder import (
-    HF_INDEX,
-    HF_SINGLE_FILE,
-    hash_file,
-    own_share,
-    path_inside,
-)
+from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, hash_file, own_share, path_inside
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
 from torchtitan.models.args import DecoderArgs

@@ -423,11 +423,7 @@ class CheckpointManager:
 
     @torch.no_grad()
     def dcp_load(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        from_hf: bool,
-        from_quantized: bool,
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Load the folder `checkpoint_id` into `state_dict` and the model."""
         if from_hf:

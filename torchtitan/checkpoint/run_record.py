@@ -196,8 +196,8 @@ def compare_with_saved(
         values = saved.get(key), own.get(key)
         if "optimizer" in loaded and None not in values and values[0] != values[1]:
             raise ValueError(
-                f"{path} was saved with {key} = {values[0]!r}, got {values[1]!r}; set it back, or start its "
-                f"state from zero with checkpoint.exclude_from_loading = {excluded}"
+                f"{path} was saved with {key} = {values[0]!r}, got {values[1]!r}; set it back, or start the "
+                f"new optimizer's state from zero with checkpoint.exclude_from_loading = {excluded}"
             )
     refused: dict[str, str] = {}
     for key in (key for key in own if key in saved):

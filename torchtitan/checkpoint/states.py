@@ -296,11 +296,7 @@ def fit_to_checkpoint(
 
 
 def check_same_model(
-    wanted: Shapes,
-    saved: Shapes,
-    path: str,
-    model_description: str,
-    remedy: str = "",
+    wanted: Shapes, saved: Shapes, path: str, model_description: str, remedy: str = ""
 ) -> None:
     """Raise ValueError unless `wanted`, of all ranks, and `saved` have the same names and shapes."""
     keys = "model.name and model.flavor"

@@ -98,7 +98,8 @@ class ChatEncoder:
         if template is None:
             raise ValueError(
                 f"the tokenizer in {self._tokenizer.tokenizer_path!r} has no chat template; set "
-                "training.chat_template to a file with a Jinja template"
+                "training.chat_template to a file with a Jinja template, or put a "
+                "chat_template.jinja into the folder model.hf_assets_path"
             )
         chat = _Chat(template, sample)
         text, spans = chat.text_and_spans()

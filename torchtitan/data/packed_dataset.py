@@ -205,8 +205,8 @@ class PackedDataset(IterableDataset):
             )
             if theirs != mine:
                 raise ValueError(
-                    f"the data position is for sources of (documents, data_seed) = {theirs}, got {mine} (None "
-                    f"is training.shuffle = False): resume with the same, or {_BEGIN_AGAIN}"
+                    f"the data position is for sources of (documents, data_seed) = {theirs}, and this run's are "
+                    f"{mine}, where None is training.shuffle = False: resume with the same, or {_BEGIN_AGAIN}"
                 )
         saved: dict[int, Any] = {}
         for state in states:

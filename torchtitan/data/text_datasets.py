@@ -260,7 +260,7 @@ def _build(
         rows = training.global_batch_size // dp_world_size
         batch_size = max(n for n in range(1, min(batch_size, rows) + 1) if rows % n == 0)
     elif is_training and dp_world_size > 1 and dp_rank == 0:
-        logger.info("set training.global_batch_size for the same rows on any number of ranks")
+        logger.info("rows follow the number of ranks: training.global_batch_size is not set")
     if not is_training and not sources[0].is_indexed:  # one row stream per rank
         rows = None
     dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows, planned)

@@ -265,7 +265,9 @@ def read_about(path: Path) -> dict[str, Any] | None:
         hash((about["finished"], about["tokenizer"].get("sha256"), *parts))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} cannot be read ({reason}); copy it or tokenize again") from None
+        raise ValueError(
+            f"{path} cannot be read ({reason}); copy it again, or tokenize the text again"
+        ) from None
     return about
 
 

@@ -78,8 +78,8 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
             return load(folder, stated)
         raise ValueError(
             f"the tokenizer in {folder} has {difference} than transformers makes of a {name}; to train with "
-            f"its ids, {_convert(folder)}; to train with those of tokenizer.json, give a folder without "
-            "config.json, in which tokenizer_class is 'PreTrainedTokenizerFast'"
+            f"the ids of transformers, {_convert(folder)}; to train with those of tokenizer.json, give a "
+            "folder without config.json, in which tokenizer_class is 'PreTrainedTokenizerFast'"
         )
     return backend, config
 
