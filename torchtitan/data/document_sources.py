@@ -215,7 +215,7 @@ class Source:
             self._separators = []
             logger.warning(
                 f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
-                "that control token and begins no document; take it out if it is none (said only once)"
+                "that control token and begins no document; take it out if it is none, or marks an end (said once)"
             )
         return document
 
@@ -237,11 +237,12 @@ class Source:
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved `OpenDocument.place`."""
         if isinstance(place, dict):
-            tokens = None
-            if "tokens" in place:
+            tokens, text, used = None, place.get("text"), 0
+            if text is not None:
+                used = place["used"]
+            else:
                 trained = place.get("trained")
                 tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
-            used, text = place.get("used", 0), place.get("text")
             return OpenDocument(None, self.tokenizer, text, tokens, used, self.number)
         _, number, start, used = place
         assert start == 0, f"it is {start} characters into a document"
