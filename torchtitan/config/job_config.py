@@ -254,8 +254,8 @@ class Parallelism(Section):
     # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
     data_parallel_shard_degree: Annotated[int, Range(1, 10**9, special=-1)] = -1
     # Reshard a layer's weights after its forward: always, never, or default (always, but never under
-    # pipeline parallelism or on one rank). A number reshards them over that many ranks
-    fsdp_reshard_after_forward: int | str = "default"
+    # pipeline parallelism or on one rank)
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # Let NCCL allocate and register FSDP's buffers for zero-copy transfers, if supported
     fsdp_register_buffers: bool = False
     # Wrap the model in FSDP even if there is nothing to shard. None wraps it if the train spec has no

@@ -27,7 +27,6 @@ from torch.distributed.tensor import Shard
 
 from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.processes.own_groups import making_groups
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
@@ -81,7 +80,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     pp_enabled: bool,
     cpu_offload: bool = False,
-    reshard_after_forward_policy: str | int = "default",
+    reshard_after_forward_policy: str = "default",
     ep_degree: int = 1,
     edp_mesh: DeviceMesh | None = None,
     gradient_divide_factor: int | None = None,
@@ -93,15 +92,13 @@ def apply_fsdp(
     param_dtype: the dtype of gathered parameters. reduce_dtype: the dtype that gradients are reduced in.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward,
         and backward gathers them again. "never" keeps them. "default" is "never" under pipeline
-        parallelism, and on a mesh of one rank without cpu_offload; otherwise "always". A number n
-        reshards the block's parameters over n successive ranks of the shard axis, such as those of a
-        node, from which backward gathers them; experts are then freed as with "always".
+        parallelism, and on a mesh of one rank without cpu_offload; otherwise "always".
     ep_degree: the number of ranks to which a block's experts are dealt. Above 1, each block's experts
         are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same experts.
     gradient_divide_factor: ignored; gradients are never divided.
     register_buffers: let the process group allocate the buffers that are sent and received.
 
-    Raises ValueError for another policy, and for a number that does not divide the shard axis.
+    Raises ValueError for another policy.
     """
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
@@ -113,8 +110,13 @@ def apply_fsdp(
         options["offload_policy"] = CPUOffloadPolicy()
 
     keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
-    reshard = _reshard_after_forward(reshard_after_forward_policy, keeps, dp_mesh)
-    shard_unit = fully_shard if isinstance(reshard, bool) else _fully_shard_within(reshard, dp_mesh)
+    policies = {"default": not keeps, "always": True, "never": False}
+    if reshard_after_forward_policy not in policies:
+        raise ValueError(
+            f"parallelism.fsdp_reshard_after_forward must be one of {', '.join(policies)}, got "
+            f"{reshard_after_forward_policy!r}"
+        )
+    reshard = policies[reshard_after_forward_policy]
     # Backward begins with the last unit, so freeing it after forward would only cost a gather.
     reshard_last = reshard_after_forward_policy == "always"
     embeddings, norm = model.tok_embeddings, model.norm
@@ -125,7 +127,7 @@ def apply_fsdp(
         fully_shard(tied, reshard_after_forward=reshard_last, **options)
         norm = output = None
     elif embeddings is not None:
-        shard_unit(embeddings, reshard_after_forward=reshard, **options)
+        fully_shard(embeddings, reshard_after_forward=reshard, **options)
     # No cast of a block's inputs: hidden states are in param_dtype, and RoPE tables must stay in fp32.
     block_options = options | {
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -136,11 +138,11 @@ def apply_fsdp(
             experts = block.moe.experts
             fully_shard(
                 experts,
-                reshard_after_forward=bool(reshard),
+                reshard_after_forward=reshard,
                 shard_placement_fn=_expert_placement(experts, ep_degree, edp_mesh),
                 **(block_options | {"mesh": edp_mesh}),
             )
-        shard_unit(block, reshard_after_forward=reshard, **block_options)
+        fully_shard(block, reshard_after_forward=reshard, **block_options)
     if norm is not None and output is not None:
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)
@@ -201,48 +203,6 @@ def _prefetch_in_order(
         unit[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(unit)
 
-
-def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) -> bool | int:
-    """Return `fully_shard`'s argument of this name. keeps: whether "default" means "never"."""
-    num_ranks = dp_mesh.size(dp_mesh.ndim - 1)
-    if isinstance(policy, int) or policy.isdecimal():
-        kept_on = int(policy)
-        if kept_on < 2 or num_ranks % kept_on:
-            raise ValueError(
-                f"parallelism.fsdp_reshard_after_forward = {policy!r} must be a divisor above 1 of "
-                f"the {num_ranks} ranks that share the parameters; 'never' keeps them whole on "
-                f"every rank"
-            )
-        return True if kept_on == num_ranks else kept_on
-    if policy == "default":
-        return not keeps
-    if policy not in ("always", "never"):
-        raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward must be default, always, never or a number "
-            f"of ranks, got {policy!r}"
-        )
-    return policy == "always"
-
-
-def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
-    """Return `fully_shard` for reshard_after_forward=num_ranks, with one mesh for all units.
-
-    Torch would make a mesh per unit, from this rank's dp_mesh only; but all ranks must make groups together.
-    """
-    axis = dp_mesh.ndim - 1
-    names = "fsdp_between", "fsdp_within"
-    sizes = dp_mesh.size(axis) // num_ranks, num_ranks
-    # No rank communicates on the outer axis.
-    with making_groups():
-        unused = {names[0]: "fake"}
-        mesh = torch_parts.split_mesh(dp_mesh, axis, sizes, names, backend_override=unused)[names]
-    mesh_info = torch_parts.HsdpMesh(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-    def shard_unit(module: nn.Module, **options: Any) -> None:
-        with torch_parts.replaced("make_forward_mesh", lambda *_: mesh_info):
-            fully_shard(module, **options)
-
-    return shard_unit
 
 
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
