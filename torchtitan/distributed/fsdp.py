@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
+from torchtitan.distributed.collectives import broadcast_all, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
@@ -47,12 +47,8 @@ class CpuAllGather(_Communication):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        if not is_gloo(group):
-            parts = list(output_tensor.chunk(group.size()))
-            return dist.all_gather(parts, input_tensor, group, async_op)
+    ) -> None:
         broadcast_all(output_tensor.view(group.size(), -1), group)
-        return None
 
 
 class CpuReduceScatter(_Communication):
@@ -65,12 +61,9 @@ class CpuReduceScatter(_Communication):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        if op != dist.ReduceOp.SUM or not is_gloo(group):
-            parts = list(input_tensor.chunk(group.size()))
-            return dist.reduce_scatter(output_tensor, parts, op, group, async_op)
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, op
         sum_over_ranks(input_tensor, group, output_tensor)
-        return None
 
 
 def apply_fsdp(

@@ -28,7 +28,6 @@ _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "Muon": Muon,
 }
-_IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 
 
 class OptimizersContainer(Optimizer, Generic[T]):
@@ -199,7 +198,7 @@ def build_optimizers(
     """Return the config's optimizers for every model part of this rank.
 
     Raises NotImplementedError for an unknown name, for torchft, and for stepping in backward with a
-    setting that excludes it; ValueError for an unknown implementation.
+    setting that excludes it.
     """
     if ft_manager is not None and ft_manager.enabled:
         raise NotImplementedError(
@@ -209,11 +208,6 @@ def build_optimizers(
     if config.name not in _OPTIMIZER_CLASSES:
         raise NotImplementedError(
             f"optimizer.name must be one of {sorted(_OPTIMIZER_CLASSES)}, got {config.name!r}"
-        )
-    if config.implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"optimizer.implementation must be one of {list(_IMPLEMENTATIONS)}, "
-            f"got {config.implementation!r}"
         )
     optimizer_cls = _OPTIMIZER_CLASSES[config.name]
     optimizer_kwargs = {
