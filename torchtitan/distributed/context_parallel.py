@@ -8,10 +8,8 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
     alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-Both give the result of a single process: "alltoall" for every mask, "allgather" for causal masks
-with known document boundaries. The mask passed to attention has a `ContextPart`.
-
-`batch.context` shards a batch and its masks; `config.context_layout` has the valid row lengths.
+"allgather" needs causal masks with known document boundaries. The mask passed to attention has a
+`ContextPart`. `batch.context` shards a batch and its masks.
 """
 
 import math
@@ -120,8 +118,7 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
     """Return the chunks that each rank holds, [cp, n] on the host.
 
     starts: [1 or B, T] on the host, the column where each token's document begins, for "ptrr".
-    Raises ValueError for an unknown balancer, for rows that it cannot cut into equal chunks, and
-    for "ptrr" without `starts`.
+    Raises ValueError for rows that cannot be cut into equal chunks, and for "ptrr" without `starts`.
     """
     multiple = sequence_multiple(load_balancer, cp)
     if seq_len % multiple:
@@ -155,8 +152,8 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 class ContextPart:
     """Attention's communication, where each rank holds only some tokens of every row.
 
-    keys: for "allgather", the keys that this rank's queries need. gathering: set by `start_gathering`,
-        (this rank's packed keys and values, the started all-gather).
+    keys: those that this rank's queries need, for "allgather". gathering: (this rank's packed keys and
+        values, the started all-gather).
     """
 
     shards: TokenShards
@@ -292,8 +289,7 @@ def apply_cp_to_attention_module(
 class _GatheredRows(torch.autograd.Function):
     """Wait for `gathered`, the started all-gather of x: [n, ...] on each rank -> [cp * n, ...].
 
-    Backward starts the reduce-scatter of the gradient, but does not wait for it: x must come from
-    `_WaitForGradient`, whose backward waits.
+    Backward starts the reduce-scatter of the gradient; `_WaitForGradient` waits for it.
     """
 
     @staticmethod

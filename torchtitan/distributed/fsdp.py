@@ -82,16 +82,12 @@ def apply_fsdp(
     """Shard the model in place. FSDP's units are the embeddings, each block, and norm with output.
 
     dp_mesh: [shard] for FSDP, [replicate, shard] for HSDP. Size 1 works, without communication.
-    param_dtype: the dtype of gathered parameters. reduce_dtype: the dtype that gradients are reduced in.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward,
         and backward gathers them again. "never" keeps them. "default" is "never" under pipeline
         parallelism, and on a mesh of one rank without cpu_offload; otherwise "always".
     ep_degree: the number of ranks to which a block's experts are dealt. Above 1, each block's experts
         are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same experts.
     gradient_divide_factor: ignored; gradients are never divided.
-    register_buffers: let the process group allocate the buffers that are sent and received.
-
-    Raises ValueError for another policy.
     """
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
@@ -197,7 +193,6 @@ def _prefetch_in_order(
         following[0].set_modules_to_backward_prefetch(unit)
 
 
-
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
@@ -209,10 +204,9 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Free all gathered parameters, so that the model has its sharded parameters again.
+    """Free all gathered parameters, which optimizers and checkpoints don't know. No-op without FSDP.
 
-    A forward without backward leaves the last unit gathered, and optimizers and checkpoints don't know
-    gathered parameters. No-op without FSDP.
+    A forward without backward leaves the last unit gathered.
     """
     for unit in _units_of(model):
         unit.reshard()
@@ -227,23 +221,20 @@ def reshard_model(model: nn.Module) -> None:
 
 def bytes_to_keep_gathered(model: nn.Module) -> int:
     """Return the extra bytes this rank would hold if forwards didn't free what they gather."""
+    groups = _param_groups(_units_of(model))
+    freed = [group for group in groups if torch_parts.fsdp_forward_mesh(group) is not None]
     total = 0
-    for group in _param_groups(_units_of(model)):
-        if torch_parts.fsdp_forward_mesh(group) is None:  # forward keeps the parameters already
-            continue
-        for parameter in torch_parts.fsdp_params(group):
-            gathered = torch_parts.fsdp_dtypes(parameter).param_dtype
-            dtype = gathered or torch_parts.fsdp_shard(parameter).dtype
-            total += math.prod(torch_parts.fsdp_size(parameter)) * dtype.itemsize
+    for parameter in (p for group in freed for p in torch_parts.fsdp_params(group)):
+        gathered = torch_parts.fsdp_dtypes(parameter).param_dtype
+        dtype = gathered or torch_parts.fsdp_shard(parameter).dtype
+        total += math.prod(torch_parts.fsdp_size(parameter)) * dtype.itemsize
     return total
 
 
 @contextlib.contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, each unit stays gathered after its first forward; all are freed at the end.
-
-    Sets FSDP's mesh after forward to None and restores it: `set_reshard_after_forward` would forget it.
-    """
+    """Inside, each unit stays gathered after its first forward; all are freed at the end."""
+    # `set_reshard_after_forward` would forget the mesh after forward.
     groups, field = _param_groups(_units_of(model)), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
     for group in groups:
@@ -279,10 +270,9 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
 
 
 def accumulate_gradients(model: nn.Module) -> None:
-    """Make backward keep unreduced gradients and gathered parameters on each rank. No-op without FSDP.
+    """Make backward keep unreduced gradients and gathered parameters until `reduce_accumulated_gradients`.
 
-    For a pipeline, where the weights' half of a stage's backward runs no hook of FSDP. Call
-    `reduce_accumulated_gradients` after the last backward.
+    For a pipeline, where the weights' half of a stage's backward runs no hook of FSDP. No-op without FSDP.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -318,10 +308,7 @@ def reduce_accumulated_gradients(model: nn.Module) -> None:
 
 
 def recover_model(model: nn.Module) -> None:
-    """Make the model ready for the next forward after a forward or backward failed half-way.
-
-    Otherwise FSDP would continue with the weights that it had gathered. No-op without FSDP.
-    """
+    """Make the model ready for the next forward after one failed half-way. No-op without FSDP."""
     if not isinstance(model, FSDPModule):
         return
     # Until the first forward it is unknown whether a unit is the root, and nothing is gathered.
@@ -347,11 +334,8 @@ def recover_model(model: nn.Module) -> None:
 
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
-    """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh.
-
-    enable_compile: blocks are compiled; let the compiler split graphs where DDP's buckets end.
-    """
-    if enable_compile:
+    """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh."""
+    if enable_compile:  # let the compiler split graphs where DDP's buckets end
         host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
     # Buffers are not broadcast: each rank's token counts per expert are in one, and are summed later.
     group = dp_mesh.get_group()
@@ -372,10 +356,7 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero.
-
-    For pipeline stages: DDP cannot alternate forwards and backwards.
-    """
+    """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero."""
     buckets: list[list[Tensor]] = []  # of one dtype each
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:

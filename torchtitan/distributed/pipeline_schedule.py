@@ -47,10 +47,8 @@ _MAX_ORDERS = 16  # cached, one per number of microbatches
 
 
 class PipelineSchedule:
-    """Runs a schedule of torch on microbatches of any number and any shapes.
-
-    All ranks of the pipeline call `step` and `eval` together, with the same number of
-    microbatches. That number may change from call to call.
+    """Runs a schedule of torch on microbatches of any shapes. All ranks of the pipeline call `step` and
+    `eval` together, with the same number of microbatches, which may change from call to call.
 
     name: the name of torch's schedule, in upper or lower case.
     stages: this rank's stages, in the order of the model.
@@ -58,8 +56,7 @@ class PipelineSchedule:
     n_microbatches: the number of microbatches that a whole batch is split into.
     csv_path: a file with an order of actions, which replaces the named schedule's order.
 
-    Attribute `replicas`: a mesh of ranks that hold the same stages unsharded and read different data.
-    Each `step` sums gradients over it. None by default.
+    replicas: a mesh of ranks that hold the same stages unsharded; each `step` sums gradients over it.
     """
 
     def __init__(
@@ -110,11 +107,10 @@ class PipelineSchedule:
         loss_fn: replaces the schedule's loss function in this call.
         input_shapes: (B, T) of every microbatch, on all ranks or on none. If it is missing, the
             rank of the first stage broadcasts it, and the other ranks wait.
-        context_mbs: a factory of context managers per microbatch. On each stage, the microbatch's
-            forward and backward each run in a new context.
+        context_mbs: a factory of context managers per microbatch, for its forwards and its backwards.
 
-        Or call it with a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, as clients of
-        0.2.x do. The batch is split into `n_microbatches`, and the outputs are concatenated.
+        Or call it with a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, which is
+        split into `n_microbatches`; the outputs are concatenated.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients and they are disabled here; call eval()")
@@ -322,11 +318,7 @@ class PipelineSchedule:
 
 
 class _Call:
-    """One call of `step` or `eval` on this rank: its microbatches, and the tensors being sent or received.
-
-    target_mbs: None on ranks without the last stage, and in calls that compute no loss.
-    losses, outputs: the last stage's losses and outputs, filled by `run`.
-    """
+    """One call of `step` or `eval` on this rank. `run` fills the last stage's losses and outputs."""
 
     def __init__(
         self,
@@ -346,9 +338,8 @@ class _Call:
         # (F or B, stage, microbatch) -> the stage's incoming hidden states (F) or gradient (B).
         self._hidden: dict[tuple[str, int, int], Tensor] = {}
         self._receiving: dict[tuple[str, int, int], dist.Work] = {}
-        self._sending: list[
-            tuple[dist.Work, Tensor]
-        ] = []  # tensors have to live until they are sent
+        # Tensors have to live until they are sent.
+        self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:

@@ -39,10 +39,8 @@ class seeded_init(torch_parts.DispatchMode):
     """Context in which the model's `init_weights()` sets the same weights on every layout.
 
     Inside, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them)
-    and our `trunc_normal_` fill parameters of `model`, plain or DTensors. Tied parameters use the
-    first of their names. Other draws use torch's generator, with a warning: they depend on the layout.
-
-    Enter after the parameters have memory (`to_empty`), under `torch.no_grad()`.
+    and our `trunc_normal_` fill parameters of `model`. Other draws use torch's generator, with a
+    warning. Enter after the parameters have memory (`to_empty`), under `torch.no_grad()`.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -195,9 +193,9 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
     for size, offset, whole_size in zip(local.shape[:-1], offsets, whole, strict=False):
         along = torch.arange(offset, offset + size, device=device)
         row_starts = (row_starts[:, None] * whole_size + along).flatten()
-    width = local.shape[-1] if local.ndim else 1
+    width = 1
     if local.ndim:
-        row_starts = row_starts * whole[-1] + offsets[-1]
+        width, row_starts = local.shape[-1], row_starts * whole[-1] + offsets[-1]
 
     chunk = _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS_ACCELERATOR
     columns = torch.arange(width, device=device)

@@ -102,9 +102,8 @@ class KeyMapAdapter(StateDictAdapter):
         order of the other RoPE convention.
     quantized_format: format of the family's published files; see `build_quantized_reader`.
 
-    A model with a value head reads files of language models and of classifiers with one label. For a
-    sharded model, `to_hf` returns each rank's own experts, and the next `from_hf` accepts these. Files
-    of tied models have no output weight; `from_hf` sets it to the embedding's tensor.
+    For a sharded model, `to_hf` returns each rank's own experts, and the next `from_hf` accepts these.
+    Files of tied models have no output weight; `from_hf` sets it to the embedding's tensor.
     """
 
     from_hf_map: HFKeyMap
@@ -245,8 +244,8 @@ class KeyMapAdapter(StateDictAdapter):
         return state_dict
 
     def _reorder(self, template: str, tensor: Tensor, to_hf: bool) -> Tensor:
-        n_heads = self.rotated_heads.get(template)
-        return tensor if n_heads is None else swap_rope_layout(tensor, n_heads, to_hf)
+        heads = self.rotated_heads
+        return swap_rope_layout(tensor, heads[template], to_hf) if template in heads else tensor
 
     def ignores_hf_key(self, hf_key: str) -> bool:
         return (
@@ -274,10 +273,9 @@ def _check_all_known(names: Iterable[str], table: Collection[str], where: str) -
 
 
 def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
-    """Reorder the rows of a query or key projection between the two RoPE conventions.
+    """Reorder the rows of a weight [n_heads * D, M] or bias [n_heads * D] for the other RoPE convention.
 
-    tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. The two rows of a RoPE
-    pair are adjacent in our order, and D / 2 rows apart in HF's.
+    The two rows of a RoPE pair are adjacent in our order, and D / 2 rows apart in HF's.
     """
     if is_dtensor(tensor):
         tensor_api = load_dtensor()

@@ -74,10 +74,7 @@ class LRSchedulersContainer:
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Set the learning rates again, after loading optimizers with another schedule's learning rates.
-
-    lr_schedulers: nothing is changed if they are of a class of the client's.
-    """
+    """Set the learning rates again, after loading optimizers with another schedule's learning rates."""
     if isinstance(lr_schedulers, LRSchedulersContainer):
         lr_schedulers.set_step(lr_schedulers.last_epoch)
 

@@ -37,11 +37,8 @@ def init_distributed(
 
     A group that this function makes is destroyed with the last engine of this process. Outside
     torchrun (no RANK, no WORLD_SIZE) this process becomes the only rank of a group.
-    `enable_cpu_backend` adds gloo for CPU tensors on a machine with accelerators. NCCL writes its
-    traces of a hang below `base_folder`.
-
-    Raises ValueError if only some of torchrun's variables are set, and if an existing group cannot
-    communicate on this machine's device; RunError if not all ranks join in time.
+    `enable_cpu_backend` adds gloo for CPU tensors. NCCL writes its traces of a hang below `base_folder`.
+    Raises ValueError if an existing group cannot communicate on this machine's device.
     """
     if comm_config.mode != "default" and not dist.is_initialized():
         value = os.environ.get("NGPU", "")

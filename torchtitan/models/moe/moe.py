@@ -215,8 +215,7 @@ def _mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
 class TokenChoiceTopKRouter(nn.Module):
     """Each token chooses its k best experts; no expert has a limit, and no token is dropped.
 
-    Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Arguments as in
-    `MoEArgs`. Raises ValueError, or NotImplementedError for an unknown score_func.
+    Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Arguments as in `MoEArgs`.
     """
 
     def __init__(
@@ -240,10 +239,17 @@ class TokenChoiceTopKRouter(nn.Module):
             )
         num_candidates = num_experts
         if num_expert_groups is not None:
-            group_size = _check_groups(
-                num_experts, num_expert_groups, num_limited_groups, group_score
-            )
-            num_candidates = group_size * num_limited_groups
+            group_size, rest = divmod(num_experts, num_expert_groups)
+            least = {"top2_sum": 2, "max": 1}.get(group_score)
+            limited = num_limited_groups or 0
+            if rest or least is None or group_size < least or not 1 <= limited <= num_expert_groups:
+                raise ValueError(
+                    f"num_expert_groups = {num_expert_groups} must divide num_experts = {num_experts} "
+                    f"into groups of two or more (of one with group_score = 'max'), num_limited_groups "
+                    f"must be 1 to num_expert_groups, and group_score 'top2_sum' or 'max'; got "
+                    f"num_limited_groups = {num_limited_groups}, group_score = {group_score!r}"
+                )
+            num_candidates = group_size * limited
         if not 1 <= top_k <= num_candidates:
             raise ValueError(
                 f"top_k must be between 1 and the {num_candidates} experts a token can choose "
@@ -295,30 +301,6 @@ class TokenChoiceTopKRouter(nn.Module):
         init_linear(self.gate, init_std)
 
 
-def _check_groups(
-    num_experts: int, num_groups: int, num_limited_groups: int | None, group_score: str
-) -> int:
-    """Return the number of experts in a group."""
-    if num_limited_groups is None or not 1 <= num_limited_groups <= num_groups:
-        raise ValueError(
-            f"num_limited_groups must be between 1 and num_expert_groups = {num_groups}, "
-            f"got {num_limited_groups}"
-        )
-    if num_experts % num_groups:
-        raise ValueError(
-            f"num_experts must be a multiple of num_expert_groups = {num_groups}, got {num_experts}"
-        )
-    if group_score not in ("top2_sum", "max"):
-        raise ValueError(f"group_score must be 'top2_sum' or 'max', got {group_score!r}")
-    group_size = num_experts // num_groups
-    if group_score == "top2_sum" and group_size < 2:
-        raise ValueError(
-            f"group_score 'top2_sum' needs two experts or more in a group, got num_experts = "
-            f"{num_experts} with num_expert_groups = {num_groups}"
-        )
-    return group_size
-
-
 def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
     """Count the tokens of each expert without waiting: int64 expert ids of any shape -> [E] int64."""
     ids = selected_experts.flatten()
@@ -342,8 +324,8 @@ class TokenReorderer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
 
-        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: the number
-        of groups, if the second input has groups in place of experts.
+        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: the number of groups,
+        if the second input has groups in place of experts.
         """
         pairs = selected_experts_indices.flatten().argsort(stable=True)
         counts = count_tokens(selected_experts_indices, num_groups or self.num_experts)
@@ -354,9 +336,8 @@ class TokenReorderer(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts, plus shared experts that see every token.
+    """Routed experts, by default `GroupedExperts`, plus shared experts that see every token.
 
-    experts: a module with the forward of `GroupedExperts`, which is the default.
     expert_bias [E] fp32 balances the load: before each step the optimizer changes it by the counts
     that training forwards have added to tokens_per_expert [E] fp32.
     """
@@ -453,10 +434,7 @@ class MoE(nn.Module):
 
 
 def build_moe(args: MoEArgs, dim: int, hidden_dim: int, moe_impl: str = "standard") -> MoE:
-    """Return the layer for parallelism.expert_parallel_comm_backend = `moe_impl`.
-
-    Raises ValueError for anything but "standard".
-    """
+    """Return the layer for parallelism.expert_parallel_comm_backend = `moe_impl`, which must be "standard"."""
     if moe_impl != "standard":
         raise ValueError(
             f"parallelism.expert_parallel_comm_backend = {moe_impl!r} is not available; set it "
