@@ -220,15 +220,11 @@ class PipelineSchedule:
                 f"a pipeline step needs lists of equal length, at least 1, got {lengths}; give every "
                 "microbatch one entry in each list"
             )
-        if self.has_first_stage and lists["arg_mbs"] is None:
-            raise ValueError("the rank with a pipeline's first stage needs arg_mbs, got None")
-        if self.has_last_stage and needs_loss and lists["target_mbs"] is None:
-            raise ValueError("the rank with a pipeline's last stage needs target_mbs, got None")
-        if self.has_last_stage and needs_loss and loss_fn is None:
-            raise ValueError(
-                "a pipeline's step needs a loss function, got None; give loss_fn to this call or to the "
-                "schedule"
-            )
+        needed = {"arg_mbs": lists["arg_mbs"]} if self.has_first_stage else {}
+        if self.has_last_stage and needs_loss:
+            needed |= {"target_mbs": lists["target_mbs"], "loss_fn": loss_fn}
+        if missing := [name for name, value in needed.items() if value is None]:
+            raise ValueError(f"a pipeline's rank needs {', '.join(missing)} for its stages, got None")
         return next(iter(lengths.values()))
 
     def _exchange_input_shapes(

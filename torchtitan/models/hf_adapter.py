@@ -15,7 +15,6 @@ from torchtitan.models.hf_stacks import (
     join_rows,
     split_rows,
     stack,
-    swap_rows_and_columns,
     transposed_shard,
     unstack,
     unstacked_shards,
@@ -209,8 +208,7 @@ class KeyMapAdapter(StateDictAdapter):
             if len(fused[hf_name]) == len(entry.ours):
                 parts = fused.pop(hf_name)
                 joined = join_rows([parts[ours] for ours in entry.ours])
-                swapped = swap_rows_and_columns(joined) if entry.transposed else joined
-                hf_state_dict[hf_name] = swapped
+                hf_state_dict[hf_name] = joined.transpose(1, 2) if entry.transposed else joined
         if fused:
             raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
         return hf_state_dict
@@ -228,7 +226,7 @@ class KeyMapAdapter(StateDictAdapter):
             hf_template, numbers = to_template(hf_name)
             entry = self.from_hf_map[hf_template]
             if isinstance(entry, Fused):
-                joined = swap_rows_and_columns(tensor) if entry.transposed else tensor
+                joined = tensor.transpose(1, 2) if entry.transposed else tensor
                 parts = split_rows(joined, len(entry.ours))
                 for ours, part in zip(entry.ours, parts, strict=True):
                     state_dict[ours.format(*numbers)] = part

@@ -120,19 +120,6 @@ def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
     return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 
 
-def swap_rows_and_columns(tensor: Tensor) -> Tensor:
-    """Return a view [E, C, R] of a tensor [E, R, C]."""
-    if not is_dtensor(tensor):
-        return tensor.transpose(1, 2)
-    swapped = {0: 0, 1: 2, 2: 1}
-    placements = [p if p.is_replicate() else _on_dim(p, swapped[p.dim]) for p in tensor.placements]
-    n_entries, n_rows, n_columns = tensor.shape
-    local = tensor.to_local().transpose(1, 2)
-    shape = torch.Size((n_entries, n_columns, n_rows))
-    entry, row, column = tensor.stride()
-    return _from_local(local, tensor.device_mesh, placements, shape, (entry, column, row))
-
-
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Apply `change` to the local tensors, laid out as `like`, with dim 1 gathered if it is sharded."""
     if not is_dtensor(like):
@@ -161,16 +148,9 @@ def _stack_plain(tensors: list[Tensor]) -> Tensor:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
-def _from_local(
-    local: Tensor,
-    mesh: Any,
-    placements: Sequence[Any],
-    shape: torch.Size,
-    stride: tuple[int, ...] | None = None,
-) -> Tensor:
-    """Return a DTensor of global `shape`; stride: None if contiguous."""
-    if stride is None:
-        stride = torch.empty(shape, device="meta").stride()
+def _from_local(local: Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size) -> Tensor:
+    """Return a contiguous DTensor of global `shape`, which can't be inferred from uneven shards."""
+    stride = torch.empty(shape, device="meta").stride()
     return load_dtensor().DTensor.from_local(
         local, mesh, placements, run_check=False, shape=shape, stride=stride
     )
