@@ -28,6 +28,7 @@ from torchtitan.distributed.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from torchtitan.distributed.sequence_parallel import join_shards
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.lazy_names import load_on_access
 
@@ -80,7 +81,9 @@ class TokenShards:
         Collective. Each rank gets the gradient of its own tokens, not a sum over ranks, so all ranks
         must compute the same value from the result.
         """
-        return _Unshard.apply(x, self, dim)
+        ranks = self.group_name, self.cp, self.mesh.get_local_rank()
+        whole = join_shards(x, dim, x.shape[dim] * self.cp, *ranks)
+        return self.in_order(whole.movedim(dim, 0)).movedim(0, dim)
 
     def in_order(self, x: Tensor) -> Tensor:
         """Return tokens [T, ...] in row order, given in rank order as an all-gather returns them."""
@@ -93,19 +96,6 @@ class TokenShards:
     def _permute_chunks(self, x: Tensor, order: Tensor) -> Tensor:
         x = x.unflatten(0, (self.chunks.numel(), -1))
         return x.index_select(0, order.to(x.device)).flatten(0, 1)
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: TokenShards, dim: int) -> Tensor:
-        ctx.shards, ctx.dim = shards, dim
-        x = x.movedim(dim, 0)
-        gathered = start_all_gather(x, shards.cp, shards.group_name)
-        return shards.in_order(OPS.wait_tensor(gathered)).movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.shards.shard(grad, ctx.dim), None, None
 
 
 def _take_chunks(x: Tensor, chunks: Tensor, rank: int, dim: int) -> Tensor:
