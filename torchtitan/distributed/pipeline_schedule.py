@@ -10,6 +10,7 @@ B rows, T tokens of a microbatch's input.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -191,9 +192,7 @@ class PipelineSchedule:
             input_shapes = self._exchange_input_shapes(arg_mbs, n)
         for stage in self.stages:
             stage.begin_step(input_shapes, not forward_only, context_mbs)
-        call = _Call(
-            self, arg_mbs, kwarg_mbs or [{}] * n, target_mbs, loss_fn, keeps_outputs=return_outputs
-        )
+        call = _Call(self, arg_mbs, kwarg_mbs or [{}] * n, target_mbs, loss_fn, return_outputs)
         try:
             with self._summed(forward_only):
                 call.run(self._actions(n, forward_only))
@@ -313,24 +312,21 @@ class PipelineSchedule:
         return n
 
 
+@dataclass
 class _Call:
     """One call of `step` or `eval` on this rank. `run` fills the last stage's losses and outputs."""
 
-    def __init__(
-        self,
-        schedule: PipelineSchedule,
-        arg_mbs: Sequence[tuple[Any, ...]] | None,
-        kwarg_mbs: Sequence[dict[str, Any]],
-        target_mbs: Sequence[Any] | None,
-        loss_fn: LossFunction | None,
-        keeps_outputs: bool,
-    ):
+    _schedule: PipelineSchedule
+    _args: Sequence[tuple[Any, ...]] | None
+    _kwargs: Sequence[dict[str, Any]]
+    _targets: Sequence[Any] | None
+    _loss_fn: LossFunction | None
+    _keeps_outputs: bool
+
+    def __post_init__(self) -> None:
         self.losses: list[Any] = []
         self.outputs: list[Any] = []
-        self._args, self._kwargs, self._targets = arg_mbs, kwarg_mbs, target_mbs
-        self._loss_fn, self._keeps_outputs = loss_fn, keeps_outputs
-        self._schedule = schedule
-        self._stages = {stage.stage_index: stage for stage in schedule.stages}
+        self._stages = {stage.stage_index: stage for stage in self._schedule.stages}
         # (F or B, stage, microbatch) -> the stage's incoming hidden states (F) or gradient (B).
         self._hidden: dict[tuple[str, int, int], Tensor] = {}
         self._receiving: dict[tuple[str, int, int], dist.Work] = {}

@@ -49,9 +49,6 @@ class QuantizationConverter(ModelConverter):
         keep_state_dicts_plain(model)
         logger.info(self.message)
 
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Do nothing after an optimizer step; float8 overrides this."""
-
 
 class GroupedMMConverter(QuantizationConverter):
     """Base class of converters for experts; converts modules whose name contains one of `fqns`."""
