@@ -80,18 +80,19 @@ def _calls(
             continue
         reach = window if is_windowed else n_keys
         size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
+        # Masks of long documents are large, and used once.
+        make_mask = _cached_mask if is_windowed or n_keys <= LONGEST_SPLIT else _window_mask
         # Last piece first: without a window it sees all keys, and writes all their gradients.
         for last in range(end, start, -size):
             first = max(last - size, start)
             last_key = end_key - (end - last)
             seen_from = max(first_key, last_key - (last - first) - reach + 1)
-            mask = _window_mask(last - first, last_key - seen_from, reach, dtype)
+            mask = make_mask(last - first, last_key - seen_from, reach, dtype)
             yield _Call(
                 slice(first, last), slice(seen_from, last_key), mask, is_windowed or last < end
             )
 
 
-@functools.lru_cache(maxsize=32)
 def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
     """Return [queries, keys]: 0 where the query sees the key, else -inf; the last query is at the
     last key."""
@@ -99,6 +100,9 @@ def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -
     distance = query - torch.arange(n_keys, device="cpu")
     hidden = (distance < 0) | (distance >= window)
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+_cached_mask = functools.lru_cache(maxsize=32)(_window_mask)
 
 
 def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:

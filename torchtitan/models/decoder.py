@@ -409,15 +409,17 @@ class Decoder(ModelProtocol):
         if experts.device.type != "cpu" or not experts.numel():
             return
         smallest, largest = (x.item() for x in experts.aminmax())
+        if not -1 <= smallest <= largest < args.num_experts:
+            raise ValueError(
+                f"{name} must be expert ids in [0, {args.num_experts}), or -1 where the router "
+                f"chooses, got {smallest} to {largest}; take them from a generator with the same model"
+            )
         in_order = experts.sort(dim=-1).values
         chosen = in_order[..., -1] >= 0
-        is_wrong = (in_order.diff(dim=-1) == 0).any(dim=-1) | (in_order[..., 0] < 0)
-        if not -1 <= smallest <= largest < args.num_experts or is_wrong[chosen].any():
+        if ((in_order.diff(dim=-1) == 0).any(dim=-1) | (in_order[..., 0] < 0))[chosen].any():
             raise ValueError(
-                f"{name} must be {args.top_k} different expert ids below {args.num_experts} for a "
-                f"token, or {args.top_k} times -1 where the router chooses, got ids from {smallest} to "
-                f"{largest}, an expert twice or fewer experts; take them from a generator with the "
-                "same model"
+                f"{name} must name {args.top_k} different experts for a token, or {args.top_k} times -1, "
+                "got an expert twice or a part of them; mark tokens without known experts by -1"
             )
 
     def _routed_experts_of(self, layer_id: int, routed_experts: Tensor | None) -> Tensor | None:

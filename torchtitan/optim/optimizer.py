@@ -207,6 +207,10 @@ def build_optimizers(
         raise NotImplementedError(
             f"optimizer.name must be one of {sorted(_OPTIMIZER_CLASSES)}, got {config.name!r}"
         )
+    if config.implementation not in (choices := ("for-loop", "foreach", "fused")):
+        raise ValueError(
+            f"optimizer.implementation must be one of {choices}, got {config.implementation!r}"
+        )
     optimizer_cls = _OPTIMIZER_CLASSES[config.name]
     optimizer_kwargs = {
         "fused": config.implementation == "fused",
