@@ -126,7 +126,7 @@ class Offloader:
             torch.accelerator.current_stream(self.device).synchronize()
         if copies and not self._has_pinned:
             self._has_pinned = True
-            host.at_last_move_out(torch_parts.empty_host_cache)
+            host.at_last_move_out(release_pinned_memory)
         return copies
 
     @torch.no_grad()
@@ -163,6 +163,11 @@ class Offloader:
         if "optimizer" in kinds:
             for optimizer in self.optimizers:
                 _replace_state(optimizer, relocate)
+
+
+def release_pinned_memory() -> None:
+    """Return unused pinned host memory, which torch keeps, to the system."""
+    torch_parts.empty_host_cache()
 
 
 def _replace_state(optimizer: Optimizer, relocate: Callable[[Tensor], Tensor]) -> None:
