@@ -223,7 +223,9 @@ class PipelineSchedule:
         if self.has_last_stage and needs_loss:
             needed |= {"target_mbs": lists["target_mbs"], "loss_fn": loss_fn}
         if missing := [name for name, value in needed.items() if value is None]:
-            raise ValueError(f"a pipeline's rank needs {', '.join(missing)} for its stages, got None")
+            raise ValueError(
+                f"a pipeline's rank needs {', '.join(missing)} for its stages, got None"
+            )
         return next(iter(lengths.values()))
 
     def _exchange_input_shapes(
