@@ -136,14 +136,11 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
     return frozenset(shapes)
 
 
-@functools.cache
+@functools.cache  # because dynamo compiles again for every new object
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
-    """Return a factory of (forward context, recomputation context).
-
-    Cached, because dynamo compiles again for every new object.
-    """
+    """Return a factory of (forward context, recomputation context)."""
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:

@@ -119,10 +119,7 @@ class PipelineSchedule:
 
     @torch.no_grad()
     def eval(self, *args: Any, **kwargs: Any) -> list[Any] | Any | None:
-        """Run only the forward of all microbatches; arguments and results are those of `step`.
-
-        Computes no loss if there are no targets.
-        """
+        """Run only the forward of all microbatches, with `step`'s arguments; no loss without targets."""
         return self._run(True, *args, **kwargs)
 
     def broadcast_from_last_stage(self, tensor: Tensor) -> Tensor:

@@ -187,10 +187,7 @@ class LocalLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding whose rows are split over ranks. [B, T] -> [B, T, M].
-
-    The result is this rank's summand: zero for tokens whose embeddings are on other ranks.
-    """
+    """An embedding whose rows are split over ranks. [B, T] -> this rank's summand of [B, T, M]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local_parameter(self.weight)

@@ -23,10 +23,7 @@ _DECAY_CURVES: dict[str, Callable[[float], float]] = {
 
 
 class LRSchedulersContainer:
-    """One scheduler per optimizer, all with the same schedule.
-
-    One state is saved for all of them, so it loads into any number of model parts.
-    """
+    """One scheduler per optimizer, all with the same schedule and one saved state."""
 
     def __init__(self, optimizers: OptimizersContainer, lr_lambda: Callable[[int], float]) -> None:
         assert len(optimizers) > 0, "there must be at least one optimizer to schedule"

@@ -177,10 +177,8 @@ def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, 
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:
-    """Make this process a rank of the job's part `name` for good. Call `find_peers` first.
-
-    RANK, WORLD_SIZE and the default process group become those of the part.
-    """
+    """Make this process a rank of the job's part `name` for good, with the part's RANK, WORLD_SIZE and
+    default process group. Call `find_peers` first."""
     store = _meeting_places[_meeting_place()][0][0]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     place = dist.PrefixStore(name, store), rank, world_size

@@ -4,6 +4,7 @@ B rows, S tokens in a row, T = B * S, D model dim, E experts, k experts per toke
 of an expert, N tokens in one call of the experts.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -239,7 +240,7 @@ class TokenChoiceTopKRouter(nn.Module):
             )
         num_candidates = num_experts
         if num_expert_groups is not None:
-            group_size, rest = divmod(num_experts, num_expert_groups)
+            group_size, rest = divmod(num_experts, max(num_expert_groups, 1))
             least = {"top2_sum": 2, "max": 1}.get(group_score)
             limited = num_limited_groups or 0
             if rest or least is None or group_size < least or not 1 <= limited <= num_expert_groups:
@@ -256,14 +257,10 @@ class TokenChoiceTopKRouter(nn.Module):
                 f"from, got {top_k}"
             )
         self.gate = RouterGate(dim, num_experts, bias=gate_bias)
-        self.num_experts = num_experts
-        self.num_expert_groups = num_expert_groups
-        self.num_limited_groups = num_limited_groups
-        self.top_k = top_k
-        self.score_func = score_func
-        self.route_norm = route_norm
-        self.route_scale = route_scale
-        self.group_score = group_score
+        self.num_experts, self.top_k = num_experts, top_k
+        self.num_expert_groups, self.num_limited_groups = num_expert_groups, num_limited_groups
+        self.score_func, self.group_score = score_func, group_score
+        self.route_norm, self.route_scale = route_norm, route_scale
         self._debug_force_load_balance = _debug_force_load_balance
 
     def forward(
@@ -305,6 +302,10 @@ def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
     """Count the tokens of each expert without waiting: int64 expert ids of any shape -> [E] int64."""
     ids = selected_experts.flatten()
     return ids.new_zeros(num_experts).scatter_add(0, ids, torch.ones_like(ids))
+
+
+# Arguments of the router that have the same names in `MoEArgs`.
+_ROUTER_ARGS = inspect.signature(TokenChoiceTopKRouter).parameters.keys() - {"dim", "num_experts"}
 
 
 class TokenReorderer(nn.Module):
@@ -353,19 +354,8 @@ class MoE(nn.Module):
         if experts is None:
             experts = GroupedExperts(dim, hidden_dim, num_experts, moe_args.use_grouped_mm)
         self.experts = experts
-        self.router = TokenChoiceTopKRouter(
-            dim=dim,
-            num_experts=num_experts,
-            num_expert_groups=moe_args.num_expert_groups,
-            num_limited_groups=moe_args.num_limited_groups,
-            top_k=moe_args.top_k,
-            score_func=moe_args.score_func,
-            route_norm=moe_args.route_norm,
-            route_scale=moe_args.route_scale,
-            gate_bias=moe_args.gate_bias,
-            group_score=moe_args.group_score,
-            _debug_force_load_balance=moe_args._debug_force_load_balance,
-        )
+        routing = {name: getattr(moe_args, name) for name in _ROUTER_ARGS}
+        self.router = TokenChoiceTopKRouter(dim, num_experts, **routing)
         self.reorderer = TokenReorderer(num_experts, moe_args.top_k)
         self.shared_experts = None
         if moe_args.num_shared_experts > 0:
