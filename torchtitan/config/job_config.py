@@ -174,6 +174,11 @@ class DataLoader(Section):
 
 
 @dataclass
+class Loss(Section):
+    name: Literal["", "dpo", "distillation"] = ""  # What to minimize; empty: the model's own loss
+
+
+@dataclass
 class MixtureSource(Section):
     dataset: str = "local"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset
@@ -544,6 +549,7 @@ class JobConfig(Section):
     optimizer: Optimizer = section(Optimizer)
     lr_scheduler: LRScheduler = section(LRScheduler)
     training: Training = section(Training)
+    loss: Loss = section(Loss)
     parallelism: Parallelism = section(Parallelism)
     checkpoint: Checkpoint = section(Checkpoint)
     activation_checkpoint: ActivationCheckpoint = section(ActivationCheckpoint)

@@ -1,0 +1,18 @@
+"""The objectives of the trainer that need an engine: `[loss]` in the config chooses one."""
+
+from typing import Any
+
+from torchtitan.callbacks.source_losses import SourceLosses
+from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.engine import TrainingEngine
+from torchtitan.loss.cross_entropy import build_cross_entropy_loss
+from torchtitan.step.objective import Objective
+
+
+def build_objective(engine: TrainingEngine) -> Objective:
+    """Return what a trainer with this engine and its data minimizes. Collective."""
+    dataset: Any = getattr(engine.dataloader, "dataset", None)
+    is_own_loss = engine.train_spec.build_loss_fn is not build_cross_entropy_loss
+    if isinstance(dataset, PackedDataset) and len(dataset.source_names) > 1 and not is_own_loss:
+        return SourceLosses(dataset.source_names, engine.job_config.compile.backend_of("loss"))
+    return Objective()
