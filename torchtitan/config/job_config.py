@@ -176,6 +176,16 @@ class DataLoader(Section):
 @dataclass
 class Loss(Section):
     name: Literal["", "dpo", "distillation"] = ""  # What to minimize; empty: the model's own loss
+    # For distillation: folder of the Hugging Face model that scores the rows, with the same tokenizer
+    teacher: str = ""
+    # For distillation: KL(teacher || student), or KL(student || teacher)
+    divergence: Literal["forward", "reverse"] = "forward"
+    # For distillation: compare the teacher's k most probable tokens, and the rest as one; 0: all tokens
+    top_k: Count = 0
+    kl_weight: NotNegative = 1.0  # For distillation: weight of the divergence
+    label_weight: NotNegative = 0.0  # For distillation: weight of the cross entropy of the labels
+    # For distillation: divides both models' logits in the divergence, which is multiplied by its square
+    temperature: PositiveFloat = 1.0
 
 
 @dataclass

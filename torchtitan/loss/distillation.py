@@ -57,11 +57,38 @@ class Distilled(NamedTuple):
     label_loss: Tensor
 
 
-class HiddenStates:
-    """A head: returns the output projection's input, hidden states [B, T, M]."""
+class TeacherStates:
+    """A head for the teacher: returns hidden states [B, T, M_t], and keeps its constant output weight.
 
-    def __call__(self, h: Tensor, *_: Tensor | None, **__: Any) -> Tensor:
-        return h.clone()  # FSDP's hooks on outputs support no views
+    weight: this rank's rows of the student's vocabulary, [v, M_t], from the first call on.
+    n_student: the student's vocabulary entries V.
+    """
+
+    def __init__(self, n_student: int):
+        self.n_student = n_student
+        self.weight: Tensor | None = None
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+        low_rank: LowRank | None = None,
+    ) -> Tensor:
+        assert bias is None and low_rank is None, "no family has a bias here, and a teacher no adapter"
+        operands, _ = operands_of(h, weight, bias, labels, group, low_rank)
+        if self.weight is None:
+            # Copied, because FSDP frees a gathered weight. The ranks' rows are others than the student's
+            # if the vocabularies are padded differently.
+            rank = 0 if group is None else dist.get_rank(group)
+            n_own = self.n_student // (1 if group is None else dist.get_world_size(group))
+            rows = of_all_ranks(operands.weight, group).flatten(0, 1)[rank * n_own :][:n_own]
+            self.weight = rows.new_zeros(n_own, rows.shape[1])
+            self.weight[: len(rows)] = rows
+        return operands.x.view_as(h)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +96,8 @@ class DistillationLoss:
     """A head: sums kl_weight * T^2 * KL + label_weight * cross entropy over the labels, to `Distilled`.
 
     temperature_of_kl: T; the cross entropy is at temperature 1.
-    teacher: the batch's entry, or its name: hidden states [B, T, M_t] if there is a teacher_weight, else
+    teacher: the batch's entry, or its name: hidden states [B, T, M_t] of `teacher_states`, or without it
         [B, T, 2 k + 1] of `TopTokens(T, k=k, with_rest=True)`.
-    teacher_weight: the rows of the teacher's output weight for this rank's entries, [v, M_t].
     n_entries: the first entries of the vocabulary, which alone have a probability in the divergence: for
         models that pad one vocabulary to different sizes. None: all entries.
     weights: the batch's entry [B, T], or its name, that multiplies a token's loss; None: 1.
@@ -87,7 +113,7 @@ class DistillationLoss:
     label_weight: float = 0.0
     temperature_of_kl: float = 1.0
     teacher: str | Tensor = "teacher"
-    teacher_weight: Tensor | None = None
+    teacher_states: TeacherStates | None = None
     n_entries: int | None = None
     weights: str | Tensor | None = None
     chunk_tokens: int | None = None
@@ -151,7 +177,7 @@ class _SummedDistillation(torch.autograd.Function):
             of_chunk, of_teacher = labels[chunk.rows], teacher[chunk.rows]
             own_labels, is_ignored = of_chunk - call.first, of_chunk == IGNORE_INDEX
             logits, _, low_rank = logits_of(operands, head, call, chunk)
-            compare = _compare_top if head.teacher_weight is None else _compare_all
+            compare = _compare_top if head.teacher_states is None else _compare_all
             kl, gradient_of_kl = compare(logits, of_teacher, head, call)
             # Not compiled, `statistics_of_logits` overwrites its logits by the exponentials.
             exps = logits if head.compile_backend else logits.clone()
@@ -189,7 +215,7 @@ class _SummedDistillation(torch.autograd.Function):
 
 def _compare_all(student: Tensor, states: Tensor, head: DistillationLoss, call: Any) -> tuple:
     """Compare over all tokens. student: logits [n, v]; states: [n, M_t]. Collective if there is a group."""
-    logits = student, linear(states, head.teacher_weight)
+    logits = student, linear(states, head.teacher_states.weight)
     how = head.temperature_of_kl, _own_entries(head, call, student), head.divergence == "forward"
     numbers = maybe_compiled(_numbers_of_all, head.compile_backend)(*logits, *how)
     high_a, sum_a, high_b, sum_b, dots = of_all_ranks(numbers, call.group).unbind(-1)

@@ -6,11 +6,21 @@ from torchtitan.callbacks.source_losses import SourceLosses
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.cross_entropy import build_cross_entropy_loss
+from torchtitan.objective.distillation import Distillation, check_teacher
 from torchtitan.step.objective import Objective
+
+
+def check_objective(engine: TrainingEngine) -> None:
+    """Raise ConfigError for an objective that cannot be built. The engine has a tokenizer, but no model yet."""
+    loss = engine.job_config.loss
+    if loss.name == "distillation":
+        check_teacher("loss.teacher", loss.teacher, engine, engine.tokenizer)
 
 
 def build_objective(engine: TrainingEngine) -> Objective:
     """Return what a trainer with this engine and its data minimizes. Collective."""
+    if engine.job_config.loss.name == "distillation":
+        return Distillation(engine)
     dataset: Any = getattr(engine.dataloader, "dataset", None)
     is_own_loss = engine.train_spec.build_loss_fn is not build_cross_entropy_loss
     if isinstance(dataset, PackedDataset) and len(dataset.source_names) > 1 and not is_own_loss:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.loss.distillation import DistillationLoss
+from torchtitan.loss.distillation import DistillationLoss, TeacherStates
 from torchtitan.loss.logprobs import TopTokens
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.testing.gloo import run_ranks
@@ -52,9 +52,10 @@ def reference(logits, of_teacher, labels, weights, divergence, top_k, temperatur
 
 
 def scores_of(states, weight, labels, top_k, temperature, group=None, n_entries=None):
-    """What the student's head gets from the teacher: (entry, its weight)."""
+    """What the student's head gets from the teacher: (entry, the head that keeps its weight)."""
     if not top_k:
-        return states, weight
+        head = TeacherStates(VOCAB)
+        return head(states, weight, labels=labels, group=group), head
     top = TopTokens(temperature, k=top_k, with_rest=True, n_entries=n_entries, chunk_tokens=3)
     return top(states, weight, labels=labels, group=group), None
 
@@ -105,7 +106,7 @@ def test_top_tokens_give_a_lower_bound_that_grows_to_the_whole_divergence(diverg
 @pytest.mark.parametrize("divergence", ["forward", "reverse"])
 def test_rest_of_a_certain_teacher_has_its_small_probability(divergence):
     """1 minus the probabilities of the chosen tokens would be 0 in fp32."""
-    of_teacher = torch.tensor([[[30.0, 5, 4, 3]]])
+    of_teacher = torch.tensor([[[30.0, 5, 4, 3]]])  # top_k = 1
     logits, labels = torch.tensor([[[1.0, 2, 0, 1]]]), torch.tensor([[0]])
     unit = torch.eye(4)
     scores = scores_of(of_teacher, unit, labels, 1, 1.0)
@@ -143,7 +144,7 @@ def test_adapter_of_the_output_is_part_of_the_student():
     logits = h @ weight.T + 0.5 * h @ low_rank.a[0].T @ b[0].T
     expected = reference(logits, states @ of_teacher.T, labels, weights, "forward", 0, 1.0)
     (gradient,) = torch.autograd.grad(expected[0], b)
-    head = head_for((states, of_teacher), "forward", 1.0, weights)
+    head = head_for(scores_of(states, of_teacher, labels, 0, 1.0), "forward", 1.0, weights)
     head(h, weight, labels=labels, low_rank=low_rank).loss.backward()
     torch.testing.assert_close(b.grad, gradient)
 

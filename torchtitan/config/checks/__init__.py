@@ -31,6 +31,7 @@ def check_job_config(
         values.features(job_config),
         values.unavailable(job_config),
         values.data(job_config),
+        values.loss(job_config),
         values.lora(job_config),
         values.optimizer(job_config),
         layout.degrees(job_config),

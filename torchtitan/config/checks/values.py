@@ -160,6 +160,27 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
         )
 
 
+def loss(job_config: JobConfig) -> Iterator[str]:
+    settings, training = job_config.loss, job_config.training
+    if settings.name != "distillation":
+        names = "teacher divergence top_k kl_weight label_weight temperature".split()
+        why = f"with loss.name = {settings.name!r}; set that to 'distillation'"
+        yield from no_effect(job_config, tuple(f"loss.{name}" for name in names), why)
+        return
+    if not os.path.isdir(settings.teacher):
+        yield (
+            f"loss.teacher must be a folder with a Hugging Face model, got {settings.teacher!r} (looked in "
+            f"{os.getcwd()}); correct the path"
+        )
+    if not settings.kl_weight:
+        yield "loss.kl_weight = 0 leaves the teacher out; raise it, or set loss.name to ''"
+    if training.loss_chunk == 0:
+        yield (
+            "training.loss_chunk = 0 stores the logits of all tokens, and distillation never does; set it to "
+            "-1, or to a number of tokens"
+        )
+
+
 def lora(job_config: JobConfig) -> Iterator[str]:
     """Rules that need no model; the LoRA converter checks names against the model's layers."""
     settings, converters = job_config.lora, job_config.model.converters
