@@ -67,14 +67,17 @@ def job(folder: Path, out: Path, **settings):
     return ConfigManager().parse_args(list(given))
 
 
-def curves(out: Path) -> list[dict]:
-    """Return what each step logged: loss, kl and label_loss."""
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    names = {"loss": "loss_metrics/global_avg_loss"}
-    names |= {name: f"loss_metrics/{name}" for name in ("kl", "label_loss")}
-    return [
-        {name: line[key] for name, key in names.items()} for line in lines if names["kl"] in line
-    ]
+def curves(out: Path, validation: bool = False) -> list[dict]:
+    """Return loss, kl and label_loss of each logged step, and of each validation after the steps."""
+    lines = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
+    found = []
+    for prefix, loss in (("loss_metrics", "global_avg_loss"), ("validation_metrics", "loss")):
+        names = {"loss": f"{prefix}/{loss}"}
+        names |= {name: f"{prefix}/{name}" for name in ("kl", "label_loss")}
+        if prefix == "loss_metrics" or validation:
+            rows = [line for line in lines if names["kl"] in line]
+            found += [{name: line[key] for name, key in names.items()} for line in rows]
+    return found
 
 
 class Recorded:
@@ -128,9 +131,9 @@ def sums_of(logits, of_teacher, labels, loss):
 
 def plain_loop(student, teacher, steps, config) -> list[dict]:
     """Train a transformers model on recorded batches; return the same curves as the trainer's."""
-    settings = config.optimizer
+    settings, trained = config.optimizer, [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        student.parameters(),
+        trained,
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
@@ -146,7 +149,7 @@ def plain_loop(student, teacher, steps, config) -> list[dict]:
             sums = sums_of(logits_of(student, batch), of_teacher, batch.labels, config.loss)
             (sums[0] / num_tokens).backward()
             means += torch.stack(sums).detach() / num_tokens
-        torch.nn.utils.clip_grad_norm_(student.parameters(), config.training.max_norm)
+        torch.nn.utils.clip_grad_norm_(trained, config.training.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         logged.append(dict(zip(("loss", "kl", "label_loss"), means.tolist(), strict=True)))

@@ -1,9 +1,15 @@
 """Distillation by the trainer is a plain loop with two transformers models."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from tests.distillation_jobs import Recorded, curves, job, make_folders, plain_loop
+from tests.distillation_jobs import STEPS, Recorded, curves, job, make_folders, plain_loop
+from torchtitan.config.checks import ConfigError
 from torchtitan.trainer import Trainer
+
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -13,23 +19,99 @@ def folder(tmp_path_factory):
     return folder
 
 
+def load(folder):
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, attn_implementation="eager")
+
+
+def check_steps(found, expected):
+    assert len(found) == STEPS
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 @pytest.mark.parametrize("top_k", [0, 8])
 @pytest.mark.parametrize("divergence, temperature", [("forward", 1.0), ("reverse", 2.0)])
 def test_steps_have_the_losses_of_a_plain_loop(divergence, temperature, top_k, folder, tmp_path):
-    transformers = pytest.importorskip("transformers")
     weights = {"loss__kl_weight": 0.7, "loss__label_weight": 0.3}
     kind = {"loss__divergence": divergence, "loss__top_k": top_k, "loss__temperature": temperature}
     config = job(folder, tmp_path, **weights, **kind)
     with Trainer(config) as trainer:
         recorded = Recorded(trainer)
         trainer.train()
-    student, teacher = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager")
-        for name in ("student", "teacher")
-    )
-    expected = plain_loop(student, teacher, recorded.steps, config)
+    models = load(folder / "student"), load(folder / "teacher")
+    expected = plain_loop(*models, recorded.steps, config)
     assert any(batch.document_ids.max() > 0 for batch in recorded.steps[0])  # packed documents
-    found = curves(tmp_path)
-    assert len(found) == 5
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    check_steps(curves(tmp_path), expected)
+
+
+def test_adapters_learn_from_chats_as_with_peft(folder, tmp_path):
+    """Also with activation checkpointing, and an adapter on the output projection."""
+    peft = pytest.importorskip("peft")
+    chats = {"dataset": "chat", "dataset_path": folder / "chats.jsonl"}
+    template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+    template += "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    chats["chat_template"] = tmp_path / "template.jinja"
+    chats["chat_template"].write_text(template)
+    settings = {f"training__{key}": value for key, value in chats.items()}
+    settings |= {"model__converters": "lora", "activation_checkpoint__mode": "full"}
+    settings |= {"lora__target_modules": "q_proj,down_proj,lm_head", "loss__label_weight": 0.5}
+    config = job(folder, tmp_path, **settings)
+    with Trainer(config) as trainer:
+        recorded = Recorded(trainer)
+        trainer.load()
+        trainer.save_peft(tmp_path / "adapters")
+        trainer.train()
+    student = load(folder / "student")
+    student = peft.PeftModel.from_pretrained(student, tmp_path / "adapters", is_trainable=True)
+    expected = plain_loop(student, load(folder / "teacher"), recorded.steps, config)
+    assert any((batch.labels == -100).float().mean() > 0.3 for batch in recorded.steps[0])
+    check_steps(curves(tmp_path), expected)
+
+
+def test_resumed_run_has_the_same_teacher(folder, tmp_path):
+    saved = {"checkpoint__enable": True, "checkpoint__no_last_save_model_only": True}
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        with Trainer(job(folder, tmp_path / name, training__steps=steps, **saved)) as trainer:
+            trainer.train()
+    whole, parts = (curves(tmp_path / name) for name in ("whole", "parts"))
+    assert len(whole) == 4 and parts == whole
+
+
+def other_tokenizer(folder: Path) -> str:
+    file = folder / "teacher/tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+    return (
+        f"must have the student's tokenizer, and its table of ids differs in 2 tokens: {first!r} has "
+        f"id {vocabulary[second]} in the student's and {vocabulary[first]} in the teacher's"
+    )
+
+
+def test_teacher_with_another_tokenizer_is_refused_before_a_model_is_built(tmp_path, monkeypatch):
+    make_folders(tmp_path)
+    message = other_tokenizer(tmp_path)
+    monkeypatch.setattr("torchtitan.build.build", None)
+    with pytest.raises(ConfigError) as error:
+        Trainer(job(tmp_path, tmp_path / "out"))
+    assert str(error.value).startswith(f"loss.teacher = '{tmp_path}/teacher' {message}")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"teacher": "nowhere"}, "loss.teacher must be a folder with a Hugging Face model, got 'nowhere'"),
+        ({"teacher": "tests/assets/tokenizer"}, "cannot score the student's rows: .*config.json"),
+        ({"top_k": 2048}, "loss.top_k must be below the vocabulary's 2048 entries, got 2048"),
+        ({"kl_weight": 0}, "loss.kl_weight = 0 leaves the teacher out"),
+        ({"temperature": 0}, "loss.temperature must be above 0"),
+        ({"name": ""}, "loss.teacher = .* has no effect with loss.name = ''"),
+    ],
+)
+def test_bad_setting_is_refused_by_name(settings, message, folder, tmp_path):
+    given = {f"loss__{key}": value for key, value in settings.items()}
+    with pytest.raises(ConfigError, match=message):
+        Trainer(job(folder, tmp_path, **given))

@@ -70,17 +70,19 @@ class Teacher:
         """Return the student's head. settings: its other fields."""
         return DistillationLoss(**settings, **self._settings)
 
-    def score(self, batch: TokenBatch) -> Tensor | None:
-        """Return the entry "teacher" of a batch for the student's head, [B, T, 2 k + 1] or [B, T, M_t].
+    def score(self, batch: TokenBatch) -> Tensor:
+        """Return the batch's entry "teacher" for the student's head, [B, T, 2 k + 1] or [B, T, M_t].
 
-        None on a pipeline's ranks without the last stage, which do not compute the head. Collective.
+        Collective. Zeros [B, T, 1] on a pipeline's ranks without the last stage, which compute no head.
         """
         others = {key: x for key, x in batch.entries.items() if key != "routed_experts"}
         rows: Any = dataclasses.replace(batch, entries=others)
         if self.engine.pp_schedule is not None:
             rows = rows.split(self.engine.job_config.parallelism.pipeline_parallel_microbatch_size)
         outputs = self.engine.forward_step(rows, head=self._head)
-        return None if outputs is None else torch.cat(outputs)
+        if outputs is None:
+            return torch.zeros((), device=self.engine.device).expand(*batch.tokens.shape, 1)
+        return torch.cat(outputs)
 
     def close(self) -> None:
         self.engine.close()
@@ -105,14 +107,11 @@ class Distillation(Objective):
         )
 
     def prepare(self, batches: Sequence[TokenBatch]) -> Sequence[TokenBatch]:
-        scored = []
-        for batch in batches:
-            scores = self.teacher.score(batch)
-            if scores is not None:
-                entries = {**batch.entries, "teacher": scores}
-                batch = dataclasses.replace(batch, entries=entries)
-            scored.append(batch)
-        return scored
+        def scored(batch: TokenBatch) -> TokenBatch:
+            entries = {**batch.entries, "teacher": self.teacher.score(batch)}
+            return dataclasses.replace(batch, entries=entries)
+
+        return [scored(batch) for batch in batches]
 
     def __call__(
         self, outputs: Distilled, labels: Tensor, batch: Mapping[str, Any]
