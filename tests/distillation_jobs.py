@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.tiny_hf import tiny_hf_model
 from torchtitan.batch.documents import IGNORE_INDEX, positions_from_document_ids
 from torchtitan.config import ConfigManager
+from torchtitan.tools.files import find_shipped
 
 VOCAB, PADDED_VOCAB, SEQ_LEN, STEPS = 2048, 2064, 32, 5
 
@@ -23,7 +24,7 @@ def make_folders(folder: Path) -> None:
         with torch.no_grad():
             model.lm_head.weight.mul_(8)  # otherwise both are close to uniform
         model.save_pretrained(folder / name)
-        for file in Path("tests/assets/tokenizer").iterdir():
+        for file in Path(find_shipped("tests/assets/tokenizer")).iterdir():
             shutil.copy(file, folder / name)
     texts = [f"{i} and {i * i} are numbers. " * (1 + i % 4) for i in range(60)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -118,7 +119,8 @@ def sums_of(logits, of_teacher, labels, loss):
         rest = torch.ones_like(log_q, dtype=torch.bool).scatter(-1, ids, False)
         log_p, log_q = (
             torch.cat(
-                (x.gather(-1, ids), x.masked_fill(~rest, -torch.inf).logsumexp(-1, keepdim=True)), -1
+                (x.gather(-1, ids), x.masked_fill(~rest, -torch.inf).logsumexp(-1, keepdim=True)),
+                -1,
             )
             for x in (log_p, log_q)
         )

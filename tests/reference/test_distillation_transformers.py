@@ -50,7 +50,9 @@ def test_adapters_learn_from_chats_as_with_peft(folder, tmp_path):
     peft = pytest.importorskip("peft")
     chats = {"dataset": "chat", "dataset_path": folder / "chats.jsonl"}
     template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
-    template += "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    template += (
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    )
     chats["chat_template"] = tmp_path / "template.jinja"
     chats["chat_template"].write_text(template)
     settings = {f"training__{key}": value for key, value in chats.items()}
@@ -103,7 +105,10 @@ def test_teacher_with_another_tokenizer_is_refused_before_a_model_is_built(tmp_p
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"teacher": "nowhere"}, "loss.teacher must be a folder with a Hugging Face model, got 'nowhere'"),
+        (
+            {"teacher": "nowhere"},
+            "loss.teacher must be a folder with a Hugging Face model, got 'nowhere'",
+        ),
         ({"teacher": "tests/assets/tokenizer"}, "cannot score the student's rows: .*config.json"),
         ({"top_k": 2048}, "loss.top_k must be below the vocabulary's 2048 entries, got 2048"),
         ({"kl_weight": 0}, "loss.kl_weight = 0 leaves the teacher out"),

@@ -78,7 +78,9 @@ class TeacherStates:
         group: dist.ProcessGroup | None = None,
         low_rank: LowRank | None = None,
     ) -> Tensor:
-        assert bias is None and low_rank is None, "no family has a bias here, and a teacher no adapter"
+        assert bias is None and low_rank is None, (
+            "no family has a bias here, and a teacher no adapter"
+        )
         operands, _ = operands_of(h, weight, bias, labels, group, low_rank)
         if self.weight is None:
             # Copied, because FSDP frees a gathered weight. The ranks' rows are others than the student's

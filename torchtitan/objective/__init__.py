@@ -14,7 +14,7 @@ def check_objective(engine: TrainingEngine) -> None:
     """Raise ConfigError for an objective that cannot be built. The engine has a tokenizer, but no model yet."""
     loss = engine.job_config.loss
     if loss.name == "distillation":
-        check_teacher("loss.teacher", loss.teacher, engine, engine.tokenizer)
+        check_teacher("loss.teacher", loss.teacher, engine, engine.tokenizer, loss.top_k)
 
 
 def build_objective(engine: TrainingEngine) -> Objective:

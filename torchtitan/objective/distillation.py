@@ -43,7 +43,7 @@ class Teacher:
         top_k: int,
         temperature: float,
     ):
-        config = check_teacher(key, folder, student, tokenizer)
+        config = check_teacher(key, folder, student, tokenizer, top_k)
         logger.info("loading the teacher in %s", folder)
         options: Any = {"layout": student.layout, "forward_only": True}
         self.engine = engine = TrainingEngine.from_hf(folder, config, **options)
@@ -52,11 +52,6 @@ class Teacher:
             sizes = student.model_args.vocab_size, engine.model_args.vocab_size
             # Models of one family pad the same vocabulary to different sizes.
             n_entries = min(sizes) if sizes[0] != sizes[1] else None
-            if not top_k < min(sizes):
-                raise ConfigError(
-                    f"{key.rpartition('.')[0]}.top_k must be below the vocabulary's {min(sizes)} entries, "
-                    f"got {top_k}; set it to 0 for all entries"
-                )
             states = TeacherStates(sizes[0])
             top = TopTokens(temperature, k=top_k, with_rest=True, n_entries=n_entries)
             self._head: Any = top if top_k else states
@@ -128,11 +123,13 @@ class Distillation(Objective):
         self.teacher.close()
 
 
-def check_teacher(key: str, folder: str, student: TrainingEngine, tokenizer: Any) -> JobConfig:
+def check_teacher(
+    key: str, folder: str, student: TrainingEngine, tokenizer: Any, top_k: int
+) -> JobConfig:
     """Return the config of a teacher's engine; needs no model of the student.
 
     tokenizer: the student's. Raises ConfigError if the folder has no model that the student's layout can
-    run, or another tokenizer.
+    run, another tokenizer, or a vocabulary without more than top_k entries.
     """
     config = copy.deepcopy(student.job_config)
     args = derive_model_args(config, student.train_spec)
@@ -149,7 +146,8 @@ def check_teacher(key: str, folder: str, student: TrainingEngine, tokenizer: Any
     try:
         job, spec = job_of_hf(folder, config, None, False)
         resolve_job(job, False, spec)
-        if spec.model_args[job.model.flavor].value_head:
+        args_of_teacher = spec.model_args[job.model.flavor]
+        if args_of_teacher.value_head:
             raise ValueError("its model has a value head in place of logits")
         own, others = _ids_of(tokenizer), _ids_of(HuggingFaceTokenizer(folder))
     except (OSError, ValueError) as error:
@@ -161,6 +159,12 @@ def check_teacher(key: str, folder: str, student: TrainingEngine, tokenizer: Any
             f"{key} = {folder!r} must have the student's tokenizer, and its table of ids differs in "
             f"{len({name for name, _ in different})} tokens: {token!r} has id {own.get(token)} in the "
             f"student's and {others.get(token)} in the teacher's; choose a teacher with the same vocabulary"
+        )
+    n_common = min(args.vocab_size, args_of_teacher.vocab_size)
+    if not top_k < n_common:
+        raise ConfigError(
+            f"{key.rpartition('.')[0]}.top_k must be below the vocabulary's {n_common} entries, got {top_k}; "
+            "set it to 0 for all entries"
         )
     return config
 

@@ -36,6 +36,7 @@ def check_rl_config(job_config: JobConfig) -> None:
     refuse(
         _rewards(job_config),
         _critic(job_config),
+        _teacher(job_config),
         _task(job_config),
         _sampling(job_config),
         _generator(job_config),
@@ -58,7 +59,9 @@ def check_trainer_config(job_config: JobConfig) -> None:
 def check_server_config(job_config: JobConfig) -> None:
     """As `check_rl_config`, for the keys that `torchtitan.rl.serve` reads."""
     check_trainer_config(job_config)
-    refuse(_serve(job_config), weight_sharing(job_config.rl))
+    why = "for clients, which send a loss of their own; take the section out"
+    without_teacher = no_effect(job_config, ("rl.teacher.",), why)
+    refuse(_serve(job_config), without_teacher, weight_sharing(job_config.rl))
 
 
 def check_not_divided(job_config: JobConfig) -> None:
@@ -260,6 +263,28 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
         )
     warmup_steps = rl.critic.warmup_steps  # afterwards the policy learns, too
     yield from _at_most("rl.critic.warmup_steps", warmup_steps, "training.steps - 1", steps - 1)
+
+
+def _teacher(job_config: JobConfig) -> Iterator[str]:
+    teacher = job_config.rl.teacher
+    if job_config.loss.name:
+        yield (
+            f"loss.name = {job_config.loss.name!r} is for torchtitan.train, and RL has its own loss; take it "
+            "out, and set rl.loss.name or rl.teacher.folder"
+        )
+    if not teacher.folder:
+        why = "without a teacher; set rl.teacher.folder"
+        yield from no_effect(job_config, ("rl.teacher.",), why)
+    elif not os.path.isdir(teacher.folder):
+        yield (
+            f"rl.teacher.folder must be a folder with a Hugging Face model, got {teacher.folder!r} (looked "
+            f"in {os.getcwd()}); correct the path"
+        )
+    elif job_config.rl.batch.skip_zero_advantage:
+        yield (
+            "rl.batch.skip_zero_advantage leaves out samples that the teacher scores, got rl.teacher.folder = "
+            f"{teacher.folder!r}; turn it off"
+        )
 
 
 def _task(job_config: JobConfig) -> Iterator[str]:

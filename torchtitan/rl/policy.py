@@ -14,14 +14,17 @@ from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens
 from torchtitan.models.batch_invariant import use_batch_invariant
+from torchtitan.objective.distillation import Teacher
 from torchtitan.rl.advantages import mean_and_std
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
 from torchtitan.rl.losses import PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import changing_weights, exchange
+from torchtitan.rl.teacher import LossWithTeacher
 from torchtitan.rl.types import TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
+from torchtitan.step.runner import Head
 from torchtitan.tools.logging import init_logger, logger
 
 
@@ -52,14 +55,15 @@ class PolicyTrainer(Learner):
         """Counts optimizer steps and replacements of the weights; a resumed run keeps counting."""
         return self.engine.weights_version
 
-    def _output_layer(self, loss_fn: PolicyLoss | None = None) -> TokenLogProbs:
+    def _output_layer(self, loss_fn: PolicyLoss | LossWithTeacher | None = None) -> Head:
         config = self.job_config
-        return TokenLogProbs(
+        head = TokenLogProbs(
             temperature=config.rl.sampling.temperature,
             entropy=loss_fn is not None and loss_fn.needs_entropy,
             compile_backend=config.compile.backend_of("loss"),
             batch_invariant=config.rl.generator.exact,
         )
+        return loss_fn.head(head) if isinstance(loss_fn, LossWithTeacher) else head
 
     def _values(self, outputs: TokenOutputs) -> TokenOutputs:
         return outputs
@@ -107,6 +111,14 @@ class PolicyTrainer(Learner):
             new = torch.where(mask > 0, logprobs.detach().to(mask.device, mask.dtype), 0.0)
             row[dp_rank] = dataclasses.replace(row[dp_rank], inputs={**inputs, name: new})
         return dataclasses.replace(batch, microbatches=tuple(tuple(row) for row in rows))
+
+    def with_teacher(self, batch: TrainingBatch, teacher: Teacher) -> TrainingBatch:
+        """Add the teacher's scores of this rank's microbatches, for a `LossWithTeacher`. Collective."""
+        dp_rank, rows = self.engine.dp_rank, [list(row) for row in batch.microbatches]
+        for row, tokens in zip(rows, self._token_batches(batch), strict=True):
+            inputs: Any = {**row[dp_rank].inputs, "teacher": teacher.score(tokens)}
+            row[dp_rank] = dataclasses.replace(row[dp_rank], inputs=inputs)
+        return dataclasses.replace(batch, microbatches=tuple(map(tuple, rows)))
 
     # ---- state ----
 
