@@ -143,7 +143,7 @@ def test_policy_moves_to_its_teacher_on_its_own_samples(folder, tmp_path):
             "rl.teacher.top_k must be below the vocabulary's 2048 entries",
         ),
         (["--rl.batch.skip_zero_advantage"], "leaves out samples that the teacher scores"),
-        (["--loss.name=distillation"], "loss.name = 'distillation' is for torchtitan.train"),
+        (["--loss.name=dpo"], "loss.name = 'dpo' is for a trainer with data; leave it out"),
     ],
 )
 def test_bad_setting_is_refused_by_name(flags, message, folder, tmp_path):

@@ -175,7 +175,19 @@ class DataLoader(Section):
 
 @dataclass
 class Loss(Section):
-    name: Literal["", "dpo", "distillation"] = ""  # What to minimize; empty: the model's own loss
+    # What to minimize: the model's own loss (empty), the loss of preference pairs (dpo), or the divergence
+    # from a teacher (distillation)
+    name: Literal["", "dpo", "distillation"] = ""
+    beta: PositiveFloat = (
+        0.1  # Multiplies the difference of the answers' log-ratios to the reference
+    )
+    # Probability that a pair is labelled the wrong way round
+    label_smoothing: Annotated[float, Range(0, 0.5, excluded=0.5)] = 0.0
+    # Take the mean over an answer's tokens in place of the sum, with a larger beta, about 5
+    length_normalized: bool = False
+    # Model that the policy is compared with: the run's initial weights (initial), the model without its
+    # LoRA adapters (adapters_off), log-probs in the data (precomputed), or a folder with weights
+    reference: str = "initial"
     # For distillation: folder of the Hugging Face model that scores the rows, with the same tokenizer
     teacher: str = ""
     # For distillation: KL(teacher || student), or KL(student || teacher)

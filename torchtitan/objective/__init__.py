@@ -3,11 +3,14 @@
 from typing import Any
 
 from torchtitan.callbacks.source_losses import SourceLosses
+from torchtitan.compat import is_overridden
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.cross_entropy import build_cross_entropy_loss
 from torchtitan.objective.distillation import Distillation, check_teacher
+from torchtitan.objective.preference import PreferenceObjective
 from torchtitan.step.objective import Objective
+from torchtitan.tools.errors import ConfigError
 
 
 def check_objective(engine: TrainingEngine) -> None:
@@ -19,7 +22,15 @@ def check_objective(engine: TrainingEngine) -> None:
 
 def build_objective(engine: TrainingEngine) -> Objective:
     """Return what a trainer with this engine and its data minimizes. Collective."""
-    if engine.job_config.loss.name == "distillation":
+    loss = engine.job_config.loss
+    if loss.name and is_overridden(engine, "forward_backward_step", TrainingEngine):
+        raise ConfigError(
+            f"loss.name = {loss.name!r} is the trainer's loss, and {type(engine).__name__} overrides "
+            "forward_backward_step, which has its own; leave one of the two out"
+        )
+    if loss.name == "dpo":
+        return PreferenceObjective(engine)
+    if loss.name == "distillation":
         return Distillation(engine)
     dataset: Any = getattr(engine.dataloader, "dataset", None)
     is_own_loss = engine.train_spec.build_loss_fn is not build_cross_entropy_loss

@@ -3,7 +3,6 @@
 B rows, T tokens, k tokens that the teacher finds most probable, M_t its model dim.
 """
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,12 +14,13 @@ from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.build import derive_model_args, job_of_hf
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import Checkpoint, Loss, LoRA, Model, Optimizer, Quantize
+from torchtitan.config.job_config import LoRA, Model, Optimizer, Quantize
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
 from torchtitan.loss.distillation import DistillationLoss, Distilled, TeacherStates
 from torchtitan.loss.logprobs import TopTokens
+from torchtitan.objective.scoring import scoring_config
 from torchtitan.step.objective import Objective
 from torchtitan.step.runner import on_error
 from torchtitan.tools.errors import ConfigError
@@ -131,14 +131,11 @@ def check_teacher(
     tokenizer: the student's. Raises ConfigError if the folder has no model that the student's layout can
     run, another tokenizer, or a vocabulary without more than top_k entries.
     """
-    config = copy.deepcopy(student.job_config)
+    config = scoring_config(student)
     args = derive_model_args(config, student.train_spec)
-    config.job.description = f"teacher of {config.job.description}"
-    config.job.print_config, config.job.save_config_file = False, None
     attention = {name: getattr(args, name, None) for name in ("attn_type", "attn_mask_type")}
     config.model = Model(fp32_head=config.model.fp32_head, **attention)
-    config.lora, config.quantize, config.loss = LoRA(), Quantize(), Loss()
-    config.optimizer, config.checkpoint = Optimizer(), Checkpoint()
+    config.lora, config.quantize, config.optimizer = LoRA(), Quantize(), Optimizer()
     config.activation_checkpoint.mode = "none"
     layout = config.parallelism
     layout.always_fsdp = student.parallel_dims.always_fsdp

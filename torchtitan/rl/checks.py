@@ -267,11 +267,6 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
 
 def _teacher(job_config: JobConfig) -> Iterator[str]:
     teacher = job_config.rl.teacher
-    if job_config.loss.name:
-        yield (
-            f"loss.name = {job_config.loss.name!r} is for torchtitan.train, and RL has its own loss; take it "
-            "out, and set rl.loss.name or rl.teacher.folder"
-        )
     if not teacher.folder:
         why = "without a teacher; set rl.teacher.folder"
         yield from no_effect(job_config, ("rl.teacher.",), why)

@@ -33,6 +33,7 @@ def check_job_config(
         values.data(job_config),
         values.loss(job_config),
         values.lora(job_config),
+        values.loss(job_config, builds_data),
         values.optimizer(job_config),
         layout.degrees(job_config),
         layout.tensor_parallel(job_config),
@@ -41,6 +42,7 @@ def check_job_config(
         files.checkpoint_folders(job_config),
         files.output_paths(job_config, builds_data),
         files.dataset_paths(job_config) if builds_data else (),
+        files.preference_pairs(job_config) if builds_data else (),
     )
     if known_converters is not None:
         refuse(model.converters(job_config, known_converters))
@@ -61,6 +63,7 @@ def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool
     refuse(
         model.attention(job_config, model_args),
         model.heads(job_config, train_spec, model_args, builds_data),
+        model.loss(job_config, train_spec, model_args),
         model.gradient_reduction(job_config, train_spec, builds_data),
         layout.tensor_parallel_sizes(job_config, model_args),
         layout.experts(job_config, model_args),

@@ -13,7 +13,7 @@ from torchtitan.config.checks.common import (
 )
 from torchtitan.config.checks.values import hf_conversion
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.mask_types import check_kernel
+from torchtitan.config.mask_types import check_kernel, separates_documents
 
 
 def model_sizes(model_args: Any) -> Iterator[str]:
@@ -55,6 +55,21 @@ def heads(
         yield (
             f"model.value_head = True with {name!r} gives values, and its train spec's loss needs "
             "logits; train with an engine and a loss_fn (docs/embedding.md, Values)"
+        )
+
+
+def loss(job_config: JobConfig, train_spec: Any, model_args: Any) -> Iterator[str]:
+    name = job_config.loss.name
+    if name and not (train_spec.fact("has_token_loss") and hasattr(model_args, "vocab_size")):
+        yield (
+            f"loss.name = {name!r} replaces the loss of next tokens, got {job_config.model.name!r}, whose "
+            "train spec has another loss; leave it out"
+        )
+    mask_type = job_config.model.attn_mask_type or getattr(model_args, "attn_mask_type", "causal")
+    if name == "dpo" and not separates_documents(mask_type):
+        yield (
+            f"model.attn_mask_type must keep the two answers of a pair apart, got {mask_type!r}; set it to "
+            "'block_causal', with model.attn_type 'flex' or 'varlen'"
         )
 
 

@@ -160,13 +160,52 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
         )
 
 
-def loss(job_config: JobConfig) -> Iterator[str]:
-    settings, training = job_config.loss, job_config.training
-    if settings.name != "distillation":
-        names = "teacher divergence top_k kl_weight label_weight temperature".split()
-        why = f"with loss.name = {settings.name!r}; set that to 'distillation'"
-        yield from no_effect(job_config, tuple(f"loss.{name}" for name in names), why)
+_OF_LOSS = {
+    "dpo": ("beta", "label_smoothing", "length_normalized", "reference"),
+    "distillation": ("teacher", "divergence", "top_k", "kl_weight", "label_weight", "temperature"),
+}
+
+
+def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
+    settings, lora, checkpoint = job_config.loss, job_config.lora, job_config.checkpoint
+    if settings.name and not builds_data:
+        yield (
+            f"loss.name = {settings.name!r} is for a trainer with data; leave it out, and give the engine's "
+            "forward_backward_step a loss_fn"
+        )
+    for loss_name, names in _OF_LOSS.items():
+        if settings.name != loss_name:
+            keys = tuple(f"loss.{name}" for name in names)
+            why = f"with loss.name = {settings.name!r}; set the name to {loss_name!r}"
+            yield from no_effect(job_config, keys, why)
+    if settings.name == "distillation":
+        yield from _distillation(job_config)
+    if settings.name != "dpo":
         return
+    has_lora, reference = "lora" in job_config.model.converters, settings.reference
+    if reference == "adapters_off" and (not has_lora or lora.also_train):
+        yield (
+            "loss.reference = 'adapters_off' needs adapters, and nothing else that trains, got "
+            f"model.converters = {job_config.model.converters} and lora.also_train = {lora.also_train}; "
+            "set it to 'initial'"
+        )
+    if reference == "initial" and not (has_lora and not lora.also_train and not lora.adapter_path):
+        has_weights = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
+        if checkpoint.enable and not has_weights and job_config.debug.seed is None:
+            yield (
+                "loss.reference = 'initial' with random weights, which a resumed run draws again, needs "
+                "debug.seed, got None; set it, or load weights with checkpoint.initial_load_path"
+            )
+    is_folder = reference not in ("initial", "adapters_off", "precomputed")
+    if is_folder and not os.path.isdir(reference):
+        yield (
+            "loss.reference must be initial, adapters_off, precomputed or a folder with weights, got "
+            f"{reference!r} (looked in {os.getcwd()}); correct it"
+        )
+
+
+def _distillation(job_config: JobConfig) -> Iterator[str]:
+    settings = job_config.loss
     if not os.path.isdir(settings.teacher):
         yield (
             f"loss.teacher must be a folder with a Hugging Face model, got {settings.teacher!r} (looked in "
@@ -174,7 +213,7 @@ def loss(job_config: JobConfig) -> Iterator[str]:
         )
     if not settings.kl_weight:
         yield "loss.kl_weight = 0 leaves the teacher out; raise it, or set loss.name to ''"
-    if training.loss_chunk == 0:
+    if job_config.training.loss_chunk == 0:
         yield (
             "training.loss_chunk = 0 stores the logits of all tokens, and distillation never does; set it to "
             "-1, or to a number of tokens"
