@@ -31,7 +31,6 @@ def check_job_config(
         values.features(job_config),
         values.unavailable(job_config),
         values.data(job_config),
-        values.loss(job_config),
         values.lora(job_config),
         values.loss(job_config, builds_data),
         values.optimizer(job_config),
