@@ -276,9 +276,6 @@ class Trainer(TrainingEngine):
         loss_mesh = dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()
-        tallied = self._tally.read(
-            "loss_metrics/", self.loss_group, self.pp_schedule, self.runner.num_context_ranks
-        )
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
@@ -287,7 +284,7 @@ class Trainer(TrainingEngine):
             extra_metrics={
                 "n_tokens_seen": dist_utils.dist_sum(ntokens_seen, dims.get_optional_mesh("batch")),
                 "lr": result.lr,
-                **tallied,
+                **self._tally.read("loss_metrics/", self.runner, self.loss_group),
             },
         )
 

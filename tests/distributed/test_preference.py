@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +112,23 @@ def test_every_layout_trains_and_validates_like_one_process(layout, folder, one_
     assert len(got["validations"]) == 3  # after steps 1, 2 and 4
     assert difference(got["steps"], one_process["steps"]) <= 1e-5
     assert difference(got["validations"], one_process["validations"]) <= 1e-5
+
+
+def test_config_of_the_page_trains_a_model_that_transformers_opens(folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    blocks = re.findall(r"```toml\n(.*?)```", Path("docs/datasets.md").read_text(), re.DOTALL)
+    (job,) = (block for block in blocks if 'name = "dpo"' in block)
+    assert len(job.splitlines()) <= 25
+    job = job.replace("/models/sft", f"{folder}/model").replace("/data/pairs", f"{folder}/train")
+    (tmp_path / "job.toml").write_text(job.replace("./outputs/dpo", str(tmp_path)))
+    with Trainer(ConfigManager().parse_args([f"--job.config_file={tmp_path}/job.toml"])) as trainer:
+        trainer.train()
+        tokens = torch.randint(0, 260, (1, 16))
+        trainer.eval_mode()
+        (logits,) = trainer.forward_step({"input": tokens})
+    (saved,) = tmp_path.glob("checkpoint/step-*")
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    assert (model(tokens).logits - logits).abs().max() <= 0.05  # of 4, in bf16
 
 
 LORA = ("model.converters=lora", "optimizer.lr=1e-2")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX
@@ -26,7 +27,7 @@ class SourceLosses(Objective):
         sources = batch["sources"].flatten()
 
         def by_source(values: Tensor) -> Tensor:
-            sums = values.new_zeros(len(self._names), dtype=values.dtype).double()
+            sums = torch.zeros(len(self._names), dtype=torch.float64, device=values.device)
             return sums.index_add_(0, sources, values.detach().flatten().double())
 
         return losses.sum(), {

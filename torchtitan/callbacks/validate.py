@@ -129,29 +129,28 @@ class Validator(BaseValidator):
             client_inputs=client_inputs,
         )
         with runner.mode(training=False), _measured_apart(self.metrics_processor):
-            losses, denominators, tally = [], [], Tally(self.objective)
+            losses, own_denominator, tally = [], 0, Tally(self.objective)
             for input_dict, labels in self._batches():
                 loss, denominator = self._forward(runner, input_dict, labels, tally)
                 losses.append(loss)
-                denominators.append(denominator)
-            total = 0.0
+                own_denominator += denominator
+            denominator = 0.0
             if losses:
-                mesh = self.parallel_dims.get_optional_mesh("loss")
+                of_loss, of_batch = map(self.parallel_dims.get_optional_mesh, ("loss", "batch"))
                 # In fp64, because the validation set may be large.
-                loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), mesh)
-                total = dist_utils.dist_sum(torch.stack(denominators).double().sum(), mesh)
-                group = None if mesh is None else mesh.get_group()
-                metrics = tally.read(
-                    "validation_metrics/", group, self.pp_schedule, runner.num_context_ranks
-                )
-            if not total:
+                loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), of_loss)
+                total = torch.tensor(float(own_denominator), device=runner.device)
+                denominator = dist_utils.dist_sum(total, of_batch)
+                group = None if of_loss is None else of_loss.get_group()
+                metrics = tally.read("validation_metrics/", runner, group)
+            if not denominator:
                 logger.warning(
                     "validation.dataset %r has no token with a label, so no loss is reported",
                     self.job_config.validation_data.dataset,
                 )
                 return
             extra = {"extra_metrics": metrics} if metrics else {}
-            self.metrics_processor.log_validation(loss=loss_sum / total, step=step, **extra)
+            self.metrics_processor.log_validation(loss=loss_sum / denominator, step=step, **extra)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield equally many batches on every rank; a rank without data repeats its last, unlabelled."""
@@ -190,8 +189,8 @@ class Validator(BaseValidator):
 
     def _forward(
         self, runner: Runner, input_dict: Batch, labels: torch.Tensor, tally: Tally
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's summed loss and denominator, equal on all ranks of a pipeline."""
+    ) -> tuple[torch.Tensor, int]:
+        """Return this rank's share of the loss, and the batch's denominator, equal on all ranks of a pipeline."""
         policy, objective = self._policy(runner.model_parts), self.objective
         (batch,) = objective.prepare([policy.training_batch(input_dict, labels)])
         batches = [batch]
@@ -212,19 +211,12 @@ class Validator(BaseValidator):
             return tally(outputs, microbatch.labels, microbatch.batch)
 
         losses = runner.run(microbatches, loss_of)
-        if objective.replaces_loss:
-            # The sum over context-parallel ranks counts each row once.
-            denominator = torch.tensor(objective.denominator(batch), device=runner.device)
-            denominator = denominator / runner.num_context_ranks
-        else:
-            # This rank's slice of the labels, which a client's `post_dataloading_process` may have changed.
-            denominator = sum((mb.labels != IGNORE_INDEX).sum() for mb in microbatches)
         loss = torch.zeros((), device=runner.device) if not losses else torch.stack(losses).sum()
         if joins_rows:
             loss = loss / runner.num_context_ranks
         if self.pp_schedule is not None:
             loss = self.pp_schedule.broadcast_from_last_stage(loss)
-        return loss, denominator
+        return loss, objective.denominator(batch)
 
     def _all_ranks_finished(self, is_finished: bool) -> Callable[[], bool]:
         """Start an all-reduce; the returned function returns True if all ranks are out of data."""

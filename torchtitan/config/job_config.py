@@ -178,9 +178,8 @@ class Loss(Section):
     # What to minimize: the model's own loss (empty), the loss of preference pairs (dpo), or the divergence
     # from a teacher (distillation)
     name: Literal["", "dpo", "distillation"] = ""
-    beta: PositiveFloat = (
-        0.1  # Multiplies the difference of the answers' log-ratios to the reference
-    )
+    # Multiplies the difference of the answers' log-ratios to the reference
+    beta: PositiveFloat = 0.1
     # Probability that a pair is labelled the wrong way round
     label_smoothing: Annotated[float, Range(0, 0.5, excluded=0.5)] = 0.0
     # Take the mean over an answer's tokens in place of the sum, with a larger beta, about 5

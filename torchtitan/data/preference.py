@@ -30,77 +30,65 @@ class PairTokens(ChatTokens):
         self.key = f"pairs {self.key}"
 
     def _read(self, sample: Mapping[str, Any]) -> tuple[Tokens, int]:
-        sample = renamed(sample, self.encoder.keys)
-        if problem := _problem_of(sample):
+        if problem := _problem_of(sample, self.encoder.keys):
             raise ValueError(problem)
+        sample = renamed(sample, self.encoder.keys)
         prompt, *answers = _prompt_and_answers(sample)
         shared = {key: sample.get(key) for key in ("tools", "chat_template_kwargs")}
-        parts, num_tokens = [], 0
-        for answer in answers:
-            ids, trained = self.encoder.encode(shared | {"prompt": prompt, "completion": answer})
-            num_tokens += len(ids)
-            parts.append(self._fitted(ids, trained))
+        shared["prompt"] = prompt
+        encoded = [self.encoder.encode(shared | {"completion": answer}) for answer in answers]
+        num_tokens = sum(len(ids) for ids, _ in encoded)
+        parts = [self._fitted(*part) for part in encoded]
         # The first token of a part is no label.
         if not all(part.trained is not None and part.trained[1:].any() for part in parts):
             return Tokens(np.empty(0, np.int32), np.empty(0, bool)), num_tokens
-        pair = join(parts)._replace(split=len(parts[0].ids))
-        return pair._replace(reference=self._reference(sample)), num_tokens
-
-    def _reference(self, sample: Mapping[str, Any]) -> tuple[float, float] | None:
-        if not self.has_reference:
-            return None
-        values = [sample.get(key) for key in REFERENCE_KEYS]
-        if not all(isinstance(x, int | float) and math.isfinite(x) for x in values):
-            raise ValueError(
-                f"loss.reference = 'precomputed' needs the numbers {' and '.join(REFERENCE_KEYS)}, sums of an "
-                f"answer's log-probs, got {values}; add them, or choose another loss.reference"
-            )
-        return values[0], values[1]
+        reference = None
+        if self.has_reference:
+            reference = sample.get(REFERENCE_KEYS[0]), sample.get(REFERENCE_KEYS[1])
+            if not all(isinstance(x, int | float) and math.isfinite(x) for x in reference):
+                raise ValueError(
+                    f"loss.reference = 'precomputed' needs the numbers {' and '.join(REFERENCE_KEYS)}, sums "
+                    f"of an answer's log-probs, got {reference}; add them, or choose another reference"
+                )
+        pair = join(parts)._replace(split=len(parts[0].ids), reference=reference)
+        return pair, num_tokens
 
 
 def _problem_of(sample: Any, keys: Mapping[str, str] | None = None) -> str | None:
     sample = renamed(sample, keys)
-    if not isinstance(sample, Mapping):
-        return (
-            f"need an object with 'chosen' and 'rejected', got {type(sample).__name__}; correct it"
-        )
-    prompt, chosen, rejected = (sample.get(key) for key in ("prompt", "chosen", "rejected"))
-    if chosen is None or rejected is None:
-        return (
-            f"a preference pair needs 'chosen' and 'rejected', got the keys {sorted(sample)}; convert the "
-            "data, or name yours in training.chat_keys"
-        )
-    kinds = {type(chosen), type(rejected)}
-    if len(kinds) > 1 or not kinds <= {str, list}:
-        return (
-            "'chosen' and 'rejected' must both be texts or both be lists of messages; convert one"
-        )
-    if isinstance(chosen, str) and not isinstance(prompt, str | list):
-        return f"answers that are texts need a 'prompt', got {prompt!r:.80}; add it"
-    return None
+    is_object = isinstance(sample, Mapping)
+    if is_object and all(isinstance(sample.get(x), str | list) for x in ("chosen", "rejected")):
+        return None
+    got = f"the keys {sorted(sample)}" if is_object else type(sample).__name__
+    return (
+        f"need an object with 'chosen' and 'rejected', texts or lists of messages, got {got}; convert the "
+        "data, or name yours in training.chat_keys"
+    )
 
 
 def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     prompt, chosen, rejected = (sample.get(key) for key in ("prompt", "chosen", "rejected"))
-    if isinstance(chosen, str):
-        if isinstance(prompt, list):  # of messages
-            chosen, rejected = ([{"role": "assistant", "content": x}] for x in (chosen, rejected))
+    if isinstance(prompt, list):  # of messages
+        chosen, rejected = (
+            [{"role": "assistant", "content": x}] if isinstance(x, str) else x
+            for x in (chosen, rejected)
+        )
         return prompt, chosen, rejected
-    if isinstance(prompt, list):
+    if all(isinstance(x, str) for x in (prompt, chosen, rejected)):
         return prompt, chosen, rejected
     shortest = min(len(chosen), len(rejected))
     n = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
-    if not 0 < n < shortest:
+    if isinstance(chosen, str) or isinstance(rejected, str) or not 0 < n < shortest:
         raise ValueError(
-            "'chosen' and 'rejected' without a list 'prompt' must be chats that begin with the same messages "
-            f"and end with other ones, got {len(chosen)} and {len(rejected)} messages of which the first {n} "
-            "are the same; give the shared messages as 'prompt', or leave out the pair"
+            f"a pair needs a 'prompt', or answers that are chats, begin with the same messages and then differ, "
+            f"got the prompt {prompt!r:.80} and answers of the types {type(chosen).__name__} and "
+            f"{type(rejected).__name__} that begin with {n} equal entries; correct it, or leave it out"
         )
     return chosen[:n], chosen[n:], rejected[n:]
 
 
 def load_pairs(path: str, keys: Mapping[str, str] | None = None) -> Any:
-    """Return the samples in local files, checked by the rules of `PairTokens`. keys: see `renamed`."""
+    """Return the samples in local files. keys: see `renamed`."""
     example = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
     rule = SampleRule(example, (*PAIR_COLUMNS, *(keys or ())), partial(_problem_of, keys=keys))
     return load_local_documents(path, rule)

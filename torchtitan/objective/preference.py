@@ -26,17 +26,18 @@ class PreferenceObjective(Objective):
 
     replaces_loss = whole_rows = True
 
+    _scorer: TrainingEngine | None
+    _context: Any  # in which it scores
+
     def __init__(self, trainer: TrainingEngine) -> None:
-        config = trainer.job_config
+        config, lora = trainer.job_config, trainer.job_config.lora
         self.head = TokenLogProbs(compile_backend=config.compile.backend_of("loss"))
-        self._settings, lora = config.loss, config.lora
-        reference = config.loss.reference
-        # Without weights of their own, new adapters change nothing, so the model without them is the same.
+        self._settings, reference = config.loss, config.loss.reference
+        self._scorer, self._context = None, contextlib.nullcontext
+        # New adapters do not change the model's outputs.
         is_base = "lora" in config.model.converters and not (lora.adapter_path or lora.also_train)
-        self._without_adapters = reference == "adapters_off" or (reference == "initial" and is_base)
-        self._scorer: TrainingEngine | None = None
-        if self._without_adapters:
-            self._scorer = trainer
+        if reference == "adapters_off" or (reference == "initial" and is_base):
+            self._scorer, self._context = trainer, trainer.adapters_off
         elif reference != "precomputed":
             self._scorer = scoring_engine(trainer, None if reference == "initial" else reference)
 
@@ -44,14 +45,11 @@ class PreferenceObjective(Objective):
         return int(_pair_ids(batch).amax(dim=1).sum())
 
     def prepare(self, batches: Sequence[TokenBatch]) -> Sequence[TokenBatch]:
-        scorer = self._scorer
-        if scorer is None:
-            scores = [b.entries.get("ref_logprobs", torch.zeros(b.tokens.shape)) for b in batches]
-        else:
-            off = scorer.adapters_off() if self._without_adapters else contextlib.nullcontext()
-            with off:
-                outputs = scorer.forward_step(batches, head=self.head)
-            scores = [x.logprobs for x in scorer.from_last_stage(outputs)]
+        scores = [b.entries.get("ref_logprobs", torch.zeros(b.tokens.shape)) for b in batches]
+        if self._scorer is not None:
+            with self._context():
+                outputs = self._scorer.forward_step(batches, head=self.head)
+            scores = [x.logprobs for x in self._scorer.from_last_stage(outputs)]
         return [
             replace(b, entries={**b.entries, "pair_ids": _pair_ids(b), "ref_logprobs": x})
             for b, x in zip(batches, scores, strict=True)
@@ -78,9 +76,8 @@ class PreferenceObjective(Objective):
         return {f"{prefix}{name}": sums[name].item() / num_pairs for name in ("accuracy", "margin")}
 
     def close(self) -> None:
-        scorer, self._scorer = self._scorer, None
-        if scorer is not None and not self._without_adapters:
-            scorer.close()
+        if self._scorer is not None and self._context is contextlib.nullcontext:
+            self._scorer.close()
 
 
 def _pair_ids(batch: TokenBatch) -> Tensor:

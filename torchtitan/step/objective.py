@@ -10,16 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.batch.batch import TokenBatch
-from torchtitan.step.runner import Head
+from torchtitan.step.runner import Head, Runner
 
 
 class Objective:
-    """The loss of the train spec, summed over labels. Subclasses replace it.
+    """The train spec's loss. head, whole_rows: see `TrainingEngine.forward_backward_step`."""
 
-    head, whole_rows: see `TrainingEngine.forward_backward_step`.
-    """
-
-    replaces_loss = False
+    replaces_loss = False  # True in subclasses, which define `__call__`
     head: Head[Any] | None = None
     whole_rows = False
 
@@ -35,13 +32,10 @@ class Objective:
         self, outputs: Any, labels: Tensor, batch: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (a microbatch's loss, name -> what the microbatch adds to a sum, of any shape)."""
-        raise NotImplementedError(f"{type(self).__name__} must define __call__")
+        raise NotImplementedError
 
     def metrics(self, sums: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
-        """Return the metrics to log. sums: those of `__call__`, over all ranks, since the last log.
-
-        prefix: "loss_metrics/" or "validation_metrics/".
-        """
+        """Return metrics from the sums over ranks and microbatches. prefix: begins their names."""
         return {}
 
     @property
@@ -49,7 +43,7 @@ class Objective:
         return self
 
     def close(self) -> None:
-        """Close the engines of other models."""
+        """Close the engine of another model."""
 
 
 class Tally:
@@ -74,17 +68,15 @@ class Tally:
         return loss
 
     def read(
-        self, prefix: str, loss_group: dist.ProcessGroup | None, schedule: Any, n_context_ranks: int
+        self, prefix: str, runner: Runner, loss_group: dist.ProcessGroup | None
     ) -> dict[str, float]:
         """Return the metrics of all ranks since the last call. Collective over all ranks."""
-        if not self.objective.replaces_loss:
-            return {}
         sums, self._sums = self._sums, {}
         for value in sums.values():
             if loss_group is not None:
                 dist.all_reduce(value, group=loss_group)
-            if self.objective.whole_rows:  # which all context-parallel ranks count
-                value /= n_context_ranks
-        if schedule is not None:
-            sums = schedule.tree_from_last_stage(sums)
+            if self.objective.whole_rows:  # all context-parallel ranks count them
+                value /= runner.num_context_ranks
+        if runner.schedule is not None and self.objective.replaces_loss:
+            sums = runner.schedule.tree_from_last_stage(sums)
         return self.objective.metrics(sums, prefix) if sums else {}

@@ -67,25 +67,30 @@ def test_keys_and_roles_of_a_file_can_be_renamed(tokenizer, tmp_path):
     encode = encoder(tokenizer, 256, "error", *keys)
     (sample,) = load_pairs(str(path), parse_keys(keys))
     assert texts_of(tokenizer, encode(sample)) == texts_of(tokenizer, encoder(tokenizer)(CHATS))
-    with pytest.raises(ValueError, match="line 1: a preference pair needs 'chosen' and 'rejected'"):
+    with pytest.raises(
+        ValueError, match="line 1: need an object with 'chosen' and 'rejected', .* got the keys"
+    ):
         load_pairs(str(path))[0]
 
 
 @pytest.mark.parametrize(
     "sample, message",
     [
-        ({"chosen": "a", "rejected": "b"}, "texts need a 'prompt', got None; add it"),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "got the prompt None and answers of the types str and str",
+        ),
         (
             {"prompt": "p", "chosen": "a", "rejected": WHOLE[0]},
-            "must both be texts or both be lists",
+            "answers of the types str and list",
         ),
         (
             {"chosen": WHOLE[0], "rejected": WHOLE[0]},
-            "2 and 2 messages of which the first 2 are the",
+            "types list and list that begin with 2 equal entries",
         ),
         (
             {"chosen": CHATS["chosen"], "rejected": WHOLE[0]},
-            "1 and 2 messages of which the first 0",
+            "that begin with 0 equal entries",
         ),
     ],
 )
@@ -170,7 +175,7 @@ def test_numbers_of_the_reference_are_needed_where_they_are_named(tokenizer, tmp
     [
         (
             ["training.packing=concat"],
-            "training.packing must be 'fit' or 'none' for preference pairs",
+            "training.packing = 'concat' tears preference pairs; set it to 'fit'",
         ),
         (["loss.name="], "training.dataset = 'preference' does not go with loss.name = ''"),
         (["training.dataset=chat"], "training.dataset = 'chat' does not go with loss.name = 'dpo'"),

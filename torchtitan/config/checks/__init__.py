@@ -62,7 +62,6 @@ def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool
     refuse(
         model.attention(job_config, model_args),
         model.heads(job_config, train_spec, model_args, builds_data),
-        model.loss(job_config, train_spec, model_args),
         model.gradient_reduction(job_config, train_spec, builds_data),
         layout.tensor_parallel_sizes(job_config, model_args),
         layout.experts(job_config, model_args),

@@ -135,13 +135,8 @@ def preference_pairs(job_config: JobConfig) -> Iterator[str]:
                 f"{section}.dataset = {data.dataset!r} does not go with loss.name = {loss.name!r}: 'dpo' trains "
                 "on 'preference' pairs only, and nothing else does; change one of the two"
             )
-    if loss.name != "dpo":
-        return
-    if training.packing == "concat":
-        yield (
-            "training.packing must be 'fit' or 'none' for preference pairs, which 'concat' would tear, got "
-            "'concat'; set it to 'fit'"
-        )
+    if loss.name == "dpo" and training.packing == "concat":
+        yield "training.packing = 'concat' tears preference pairs; set it to 'fit' or 'none'"
     if loss.reference == "precomputed" and training.too_long == "cut":
         yield (
             "training.too_long = 'cut' changes answers whose log-probs loss.reference = 'precomputed' takes "

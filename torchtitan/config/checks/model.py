@@ -37,6 +37,11 @@ def flavor(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
 def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     mask_type = job_config.model.attn_mask_type or getattr(model_args, "attn_mask_type", "causal")
     yield from problem_in(check_kernel, attn_type_of(job_config, model_args), mask_type)
+    if job_config.loss.name == "dpo" and not separates_documents(mask_type):
+        yield (
+            f"model.attn_mask_type must keep the two answers of a pair apart, got {mask_type!r}; set it to "
+            "'block_causal', with model.attn_type 'flex' or 'varlen'"
+        )
 
 
 def heads(
@@ -55,21 +60,6 @@ def heads(
         yield (
             f"model.value_head = True with {name!r} gives values, and its train spec's loss needs "
             "logits; train with an engine and a loss_fn (docs/embedding.md, Values)"
-        )
-
-
-def loss(job_config: JobConfig, train_spec: Any, model_args: Any) -> Iterator[str]:
-    name = job_config.loss.name
-    if name and not (train_spec.fact("has_token_loss") and hasattr(model_args, "vocab_size")):
-        yield (
-            f"loss.name = {name!r} replaces the loss of next tokens, got {job_config.model.name!r}, whose "
-            "train spec has another loss; leave it out"
-        )
-    mask_type = job_config.model.attn_mask_type or getattr(model_args, "attn_mask_type", "causal")
-    if name == "dpo" and not separates_documents(mask_type):
-        yield (
-            f"model.attn_mask_type must keep the two answers of a pair apart, got {mask_type!r}; set it to "
-            "'block_causal', with model.attn_type 'flex' or 'varlen'"
         )
 
 

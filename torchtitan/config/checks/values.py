@@ -182,22 +182,20 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         yield from _distillation(job_config)
     if settings.name != "dpo":
         return
-    has_lora, reference = "lora" in job_config.model.converters, settings.reference
-    if reference == "adapters_off" and (not has_lora or lora.also_train):
+    converters, reference = job_config.model.converters, settings.reference
+    if reference == "adapters_off" and ("lora" not in converters or lora.also_train):
         yield (
             "loss.reference = 'adapters_off' needs adapters, and nothing else that trains, got "
-            f"model.converters = {job_config.model.converters} and lora.also_train = {lora.also_train}; "
-            "set it to 'initial'"
+            f"model.converters = {converters} and lora.also_train = {lora.also_train}; set it to 'initial'"
         )
-    if reference == "initial" and not (has_lora and not lora.also_train and not lora.adapter_path):
-        has_weights = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
-        if checkpoint.enable and not has_weights and job_config.debug.seed is None:
-            yield (
-                "loss.reference = 'initial' with random weights, which a resumed run draws again, needs "
-                "debug.seed, got None; set it, or load weights with checkpoint.initial_load_path"
-            )
-    is_folder = reference not in ("initial", "adapters_off", "precomputed")
-    if is_folder and not os.path.isdir(reference):
+    has_weights = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
+    if reference == "initial" and not has_weights and job_config.debug.seed is None:
+        yield (
+            "loss.reference = 'initial' with random weights, which a resumed run draws again, needs "
+            "debug.seed, got None; set it, or load weights with checkpoint.initial_load_path"
+        )
+    known = ("initial", "adapters_off", "precomputed")
+    if reference not in known and not os.path.isdir(reference):
         yield (
             "loss.reference must be initial, adapters_off, precomputed or a folder with weights, got "
             f"{reference!r} (looked in {os.getcwd()}); correct it"
