@@ -1,11 +1,14 @@
 """Distillation by the trainer is a plain loop with two transformers models."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distillation_jobs import STEPS, Recorded, curves, job, make_folders, plain_loop
+from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.trainer import Trainer
 
@@ -45,16 +48,41 @@ def test_steps_have_the_losses_of_a_plain_loop(divergence, temperature, top_k, f
     check_steps(curves(tmp_path), expected)
 
 
+CHAT_TEMPLATE = """{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}
+{{- m.content }}{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"""
+
+
+def test_config_of_the_page_distils_a_folder_that_transformers_opens(folder, tmp_path):
+    blocks = re.findall(r"```toml\n(.*?)```", Path("docs/datasets.md").read_text(), re.DOTALL)
+    (job,) = (block for block in blocks if 'name = "distillation"' in block)
+    assert len(job.splitlines()) <= 25
+    (folder / "student/chat_template.jinja").write_text(CHAT_TEMPLATE)
+    for old, new in {
+        "./outputs/distilled": tmp_path,
+        "/models": folder,
+        "/data": folder,
+        "4096": 64,
+        "top_k = 64": "top_k = 8",
+        '"qwen3"': '"llama3"',
+    }.items():
+        assert old in job
+        job = job.replace(old, str(new))
+    (tmp_path / "job.toml").write_text(job)
+    with Trainer(ConfigManager().parse_args([f"--job.config_file={tmp_path}/job.toml"])) as trainer:
+        trainer.train()
+        tokens = torch.randint(0, 2048, (1, 16))
+        trainer.eval_mode()
+        (logits,) = trainer.forward_step({"input": tokens})
+    (saved,) = tmp_path.glob("checkpoint/step-*")
+    assert (load(saved)(tokens).logits - logits).abs().max() <= 0.02 * logits.abs().max()  # bf16
+
+
 def test_adapters_learn_from_chats_as_with_peft(folder, tmp_path):
     """Also with activation checkpointing, and an adapter on the output projection."""
     peft = pytest.importorskip("peft")
     chats = {"dataset": "chat", "dataset_path": folder / "chats.jsonl"}
-    template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
-    template += (
-        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
-    )
     chats["chat_template"] = tmp_path / "template.jinja"
-    chats["chat_template"].write_text(template)
+    chats["chat_template"].write_text(CHAT_TEMPLATE)
     settings = {f"training__{key}": value for key, value in chats.items()}
     settings |= {"model__converters": "lora", "activation_checkpoint__mode": "full"}
     settings |= {"lora__target_modules": "q_proj,down_proj,lm_head", "loss__label_weight": 0.5}
