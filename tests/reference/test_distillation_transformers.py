@@ -115,19 +115,16 @@ def other_tokenizer(folder: Path) -> str:
     first, second = list(vocabulary)[:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(content))
-    return (
-        f"must have the student's tokenizer, and its table of ids differs in 2 tokens: {first!r} has "
-        f"id {vocabulary[second]} in the student's and {vocabulary[first]} in the teacher's"
-    )
+    ids = f"{vocabulary[first]}, and {vocabulary[second]} in the student's"
+    return f"table of ids, where {first!r} has id {ids}"
 
 
 def test_teacher_with_another_tokenizer_is_refused_before_a_model_is_built(tmp_path, monkeypatch):
     make_folders(tmp_path)
     message = other_tokenizer(tmp_path)
     monkeypatch.setattr("torchtitan.build.build", None)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"loss.teacher = .*{re.escape(message)}"):
         Trainer(job(tmp_path, tmp_path / "out"))
-    assert str(error.value).startswith(f"loss.teacher = '{tmp_path}/teacher' {message}")
 
 
 @pytest.mark.parametrize(
@@ -138,8 +135,8 @@ def test_teacher_with_another_tokenizer_is_refused_before_a_model_is_built(tmp_p
             "loss.teacher must be a folder with a Hugging Face model, got 'nowhere'",
         ),
         ({"teacher": "tests/assets/tokenizer"}, "cannot score the student's rows: .*config.json"),
-        ({"top_k": 2048}, "loss.top_k must be below the vocabulary's 2048 entries, got 2048"),
-        ({"kl_weight": 0}, "loss.kl_weight = 0 leaves the teacher out"),
+        ({"top_k": 2048}, "logits of 2048 vocabulary entries, .* top_k = 2048"),
+        ({"kl_weight": 0}, "loss.kl_weight must be above 0"),
         ({"temperature": 0}, "loss.temperature must be above 0"),
         ({"name": ""}, "loss.teacher = .* has no effect with loss.name = ''"),
     ],

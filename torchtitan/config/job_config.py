@@ -193,7 +193,7 @@ class Loss(Section):
     divergence: Literal["forward", "reverse"] = "forward"
     # For distillation: compare the teacher's k most probable tokens, and the rest as one; 0: all tokens
     top_k: Count = 0
-    kl_weight: NotNegative = 1.0  # For distillation: weight of the divergence
+    kl_weight: PositiveFloat = 1.0  # For distillation: weight of the divergence
     label_weight: NotNegative = 0.0  # For distillation: weight of the cross entropy of the labels
     # For distillation: divides both models' logits in the divergence, which is multiplied by its square
     temperature: PositiveFloat = 1.0

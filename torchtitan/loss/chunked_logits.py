@@ -124,7 +124,7 @@ class LogProbs(torch.autograd.Function):
         operands = Operands(*tensors)
         own_labels = labels.flatten() - call.first
         of_chunks = []
-        statistics_of = maybe_compiled(statistics_of_logits, head.compile_backend)
+        statistics_of = _maybe_compiled(_statistics, head.compile_backend)
         for chunk in chunks_of(operands.x, head, call):
             logits, temperature, _ = logits_of(operands, head, call, chunk)
             chunk_labels = own_labels[chunk.rows]
@@ -132,7 +132,7 @@ class LogProbs(torch.autograd.Function):
             del logits  # before the next chunk's exist
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
         # Don't return views, which FSDP's hooks on outputs don't support.
-        top, total, logprobs, entropy = over_ranks(statistics, labels, call.group)
+        top, total, logprobs, entropy = _over_ranks(statistics, labels, call.group)
         entropy = entropy if head.entropy else None
         ctx.save_for_backward(*operands, labels, top + total.log(), entropy)
         ctx.head, ctx.call = head, call
@@ -147,7 +147,7 @@ class LogProbs(torch.autograd.Function):
         of_tokens = (*ctx.saved_tensors[n:], *grads)
         of_tokens = [None if t is None else t.flatten() for t in of_tokens]
         gradients = Gradients(operands, ctx.needs_input_grad[:n], call.scale)
-        gradient_of = maybe_compiled(_gradient_of_logits, head.compile_backend)
+        gradient_of = _maybe_compiled(_gradient_of_logits, head.compile_backend)
         with torch.autocast(operands.x.device.type, enabled=False):
             for chunk in chunks_of(operands.x, head, call):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
@@ -180,15 +180,15 @@ class SummedLoss(torch.autograd.Function):
         operands = Operands(*tensors)
         gradients = Gradients(operands, ctx.needs_input_grad[: len(operands)], call.scale)
         losses = []
-        statistics_of = maybe_compiled(statistics_of_logits, head.compile_backend)
-        gradient_of = maybe_compiled(gradient_of_loss, head.compile_backend)
+        statistics_of = _maybe_compiled(_statistics, head.compile_backend)
+        gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
         for chunk in chunks_of(operands.x, head, call):
             of_chunk = labels[chunk.rows]
             own_labels, is_ignored = of_chunk - call.first, of_chunk == IGNORE_INDEX
             logits, temperature, low_rank = logits_of(operands, head, call, chunk)
             statistics = statistics_of(logits, temperature, own_labels, False)
             highest = statistics[:, 0]
-            top, total, logprobs, _ = over_ranks(statistics, of_chunk, call.group)
+            top, total, logprobs, _ = _over_ranks(statistics, of_chunk, call.group)
             losses.append(-logprobs.sum())
             if any(gradients.wanted):
                 scale = ((highest - top).exp() / total).masked_fill(is_ignored, 0)
@@ -298,22 +298,22 @@ def logits_of(
         adapters = adapted_x[rows], a, b, chunk.sizes, call.scale, head.product
         logits, low_rank = add_products(logits, *adapters, in_place=True)
     if head.compile_backend is None:
-        logits = in_fp32(logits, temperature, copy=weight is None)
+        logits = _in_fp32(logits, temperature, copy=weight is None)
     return logits, temperature, low_rank
 
 
-def in_fp32(logits: Tensor, temperature: float | Tensor, copy: bool) -> Tensor:
+def _in_fp32(logits: Tensor, temperature: float | Tensor, copy: bool) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=copy)
     is_one = not isinstance(temperature, Tensor) and temperature == 1
     return logits if is_one else logits.div_(temperature)
 
 
 @functools.cache
-def maybe_compiled(function: Callable[..., Tensor], backend: str | None) -> Callable[..., Tensor]:
+def _maybe_compiled(function: Callable[..., Tensor], backend: str | None) -> Callable[..., Tensor]:
     return function if backend is None else torch.compile(function, backend=backend, fullgraph=True)
 
 
-def statistics_of_logits(
+def _statistics(
     logits: Tensor, temperature: float | Tensor, own_labels: Tensor, wants_entropy: bool
 ) -> Tensor:
     """Return the numbers [n, 4] that ranks exchange about logits z [n, v].
@@ -322,8 +322,8 @@ def statistics_of_logits(
     sum of e * (z - maximum), 0 without wants_entropy. If not compiled, the logits are overwritten.
     """
     if torch.compiler.is_compiling():
-        logits = in_fp32(logits, temperature, copy=True)
-    index, is_elsewhere = own_index(own_labels, logits.shape[1])
+        logits = _in_fp32(logits, temperature, copy=True)
+    index, is_elsewhere = _own_index(own_labels, logits.shape[1])
     label_logits = logits.gather(1, index).squeeze(1).masked_fill_(is_elsewhere, 0)
     if wants_entropy:
         exps = logits.clone()
@@ -341,9 +341,12 @@ def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
     return highest, logits.sub_(highest[:, None]).exp_().sum(1)
 
 
-def hide_entries_(logits: Tensor, n_entries: int) -> Tensor:
-    """Give this rank's vocabulary entries from `n_entries` on probability 0, in logits [n, v]."""
-    logits[:, n_entries:] = -1e30  # finite: a rank may have no other entries
+def hide_entries_(logits: Tensor, n_entries: int | None, call: Call) -> Tensor:
+    """Give the vocabulary's entries from `n_entries` on probability 0, in logits [n, v]; None: no entry."""
+    if n_entries is not None:
+        logits[
+            :, max(0, n_entries - call.first) :
+        ] = -1e30  # finite: a rank may have no other entries
     return logits
 
 
@@ -369,13 +372,13 @@ def of_all_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return OPS.wait_tensor(gathered).view(n_ranks, *numbers.shape)
 
 
-def over_ranks(
+def _over_ranks(
     statistics: Tensor, labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combine `statistics_of_logits` [n, 4] of all ranks. Returns, in the shape of the n labels,
+    """Combine `_statistics` [n, 4] of all ranks. Returns, in the shape of the n labels,
 
     the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 for labels
-    IGNORE_INDEX; the entropy, undefined if `statistics_of_logits` was called without wants_entropy.
+    IGNORE_INDEX; the entropy, undefined if `_statistics` was called without wants_entropy.
     """
     of_ranks = of_all_ranks(statistics, group)
     highest, sums, label_logits, dots = of_ranks.view(len(of_ranks), *labels.shape, 4).unbind(-1)
@@ -405,7 +408,7 @@ def _gradient_of_logits(
     """
     dtype = logits.dtype
     if torch.compiler.is_compiling():
-        logits = in_fp32(logits, temperature, copy=True)
+        logits = _in_fp32(logits, temperature, copy=True)
     if grad is None:
         grad = torch.zeros_like(log_normalizer)
     grad = grad.masked_fill(labels == IGNORE_INDEX, 0)
@@ -419,7 +422,7 @@ def _gradient_of_logits(
     return _add_at_labels(result, labels - first, grad).to(dtype)
 
 
-def gradient_of_loss(
+def _gradient_of_loss(
     logits: Tensor, highest: Tensor, scale: Tensor, own_labels: Tensor, is_ignored: Tensor
 ) -> Tensor:
     """Return p_j - [j is the label], [n, v] in the dtype of `logits`, with p_j = scale * e_j.
@@ -429,14 +432,14 @@ def gradient_of_loss(
     """
     exps = logits
     if torch.compiler.is_compiling():
-        exps = in_fp32(logits, 1.0, copy=True).sub_(highest[:, None]).exp_()
+        exps = _in_fp32(logits, 1.0, copy=True).sub_(highest[:, None]).exp_()
     minus_one = -(~is_ignored).to(exps.dtype)
     return _add_at_labels(exps.mul_(scale[:, None]), own_labels, minus_one).to(logits.dtype)
 
 
 def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor:
     """Add values [n] to result [n, v] in the columns of the labels, in place."""
-    index, is_elsewhere = own_index(own_labels, result.shape[1])
+    index, is_elsewhere = _own_index(own_labels, result.shape[1])
     values = values.masked_fill(is_elsewhere, 0)[:, None]
     if torch.compiler.is_compiling():  # a scatter would be a separate kernel after `result`
         columns = torch.arange(result.shape[1], device=result.device)
@@ -444,7 +447,7 @@ def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor
     return result.scatter_add_(1, index, values)
 
 
-def own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
+def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
     """Return the labels' columns [n, 1] on this rank, 0 for other ranks' labels; [n] True for these."""
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere

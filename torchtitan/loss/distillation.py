@@ -15,50 +15,53 @@ inequality (Cover and Thomas 2006, theorem 2.7.1), and equal for k = V. d/dz_j i
 for p_r and q_r if j is another token.
 
 B rows, T tokens, M and M_t model dims of student and teacher, V vocabulary entries, v = V / tp entries on
-this rank; n tokens in a chunk, N tokens in all chunks.
+this rank; n tokens in a chunk, N tokens in all chunks. A divergence is a pair: KL [n], and a function that
+returns T d KL / d logits, [n, v].
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.chunked_logits import (
+    Call,
     Gradients,
     Operands,
-    check_chunk,
     chunks_of,
-    gradient_of_loss,
     hide_entries_,
-    in_fp32,
     log_of_sum,
     logits_of,
-    maybe_compiled,
     of_all_ranks,
     operands_of,
-    over_ranks,
-    statistics_of_logits,
 )
+from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.numerics.linear import linear
 from torchtitan.numerics.low_rank import LowRank
 
+Divergence = tuple[Tensor, Callable[[], Tensor]]
+
 
 class Distilled(NamedTuple):
-    """Scalars, at least fp32. loss: the weighted sum over tokens, with a gradient. kl, label_loss: sums over
-    labels of the divergence and of the cross entropy, without weights, T^2 and gradient."""
+    """loss: the weighted sum over tokens, a scalar with a gradient. kl, label_loss: the sums over labels of
+    the divergence and of the cross entropy, without weights, T^2 and gradient. logprobs, entropy: see
+    `TokenOutputs`."""
 
     loss: Tensor
     kl: Tensor
     label_loss: Tensor
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 class TeacherStates:
-    """A head for the teacher: returns hidden states [B, T, M_t], and keeps its constant output weight.
+    """A head for the teacher: returns its hidden states [B, T, M_t], and keeps its output weight.
 
     weight: this rank's rows of the student's vocabulary, [v, M_t], from the first call on.
     n_student: the student's vocabulary entries V.
@@ -68,28 +71,16 @@ class TeacherStates:
         self.n_student = n_student
         self.weight: Tensor | None = None
 
-    def __call__(
-        self,
-        h: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        labels: Tensor,
-        group: dist.ProcessGroup | None = None,
-        low_rank: LowRank | None = None,
-    ) -> Tensor:
-        assert bias is None and low_rank is None, (
-            "no family has a bias here, and a teacher no adapter"
-        )
-        operands, _ = operands_of(h, weight, bias, labels, group, low_rank)
+    def __call__(self, h: Tensor, weight: Tensor, bias: None = None, **given: Any) -> Tensor:
+        """The arguments are those of `TokenLogProbs`."""
+        operands, call = operands_of(h, weight, bias, given["labels"], given.get("group"), None)
         if self.weight is None:
-            # Copied, because FSDP frees a gathered weight. The ranks' rows are others than the student's
-            # if the vocabularies are padded differently.
-            rank = 0 if group is None else dist.get_rank(group)
-            n_own = self.n_student // (1 if group is None else dist.get_world_size(group))
-            rows = of_all_ranks(operands.weight, group).flatten(0, 1)[rank * n_own :][:n_own]
-            self.weight = rows.new_zeros(n_own, rows.shape[1])
-            self.weight[: len(rows)] = rows
+            # A rank's rows are not the student's if one of the two pads its vocabulary.
+            of_ranks = of_all_ranks(operands.weight, call.group)
+            n_own = self.n_student // len(of_ranks)
+            first = call.first // len(weight) * n_own
+            own = of_ranks.flatten(0, 1)[first : first + n_own]
+            self.weight = F.pad(own, (0, 0, 0, n_own - len(own)))  # a copy: FSDP frees the weight
         return operands.x.view_as(h)
 
 
@@ -97,51 +88,34 @@ class TeacherStates:
 class DistillationLoss:
     """A head: sums kl_weight * T^2 * KL + label_weight * cross entropy over the labels, to `Distilled`.
 
+    The batch's "teacher" is the teacher's hidden states [B, T, M_t] if there are `states`, else the result
+    [B, T, 2 k + 1] of `TopTokens(T, k=k, with_rest=True)`. Its "loss_weights" [B, T], if any, multiply
+    the loss of a token.
+
     temperature_of_kl: T; the cross entropy is at temperature 1.
-    teacher: the batch's entry, or its name: hidden states [B, T, M_t] of `teacher_states`, or without it
-        [B, T, 2 k + 1] of `TopTokens(T, k=k, with_rest=True)`.
-    n_entries: the first entries of the vocabulary, which alone have a probability in the divergence: for
-        models that pad one vocabulary to different sizes. None: all entries.
-    weights: the batch's entry [B, T], or its name, that multiplies a token's loss; None: 1.
-    chunk_tokens, compile_backend: as in `TokenLogProbs`. A chunk stores about five tensors [n, v] in fp32.
-    Raises ValueError for settings out of range, and for an entry that the batch lacks.
+    n_entries: the vocabulary's first entries, which alone have a probability in the divergence, if the models
+        pad it to different sizes. None: all entries.
+    chunk_tokens: as in `TokenLogProbs`; a chunk stores about six tensors [n, v] in fp32.
+    of_tokens: a second head, for `Distilled.logprobs`; None: leave them out.
     """
 
     temperature: ClassVar[float] = 1.0
+    compile_backend: ClassVar[None] = None
     product = staticmethod(linear)
 
     divergence: Literal["forward", "reverse"] = "forward"
     kl_weight: float = 1.0
     label_weight: float = 0.0
     temperature_of_kl: float = 1.0
-    teacher: str | Tensor = "teacher"
-    teacher_states: TeacherStates | None = None
+    states: TeacherStates | None = None
     n_entries: int | None = None
-    weights: str | Tensor | None = None
     chunk_tokens: int | None = None
-    compile_backend: str | None = None
-
-    def __post_init__(self) -> None:
-        check_chunk("DistillationLoss", self.chunk_tokens)
-        if self.divergence not in ("forward", "reverse"):
-            raise ValueError(f"divergence must be 'forward' or 'reverse', got {self.divergence!r}")
-        weights, temperature = (self.kl_weight, self.label_weight), self.temperature_of_kl
-        if min(weights) < 0 or not sum(weights) > 0 or not temperature > 0:
-            raise ValueError(
-                "distillation needs kl_weight and label_weight of at least 0, one of them above 0, and a "
-                f"temperature above 0, got {weights[0]}, {weights[1]} and {temperature}"
-            )
+    of_tokens: TokenLogProbs | None = None
+    teacher: Tensor | None = None  # this and `weights` are set by `with_batch`
+    weights: Tensor | None = None
 
     def with_batch(self, batch: Mapping[str, Any]) -> Self:
-        """Return the head for one batch: entries that are given by name are looked up in the batch."""
-        given = {"teacher": self.teacher, "weights": self.weights}
-        names = {key: name for key, name in given.items() if isinstance(name, str)}
-        if missing := [name for name in names.values() if name not in batch]:
-            raise ValueError(
-                f"distillation needs {' and '.join(missing)} in the batch, got {sorted(batch)}; score the "
-                "batch with the teacher before the student's step"
-            )
-        return replace(self, **{key: batch[name] for key, name in names.items()})
+        return replace(self, teacher=batch["teacher"], weights=batch.get("loss_weights"))
 
     def __call__(
         self,
@@ -155,13 +129,32 @@ class DistillationLoss:
     ) -> Distilled:
         """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
-        assert isinstance(self.teacher, Tensor), "with_batch was not called"
+        assert self.teacher is not None, "with_batch was not called"
         weights = (labels != IGNORE_INDEX).to(torch.promote_types(h.dtype, torch.float32))
-        if isinstance(self.weights, Tensor):
-            weights = weights * self.weights
+        weights = weights if self.weights is None else weights * self.weights
         own = labels.flatten(), self.teacher.flatten(0, 1), weights.flatten()
         with torch.autocast(h.device.type, enabled=False):
-            return Distilled(*_SummedDistillation.apply(*operands, *own, self, call))
+            sums = _SummedDistillation.apply(*operands, *own, self, call)
+        if self.of_tokens is None:
+            return Distilled(*sums)
+        given: Any = {"labels": labels, "group": group, "low_rank": low_rank}
+        return Distilled(*sums, *self.of_tokens(h, weight, bias, **given))
+
+    def compare(self, logits: Tensor, scores: Tensor, call: Call) -> Divergence:
+        """Return the divergence of logits [n, v] from the teacher's scores [n, ...] of these tokens."""
+
+        def log_probs(logits: Tensor) -> Tensor:
+            divided = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+            return _log_probs(hide_entries_(divided, self.n_entries, call), call)
+
+        temperature, is_forward = self.temperature_of_kl, self.divergence == "forward"
+        log_p = log_probs(logits)
+        if self.states is not None:
+            log_q = log_probs(linear(scores, self.states.weight))
+            return _divergence(log_p, log_q, is_forward, call.group)
+        k = scores.shape[1] // 2
+        ids, log_q = scores[:, :k].long(), scores[:, k:]
+        return _divergence_of_top(log_p, ids, log_q, is_forward, call)
 
 
 class _SummedDistillation(torch.autograd.Function):
@@ -170,40 +163,32 @@ class _SummedDistillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, labels, teacher, weights, head, call = args
-        operands = Operands(*tensors)
+        operands, temperature = Operands(*tensors), head.temperature_of_kl
         gradients = Gradients(operands, ctx.needs_input_grad[: len(operands)], call.scale)
-        statistics_of = maybe_compiled(statistics_of_logits, head.compile_backend)
-        gradient_of = maybe_compiled(gradient_of_loss, head.compile_backend)
-        sums = [torch.zeros(3, device=labels.device)]
+        # The cross entropy is KL(q || p), where q is 1 for the label and 0 for the rest.
+        of_label = log_of_sum(weights.new_tensor([[1.0, 0.0]]))
+        sums = [weights.new_zeros(3)]
         for chunk in chunks_of(operands.x, head, call):
-            of_chunk, of_teacher = labels[chunk.rows], teacher[chunk.rows]
-            own_labels, is_ignored = of_chunk - call.first, of_chunk == IGNORE_INDEX
+            own, weight = labels[chunk.rows], weights[chunk.rows, None]
             logits, _, low_rank = logits_of(operands, head, call, chunk)
-            compare = _compare_top if head.teacher_states is None else _compare_all
-            kl, gradient_of_kl = compare(logits, of_teacher, head, call)
-            # Not compiled, `statistics_of_logits` overwrites its logits by the exponentials.
-            exps = logits if head.compile_backend else logits.clone()
-            statistics = statistics_of(exps, 1.0, own_labels, False)
-            top, total, logprobs, _ = over_ranks(statistics, of_chunk, call.group)
-            kl = kl.masked_fill(is_ignored, 0)
-            of_kl = head.kl_weight * head.temperature_of_kl * weights[chunk.rows]
-            of_label = head.label_weight * weights[chunk.rows]
-            loss = (of_kl * head.temperature_of_kl * kl).sum() - (of_label * logprobs).sum()
-            sums.append(torch.stack((loss, kl.sum(), -logprobs.sum())))
+            kl, gradient_of_kl = head.compare(logits, teacher[chunk.rows], call)
+            given = _log_probs(logits, call), own[:, None], of_label, True, call
+            ce, gradient_of_ce = _divergence_of_top(*given)
+            kl, ce = (x.masked_fill(own == IGNORE_INDEX, 0)[:, None] for x in (kl, ce))
+            factors = head.kl_weight * temperature * weight, head.label_weight * weight
+            loss = factors[0] * temperature * kl + factors[1] * ce
+            sums.append(torch.cat((loss, kl, ce), dim=1).sum(0))
             if any(gradients.wanted):
-                grad_logits = gradient_of_kl().mul_(of_kl[:, None])
+                grad_logits = gradient_of_kl().mul_(factors[0])
                 if head.label_weight:
-                    scale = ((statistics[:, 0] - top).exp() / total).masked_fill(is_ignored, 0)
-                    of_labels = gradient_of(exps, statistics[:, 0], scale, own_labels, is_ignored)
-                    grad_logits = grad_logits.add_(of_labels * of_label[:, None])
-                    del of_labels
+                    grad_logits.add_(gradient_of_ce().mul_(factors[1]))
                 gradients.add(chunk, grad_logits, low_rank)
                 del grad_logits
-            del logits, exps, gradient_of_kl  # before the next chunk's exist
+            del logits, given, gradient_of_kl, gradient_of_ce  # before the next chunk's exist
         ctx.save_for_backward(*gradients.sums())
-        loss, kl, label_loss = (x.clone() for x in torch.stack(sums).sum(0))
-        ctx.mark_non_differentiable(kl, label_loss)
-        return loss, kl, label_loss
+        loss, kl, ce = (x.clone() for x in torch.stack(sums).sum(0))
+        ctx.mark_non_differentiable(kl, ce)
+        return loss, kl, ce
 
     @staticmethod
     @once_differentiable
@@ -212,131 +197,40 @@ class _SummedDistillation(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
-# ---- divergences: (KL [n], a function that returns T d KL / d logits, [n, v]) ----
+def _log_probs(logits: Tensor, call: Call) -> Tensor:
+    return logits - of_all_ranks(logits.logsumexp(1, keepdim=True), call.group).logsumexp(0)
 
 
-def _compare_all(student: Tensor, states: Tensor, head: DistillationLoss, call: Any) -> tuple:
-    """Compare over all tokens. student: logits [n, v]; states: [n, M_t]. Collective if there is a group."""
-    logits = student, linear(states, head.teacher_states.weight)
-    how = head.temperature_of_kl, _own_entries(head, call, student), head.divergence == "forward"
-    numbers = maybe_compiled(_numbers_of_all, head.compile_backend)(*logits, *how)
-    high_a, sum_a, high_b, sum_b, dots = of_all_ranks(numbers, call.group).unbind(-1)
-    top_a, top_b = high_a.amax(0), high_b.amax(0)
-    shift_a, shift_b = high_a - top_a, high_b - top_b
-    total_a, total_b = ((s.exp() * x).sum(0) for s, x in ((shift_a, sum_a), (shift_b, sum_b)))
-    mean = (shift_a.exp() * (dots + sum_a * (shift_a - shift_b))).sum(0) / total_a
-    kl = mean - total_a.log() + total_b.log()
-    found = kl, top_a + total_a.log(), top_b + total_b.log()
-    gradient = maybe_compiled(_gradient_of_all, head.compile_backend)
-    return kl, lambda: gradient(*logits, *how, *found)
+def _divergence(
+    log_p: Tensor, log_q: Tensor, is_forward: bool, group: dist.ProcessGroup | None
+) -> Divergence:
+    """log_p, log_q: [n, v], or [n, k + 1] of outcomes that no rank shares."""
+    a, b = (log_q, log_p) if is_forward else (log_p, log_q)
+    kl = of_all_ranks((a.exp() * (a - b)).sum(1, keepdim=True), group).sum(0)
+    if is_forward:
+        return kl[:, 0], lambda: log_p.exp() - log_q.exp()
+    return kl[:, 0], lambda: log_p.exp() * (log_p - log_q - kl)
 
 
-def _numbers_of_all(
-    student: Tensor, teacher: Tensor, temperature: float, n_own: int, is_forward: bool
-) -> Tensor:
-    """Return the numbers [n, 5] of KL(a || b) that ranks exchange about logits a and b.
-
-    The highest a; the sum of e = exp(a - highest a); the same two of b; the sum of
-    e * ((a - highest a) - (b - highest b)).
-    """
-    a, b = _a_and_b(student, teacher, temperature, n_own, is_forward)
-    high_a, high_b = a.amax(1), b.amax(1)
-    a, b = a - high_a[:, None], b - high_b[:, None]
-    exps = a.exp()
-    return torch.stack(
-        (high_a, exps.sum(1), high_b, b.exp().sum(1), (exps * (a - b)).sum(1)), dim=1
-    )
-
-
-def _gradient_of_all(
-    student: Tensor,
-    teacher: Tensor,
-    temperature: float,
-    n_own: int,
-    is_forward: bool,
-    kl: Tensor,
-    normalizer_a: Tensor,
-    normalizer_b: Tensor,
-) -> Tensor:
-    a, b = _a_and_b(student, teacher, temperature, n_own, is_forward)
-    a, b = a - normalizer_a[:, None], b - normalizer_b[:, None]
-    return b.exp() - a.exp() if is_forward else a.exp() * (a - b - kl[:, None])
-
-
-def _a_and_b(
-    student: Tensor, teacher: Tensor, temperature: float, n_own: int, is_forward: bool
-) -> tuple[Tensor, Tensor]:
-    a, b = (_divided(x, temperature, n_own) for x in (student, teacher))
-    return (b, a) if is_forward else (a, b)
-
-
-def _compare_top(student: Tensor, top: Tensor, head: DistillationLoss, call: Any) -> tuple:
-    """Compare over the tokens of `top`, [n, 2 k + 1], and any other token. Collective if there is a group."""
-    k = top.shape[1] // 2
-    ids = top[:, :k].long() - call.first
-    of_teacher = top[:, k:]  # log-probabilities [n, k + 1]
-    how = head.temperature_of_kl, _own_entries(head, call, student)
-    numbers = maybe_compiled(_numbers_of_top, head.compile_backend)(student, ids, *how)
-    highest, others, chosen = of_all_ranks(numbers, call.group).split((1, 1, k), dim=-1)
-    highest_of_all, chosen = highest.amax(0), chosen.sum(0)
-    others = ((highest - highest_of_all).exp() * others).sum(0)
-    outcomes = torch.cat((chosen - highest_of_all, log_of_sum(others)), dim=1)
-    normalizer = outcomes.logsumexp(1, keepdim=True)
-    of_student = outcomes - normalizer
-    a, b = of_student, of_teacher
-    if head.divergence == "forward":
-        a, b = b, a
-    kl = (a.exp() * (a - b)).sum(1)
-    if head.divergence == "forward":
-        of_outcomes = b.exp() - a.exp()
-    else:
-        of_outcomes = a.exp() * (a - b - kl[:, None])
-    of_others = of_outcomes[:, k:] / of_student[:, k:].exp()
-    found = normalizer + highest_of_all, of_others, of_outcomes[:, :k]
-    gradient = maybe_compiled(_gradient_of_top, head.compile_backend)
-    return kl, lambda: gradient(student, ids, *how, *found)
-
-
-def _numbers_of_top(student: Tensor, ids: Tensor, temperature: float, n_own: int) -> Tensor:
-    """Return the numbers [n, 2 + k] that ranks exchange about logits z [n, v].
-
-    The highest; the sum of exp(z - highest) of tokens that are not in ids; the logits of ids, 0 if
-    another rank has them.
-    """
-    z = _divided(student, temperature, n_own)
-    highest = z.amax(1, keepdim=True)
-    others, index, is_elsewhere = _without((z - highest).exp(), ids)
-    chosen = z.gather(1, index).masked_fill(is_elsewhere, 0)
-    return torch.cat((highest, others.sum(1, keepdim=True), chosen), dim=1)
-
-
-def _gradient_of_top(
-    student: Tensor,
-    ids: Tensor,
-    temperature: float,
-    n_own: int,
-    normalizer: Tensor,
-    of_others: Tensor,
-    of_ids: Tensor,
-) -> Tensor:
-    z = _divided(student, temperature, n_own)
-    gradient, index, is_elsewhere = _without((z - normalizer).exp() * of_others, ids)
-    return gradient.scatter_add_(1, index, of_ids.to(z.dtype).masked_fill(is_elsewhere, 0))
-
-
-def _without(exps: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exps [n, v] with 0 in the columns `ids` of this rank; the columns, and which ids others have."""
-    is_elsewhere = (ids < 0) | (ids >= exps.shape[1])
-    index = ids.masked_fill(is_elsewhere, 0)
+def _divergence_of_top(
+    log_p: Tensor, ids: Tensor, log_q: Tensor, is_forward: bool, call: Call
+) -> Divergence:
+    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: of them and of the rest, [n, k + 1]."""
+    k, ids = ids.shape[1], ids - call.first
+    is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
+    ids = ids.masked_fill(is_elsewhere, 0)
+    others = log_p.exp()
     # Not `scatter`: the column 0, which stands for other ranks' ids, may be one of the ids.
-    own = exps.gather(1, index).masked_fill(is_elsewhere, 0)
-    return exps.scatter_add_(1, index, -own), index, is_elsewhere
+    others.scatter_add_(1, ids, -others.gather(1, ids).masked_fill(is_elsewhere, 0))
+    chosen = log_p.gather(1, ids).masked_fill(is_elsewhere, 0)
+    of_ranks = of_all_ranks(torch.cat((chosen, others.sum(1, keepdim=True)), dim=1), call.group)
+    chosen, rest = of_ranks.sum(0).split((k, 1), dim=1)
+    outcomes = torch.cat((chosen, log_of_sum(rest)), dim=1)
+    kl, derivative = _divergence(outcomes, log_q, is_forward, None)
 
+    def gradient() -> Tensor:
+        of_chosen, of_rest = derivative().to(log_p.dtype).split((k, 1), dim=1)
+        of_others = others * (of_rest / outcomes[:, k:].exp())
+        return of_others.scatter_add_(1, ids, of_chosen.masked_fill(is_elsewhere, 0))
 
-def _divided(logits: Tensor, temperature: float, n_own: int) -> Tensor:
-    return hide_entries_(in_fp32(logits, temperature, copy=True), n_own)
-
-
-def _own_entries(head: DistillationLoss, call: Any, logits: Tensor) -> int:
-    """Return how many of this rank's entries are among the head's `n_entries`."""
-    return logits.shape[1] if head.n_entries is None else max(0, head.n_entries - call.first)
+    return kl, gradient

@@ -164,8 +164,7 @@ class TopTokens(TokenLogProbs):
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
             for chunk in chunks_of(operands.x, self, call):
                 logits, _, _ = logits_of(operands, head, call, chunk)
-                if self.n_entries is not None:
-                    hide_entries_(logits, max(0, self.n_entries - call.first))
+                hide_entries_(logits, self.n_entries, call)
                 chosen, ids = logits.topk(min(self.k, logits.shape[1]))
                 sums = torch.stack(exponentials_(logits), dim=1)
                 others = logits.scatter_(1, ids, 0).sum(1, keepdim=True)
@@ -183,12 +182,11 @@ class TopTokens(TokenLogProbs):
         logits, ids = (part.transpose(0, 1).flatten(1) for part in of_ranks[..., 3:].chunk(2, -1))
         chosen, places = logits.topk(self.k)
         logprobs = logprobs_of_logits(chosen, top[:, None], total[:, None])
-        if not self.with_rest:
-            return torch.cat((ids.gather(1, places), logprobs), dim=1)
         # Not 1 - sum of the probabilities, which has no digits if that is close to 1.
         not_chosen = (logits - top[:, None]).exp().scatter(1, places, 0).sum(1)
         rest = log_of_sum((scale * others).sum(0) + not_chosen) - total.log()
-        return torch.cat((ids.gather(1, places), logprobs, rest[:, None]), dim=1)
+        rests = (rest[:, None],) if self.with_rest else ()
+        return torch.cat((ids.gather(1, places), logprobs, *rests), dim=1)
 
 
 def token_logprobs(

@@ -176,7 +176,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
         yield from clash(
             "rl.batch.skip_zero_advantage",
             "leaves out samples whose policy loss is 0, with their KL and entropy terms",
-            {"rl.loss.kl_coef": loss.kl_coef, "rl.loss.entropy_coef": loss.entropy_coef},
+            {
+                "rl.loss.kl_coef": loss.kl_coef,
+                "rl.loss.entropy_coef": loss.entropy_coef,
+                "rl.teacher.folder": job_config.rl.teacher.folder,
+            },
         )
     if batch.packing and not reads_positions(job_config.model.attn_mask_type):
         yield (
@@ -274,11 +278,6 @@ def _teacher(job_config: JobConfig) -> Iterator[str]:
         yield (
             f"rl.teacher.folder must be a folder with a Hugging Face model, got {teacher.folder!r} (looked "
             f"in {os.getcwd()}); correct the path"
-        )
-    elif job_config.rl.batch.skip_zero_advantage:
-        yield (
-            "rl.batch.skip_zero_advantage leaves out samples that the teacher scores, got rl.teacher.folder = "
-            f"{teacher.folder!r}; turn it off"
         )
 
 

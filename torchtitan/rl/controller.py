@@ -20,6 +20,7 @@ from torchtitan.config.checks.common import value_of
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
+from torchtitan.objective.distillation import Teacher
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_not_divided, check_rl_config
@@ -38,7 +39,7 @@ from torchtitan.rl.rollout import (
     with_advantages,
 )
 from torchtitan.rl.tasks import Task
-from torchtitan.rl.teacher import build_teacher
+from torchtitan.rl.teacher import LossWithTeacher
 from torchtitan.rl.types import Episode, OptimStepOutput, TrainingSample
 from torchtitan.rl.weight_sync import TakesWeights
 from torchtitan.step.runner import on_error
@@ -104,10 +105,12 @@ class Controller:
                 draws = Draws(task, generator, engine.device, ahead=ahead)
             self.rollouts = Rollouts(task, self.config, draws, longest_episode(job_config))
             self.critic = Critic(job_config, engine) if job_config.has_critic else None
-            self.teacher = None
-            if self.config.teacher.folder:
-                given = engine, task.tokenizer, self.trainer.loss
-                self.teacher, self.trainer.loss = build_teacher(job_config, *given)
+            self.teacher, settings = None, self.config.teacher
+            if settings.folder:
+                given = engine, task.tokenizer, settings, self.config.sampling.temperature
+                self.teacher = teacher = Teacher("rl.teacher.folder", settings.folder, *given)
+                weight = settings.policy_weight
+                self.trainer.loss = LossWithTeacher(self.trainer.loss, weight, teacher)
             # A critic computes advantages from the unchanged rewards.
             name = "none" if self.critic else self.config.advantage.name
             self.advantages = AdvantageEstimator(name, self.config.advantage.std)
@@ -305,8 +308,6 @@ class Controller:
             measured["rl/rescore_diff_max"] = max(difference for _, difference in rescored)
         if self.updates_per_batch > 1 and self.trainer.loss.guard.is_on:
             batches = [self.trainer.with_old_logprobs(batch) for batch in batches]
-        if self.teacher is not None:
-            batches = [self.trainer.with_teacher(batch, self.teacher) for batch in batches]
         steps_left = self.job_config.training.steps - self.step
         updates, critic_updates = [], []
         pairs = list(zip(batches, of_critic, strict=True)) * self.config.epochs
@@ -328,9 +329,10 @@ class Controller:
         self.rollouts.close()
         self.reporter.close()
         self.trainer.close()
-        for other in (self.critic, self.teacher):
-            if other is not None:
-                other.close()
+        if self.critic is not None:
+            self.critic.close()
+        if self.teacher is not None:
+            self.teacher.engine.close()
 
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
         """Return the episodes with log-probs under the reference policy."""

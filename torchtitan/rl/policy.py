@@ -12,9 +12,9 @@ from torch import Tensor
 from torchtitan.adapters.lora import redraw_adapters
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
+from torchtitan.loss.distillation import Distilled
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens
 from torchtitan.models.batch_invariant import use_batch_invariant
-from torchtitan.objective.distillation import Teacher
 from torchtitan.rl.advantages import mean_and_std
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
@@ -65,7 +65,9 @@ class PolicyTrainer(Learner):
         )
         return loss_fn.head(head) if isinstance(loss_fn, LossWithTeacher) else head
 
-    def _values(self, outputs: TokenOutputs) -> TokenOutputs:
+    def _values(self, outputs: TokenOutputs | Distilled) -> tuple:
+        if isinstance(outputs, Distilled):
+            return outputs.logprobs, outputs.entropy, outputs
         return outputs
 
     def _metrics_of(self, passes: Sequence[Any]) -> dict[str, float]:
@@ -111,14 +113,6 @@ class PolicyTrainer(Learner):
             new = torch.where(mask > 0, logprobs.detach().to(mask.device, mask.dtype), 0.0)
             row[dp_rank] = dataclasses.replace(row[dp_rank], inputs={**inputs, name: new})
         return dataclasses.replace(batch, microbatches=tuple(tuple(row) for row in rows))
-
-    def with_teacher(self, batch: TrainingBatch, teacher: Teacher) -> TrainingBatch:
-        """Add the teacher's scores of this rank's microbatches, for a `LossWithTeacher`. Collective."""
-        dp_rank, rows = self.engine.dp_rank, [list(row) for row in batch.microbatches]
-        for row, tokens in zip(rows, self._token_batches(batch), strict=True):
-            inputs: Any = {**row[dp_rank].inputs, "teacher": teacher.score(tokens)}
-            row[dp_rank] = dataclasses.replace(row[dp_rank], inputs=inputs)
-        return dataclasses.replace(batch, microbatches=tuple(map(tuple, rows)))
 
     # ---- state ----
 

@@ -178,8 +178,11 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             keys = tuple(f"loss.{name}" for name in names)
             why = f"with loss.name = {settings.name!r}; set the name to {loss_name!r}"
             yield from no_effect(job_config, keys, why)
-    if settings.name == "distillation":
-        yield from _distillation(job_config)
+    if settings.name == "distillation" and not os.path.isdir(settings.teacher):
+        yield (
+            f"loss.teacher must be a folder with a Hugging Face model, got {settings.teacher!r} (looked in "
+            f"{os.getcwd()}); correct the path"
+        )
     if settings.name != "dpo":
         return
     converters, reference = job_config.model.converters, settings.reference
@@ -199,22 +202,6 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
         yield (
             "loss.reference must be initial, adapters_off, precomputed or a folder with weights, got "
             f"{reference!r} (looked in {os.getcwd()}); correct it"
-        )
-
-
-def _distillation(job_config: JobConfig) -> Iterator[str]:
-    settings = job_config.loss
-    if not os.path.isdir(settings.teacher):
-        yield (
-            f"loss.teacher must be a folder with a Hugging Face model, got {settings.teacher!r} (looked in "
-            f"{os.getcwd()}); correct the path"
-        )
-    if not settings.kl_weight:
-        yield "loss.kl_weight = 0 leaves the teacher out; raise it, or set loss.name to ''"
-    if job_config.training.loss_chunk == 0:
-        yield (
-            "training.loss_chunk = 0 stores the logits of all tokens, and distillation never does; set it to "
-            "-1, or to a number of tokens"
         )
 
 
