@@ -97,6 +97,7 @@ def difference(ours, theirs) -> float:
     return (torch.tensor(ours) - torch.tensor(theirs)).abs().max().item()
 
 
+LORA = ("model.converters=lora", "optimizer.lr=1e-2")
 LAYOUTS: dict[str, tuple] = {
     "FSDP 2, accumulation 2": ({"data_parallel_shard": 2}, "training.local_batch_size=1"),
     "TP 2": ({"tensor_parallel": 2},),
@@ -114,6 +115,15 @@ def test_every_layout_trains_and_validates_like_one_process(layout, folder, one_
     assert difference(got["validations"], one_process["validations"]) <= 1e-5
 
 
+def test_adapters_are_left_out_of_the_reference_on_every_rank(folder, tmp_path):
+    one = train(str(folder), str(tmp_path / "one"), {}, *LORA)
+    two = run(
+        folder, tmp_path / "two", {"data_parallel_shard": 2}, *LORA, "training.local_batch_size=2"
+    )
+    assert difference(two["steps"], one["steps"]) <= 1e-5
+    assert difference(two["validations"], one["validations"]) <= 1e-5
+
+
 def test_config_of_the_page_trains_a_model_that_transformers_opens(folder, tmp_path):
     transformers = pytest.importorskip("transformers")
     blocks = re.findall(r"```toml\n(.*?)```", Path("docs/datasets.md").read_text(), re.DOTALL)
@@ -129,9 +139,6 @@ def test_config_of_the_page_trains_a_model_that_transformers_opens(folder, tmp_p
     (saved,) = tmp_path.glob("checkpoint/step-*")
     model = transformers.AutoModelForCausalLM.from_pretrained(saved)
     assert (model(tokens).logits - logits).abs().max() <= 0.05  # of 4, in bf16
-
-
-LORA = ("model.converters=lora", "optimizer.lr=1e-2")
 
 
 @pytest.mark.parametrize("adapters", [(), LORA], ids=["all weights", "LoRA"])

@@ -45,8 +45,9 @@ class PreferenceObjective(Objective):
         return int(_pair_ids(batch).amax(dim=1).sum())
 
     def prepare(self, batches: Sequence[TokenBatch]) -> Sequence[TokenBatch]:
-        scores = [b.entries.get("ref_logprobs", torch.zeros(b.tokens.shape)) for b in batches]
-        if self._scorer is not None:
+        if self._scorer is None:
+            scores = [batch.entries["ref_logprobs"] for batch in batches]
+        else:
             with self._context():
                 outputs = self._scorer.forward_step(batches, head=self.head)
             scores = [x.logprobs for x in self._scorer.from_last_stage(outputs)]
@@ -81,7 +82,5 @@ class PreferenceObjective(Objective):
 
 
 def _pair_ids(batch: TokenBatch) -> Tensor:
-    """Return the pair of each label, [B, T]; 0 for labels that are ignored, as in a dummy batch."""
-    assert batch.labels is not None
-    ids = batch.entries.get("pair_ids", torch.zeros_like(batch.labels))
-    return ids.masked_fill(batch.labels == IGNORE_INDEX, 0)
+    """Return the pair of each label, [B, T]; 0 for labels that are ignored, as in a repeated batch."""
+    return batch.entries["pair_ids"].masked_fill(batch.labels == IGNORE_INDEX, 0)

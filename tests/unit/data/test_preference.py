@@ -1,11 +1,14 @@
 """Preference pairs from files to rows: both answers whole, apart, and in one row."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.unit.data.chats import PAIRS, SHORT, write_tokenizer
+from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
@@ -14,6 +17,7 @@ from torchtitan.data.preference import PairTokens, load_pairs
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.job import resolve_job
+from torchtitan.objective.preference import PreferenceObjective
 
 TEXTS, CHATS = PAIRS["texts"], PAIRS["chats"]
 
@@ -110,6 +114,21 @@ def test_answer_of_more_than_half_a_row_is_cut_left_out_or_refused(tokenizer):
     sentence = f"an answer with its prompt has {longest} tokens, and half of training.seq_len is"
     with pytest.raises(ValueError, match=sentence):
         encoder(tokenizer, seq_len)(TEXTS)
+
+
+def test_answer_whose_only_token_is_no_label_leaves_out_its_pair():
+    """The first token of a document has no token before it that could predict it."""
+    one_token = np.array([7]), np.array([True])
+    encode = PairTokens(SimpleNamespace(keys={}, key="", encode=lambda _: one_token), 8, "error")
+    assert len(encode(TEXTS).ids) == 0
+
+
+def test_pairs_without_labels_are_not_counted():
+    ids = torch.tensor([[0, 1, -1, 2, -2, 0]])
+    labels = torch.where(ids == 0, IGNORE_INDEX, 5)
+    objective = object.__new__(PreferenceObjective)
+    for n, own in ((2, labels), (0, torch.full_like(labels, IGNORE_INDEX))):
+        assert objective.denominator(TokenBatch(labels, own, entries={"pair_ids": ids})) == n
 
 
 def rows_of(tokenizer, path, *flags):

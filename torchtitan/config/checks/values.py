@@ -192,7 +192,8 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             f"model.converters = {converters} and lora.also_train = {lora.also_train}; set it to 'initial'"
         )
     has_weights = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
-    if reference == "initial" and not has_weights and job_config.debug.seed is None:
+    is_drawn_again = checkpoint.enable and not has_weights and job_config.debug.seed is None
+    if reference == "initial" and is_drawn_again:
         yield (
             "loss.reference = 'initial' with random weights, which a resumed run draws again, needs "
             "debug.seed, got None; set it, or load weights with checkpoint.initial_load_path"
