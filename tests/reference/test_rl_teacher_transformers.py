@@ -136,7 +136,8 @@ def test_policy_moves_to_its_teacher_on_its_own_samples(folder, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--rl.teacher.folder=nowhere"], "rl.teacher.folder must be a folder .*, got 'nowhere'"),
+        (["--rl.teacher.folder=nowhere"], "rl.teacher.folder = 'nowhere' cannot .* cannot be read"),
+        (["--rl.teacher.folder=", "--rl.teacher.top_k=3"], "rl.teacher.top_k = 3 has no effect"),
         (
             ["--rl.teacher.top_k=2048"],
             "logits of 2048 vocabulary entries, .* top_k = 2048",

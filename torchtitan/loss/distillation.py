@@ -27,17 +27,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.chunked_logits import (
     Call,
-    Gradients,
-    Operands,
-    chunks_of,
+    SummedLoss,
     hide_entries_,
     log_of_sum,
-    logits_of,
     of_all_ranks,
     operands_of,
 )
@@ -130,11 +126,34 @@ class DistillationLoss:
         """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
         assert self.teacher is not None, "with_batch was not called"
-        weights = (labels != IGNORE_INDEX).to(torch.promote_types(h.dtype, torch.float32))
-        weights = weights if self.weights is None else weights * self.weights
-        own = labels.flatten(), self.teacher.flatten(0, 1), weights.flatten()
+        of_tokens, temperature = labels.flatten(), self.temperature_of_kl
+        is_ignored, scores = of_tokens == IGNORE_INDEX, self.teacher.flatten(0, 1)
+        weights = (~is_ignored).to(torch.promote_types(h.dtype, torch.float32))
+        weights = weights if self.weights is None else weights * self.weights.flatten()
+        # The cross entropy is KL(q || p), where q is 1 for the label and 0 for the rest.
+        certain = log_of_sum(weights.new_tensor([[1.0, 0.0]]))
+
+        def loss_of(logits: Tensor, rows: slice) -> tuple[Tensor, Callable[[], Tensor]]:
+            kl, gradient_of_kl = self.compare(logits, scores[rows], call)
+            given = _log_probs(logits, call), of_tokens[rows, None], certain
+            ce, gradient_of_ce = _divergence_of_top(*given, True, call)
+            kl, ce = (x.masked_fill(is_ignored[rows], 0) for x in (kl, ce))
+            of_kl, of_label = (
+                factor * weights[rows]
+                for factor in (self.kl_weight * temperature, self.label_weight)
+            )
+            loss = of_kl * temperature * kl + of_label * ce
+
+            def gradient() -> Tensor:
+                result = gradient_of_kl().mul_(of_kl[:, None])
+                if self.label_weight:
+                    result.add_(gradient_of_ce().mul_(of_label[:, None]))
+                return result
+
+            return torch.stack((loss, kl, ce)).sum(1), gradient
+
         with torch.autocast(h.device.type, enabled=False):
-            sums = _SummedDistillation.apply(*operands, *own, self, call)
+            sums = SummedLoss.apply(*operands, 3, loss_of, self, call)
         if self.of_tokens is None:
             return Distilled(*sums)
         given: Any = {"labels": labels, "group": group, "low_rank": low_rank}
@@ -155,46 +174,6 @@ class DistillationLoss:
         k = scores.shape[1] // 2
         ids, log_q = scores[:, :k].long(), scores[:, k:]
         return _divergence_of_top(log_p, ids, log_q, is_forward, call)
-
-
-class _SummedDistillation(torch.autograd.Function):
-    """(operands, labels [N], teacher [N, ...], weights [N]) -> the scalars of `Distilled`."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, labels, teacher, weights, head, call = args
-        operands, temperature = Operands(*tensors), head.temperature_of_kl
-        gradients = Gradients(operands, ctx.needs_input_grad[: len(operands)], call.scale)
-        # The cross entropy is KL(q || p), where q is 1 for the label and 0 for the rest.
-        of_label = log_of_sum(weights.new_tensor([[1.0, 0.0]]))
-        sums = [weights.new_zeros(3)]
-        for chunk in chunks_of(operands.x, head, call):
-            own, weight = labels[chunk.rows], weights[chunk.rows, None]
-            logits, _, low_rank = logits_of(operands, head, call, chunk)
-            kl, gradient_of_kl = head.compare(logits, teacher[chunk.rows], call)
-            given = _log_probs(logits, call), own[:, None], of_label, True, call
-            ce, gradient_of_ce = _divergence_of_top(*given)
-            kl, ce = (x.masked_fill(own == IGNORE_INDEX, 0)[:, None] for x in (kl, ce))
-            factors = head.kl_weight * temperature * weight, head.label_weight * weight
-            loss = factors[0] * temperature * kl + factors[1] * ce
-            sums.append(torch.cat((loss, kl, ce), dim=1).sum(0))
-            if any(gradients.wanted):
-                grad_logits = gradient_of_kl().mul_(factors[0])
-                if head.label_weight:
-                    grad_logits.add_(gradient_of_ce().mul_(factors[1]))
-                gradients.add(chunk, grad_logits, low_rank)
-                del grad_logits
-            del logits, given, gradient_of_kl, gradient_of_ce  # before the next chunk's exist
-        ctx.save_for_backward(*gradients.sums())
-        loss, kl, ce = (x.clone() for x in torch.stack(sums).sum(0))
-        ctx.mark_non_differentiable(kl, ce)
-        return loss, kl, ce
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple:
-        scaled = [None if t is None else t * grad for t in ctx.saved_tensors]
-        return *scaled, None, None, None, None, None
 
 
 def _log_probs(logits: Tensor, call: Call) -> Tensor:

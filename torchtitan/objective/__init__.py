@@ -31,7 +31,8 @@ def build_objective(engine: TrainingEngine) -> Objective:
     if loss.name == "dpo":
         return PreferenceObjective(engine)
     if loss.name == "distillation":
-        return Distillation(engine)
+        given = engine, engine.tokenizer, loss, loss.temperature
+        return Distillation("loss.teacher", loss.teacher, *given)
     dataset: Any = getattr(engine.dataloader, "dataset", None)
     is_own_loss = engine.train_spec.build_loss_fn is not build_cross_entropy_loss
     if isinstance(dataset, PackedDataset) and len(dataset.source_names) > 1 and not is_own_loss:

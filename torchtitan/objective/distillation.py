@@ -1,4 +1,4 @@
-"""A teacher that scores a student's rows, and the objective that moves the student to the teacher.
+"""The objective of a student that learns what a teacher predicts.
 
 B rows, T tokens, k tokens that the teacher finds most probable, M_t its model dim.
 """
@@ -25,12 +25,13 @@ from torchtitan.step.objective import Objective
 from torchtitan.tools.errors import ConfigError
 
 
-class Teacher:
-    """A fixed model, which scores a student's rows in the student's layout.
+class Distillation(Objective):
+    """A fixed teacher that scores a student's rows in the student's layout, and the loss of its scores.
 
     settings: `[loss]` or `[rl.teacher]`. The other arguments, and the errors, are those of `check_teacher`.
-    loss: the student's head.
     """
+
+    replaces_loss = True
 
     def __init__(
         self,
@@ -43,52 +44,39 @@ class Teacher:
     ):
         config = check_teacher(key, folder, student, tokenizer, settings.top_k)
         options: Any = {"layout": student.layout, "forward_only": True}
-        self.engine = TrainingEngine.from_hf(folder, config, **options)
-        self.engine.eval_mode()
-        own, others = (engine.model_args.vocab_size for engine in (student, self.engine))
-        n_entries = None if own == others else min(own, others)
-        states = None if settings.top_k else TeacherStates(own)
+        self.teacher = TrainingEngine.from_hf(folder, config, **options)
+        self.teacher.eval_mode()
+        sizes = student.model_args.vocab_size, self.teacher.model_args.vocab_size
+        n_entries = None if sizes[0] == sizes[1] else min(sizes)
+        states = None if settings.top_k else TeacherStates(sizes[0])
         top = {"k": settings.top_k, "with_rest": True, "n_entries": n_entries}
-        self._head: Any = states or TopTokens(temperature, **top)
-        self.loss = DistillationLoss(
+        self._scores: Any = states or TopTokens(temperature, **top)
+        chunk = config.training.loss_chunk
+        self.head = DistillationLoss(
             settings.divergence,
             settings.kl_weight,
-            temperature_of_kl=temperature,
-            states=states,
-            n_entries=n_entries,
+            getattr(settings, "label_weight", 0.0),
+            temperature,
+            states,
+            n_entries,
+            chunk_tokens={-1: None, 0: 10**12}.get(chunk, chunk),
         )
 
     def prepare(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-        """Return the batches with the entry "teacher" for the student's head. Collective."""
-        scores = ({**batch.entries, "teacher": self._score(batch)} for batch in batches)
-        pairs = zip(batches, scores, strict=True)
+        scored = ({**batch.entries, "teacher": self._score(batch)} for batch in batches)
+        pairs = zip(batches, scored, strict=True)
         return [dataclasses.replace(batch, entries=entries) for batch, entries in pairs]
 
     def _score(self, batch: TokenBatch) -> Tensor:
         """Return [B, T, 2 k + 1] or [B, T, M_t]; zeros [B, T, 1] on ranks without the last pipeline stage."""
         others = {key: x for key, x in batch.entries.items() if key != "routed_experts"}
         rows: Any = dataclasses.replace(batch, entries=others)
-        if self.engine.pp_schedule is not None:
-            rows = rows.split(self.engine.job_config.parallelism.pipeline_parallel_microbatch_size)
-        outputs = self.engine.forward_step(rows, head=self._head)
+        if self.teacher.pp_schedule is not None:
+            rows = rows.split(self.teacher.job_config.parallelism.pipeline_parallel_microbatch_size)
+        outputs = self.teacher.forward_step(rows, head=self._scores)
         if outputs is None:
-            return torch.zeros((), device=self.engine.device).expand(*batch.tokens.shape, 1)
+            return torch.zeros((), device=self.teacher.device).expand(*batch.tokens.shape, 1)
         return torch.cat(outputs)
-
-
-class Distillation(Objective):
-    """The weighted sum of the divergence from the teacher in `[loss]` and of the cross entropy."""
-
-    replaces_loss = True
-
-    def __init__(self, student: TrainingEngine):
-        loss, chunk = student.job_config.loss, student.job_config.training.loss_chunk
-        given = student, student.tokenizer, loss, loss.temperature
-        self.teacher = Teacher("loss.teacher", loss.teacher, *given)
-        self.prepare = self.teacher.prepare
-        chunk_tokens = {-1: None, 0: 10**12}.get(chunk, chunk)
-        changes: Any = {"label_weight": loss.label_weight, "chunk_tokens": chunk_tokens}
-        self.head = dataclasses.replace(self.teacher.loss, **changes)
 
     def __call__(
         self, outputs: Distilled, labels: Tensor, batch: Mapping[str, Any]
@@ -97,12 +85,11 @@ class Distillation(Objective):
         return outputs.loss, {"kl": outputs.kl, "label_loss": outputs.label_loss, "tokens": tokens}
 
     def metrics(self, sums: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
-        """Return the means over the tokens with labels."""
         tokens = max(sums["tokens"].item(), 1)
         return {prefix + name: sums[name].item() / tokens for name in ("kl", "label_loss")}
 
     def close(self) -> None:
-        self.teacher.engine.close()
+        self.teacher.close()
 
 
 def check_teacher(

@@ -36,7 +36,6 @@ def check_rl_config(job_config: JobConfig) -> None:
     refuse(
         _rewards(job_config),
         _critic(job_config),
-        _teacher(job_config),
         _task(job_config),
         _sampling(job_config),
         _generator(job_config),
@@ -154,6 +153,8 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
             f"rl.loss.count_empty is read by agg_modes of sequences and prompts, got {loss.agg_mode!r}; take "
             "it out, or choose another agg_mode"
         )
+    if not job_config.rl.teacher.folder:
+        yield from no_effect(job_config, ("rl.teacher.",), "without rl.teacher.folder; set that")
     yield from problem_in(loss_from_config, loss)
     yield from problem_in(check_context_parallel, loss_from_config(loss), cp)
 
@@ -267,18 +268,6 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
         )
     warmup_steps = rl.critic.warmup_steps  # afterwards the policy learns, too
     yield from _at_most("rl.critic.warmup_steps", warmup_steps, "training.steps - 1", steps - 1)
-
-
-def _teacher(job_config: JobConfig) -> Iterator[str]:
-    teacher = job_config.rl.teacher
-    if not teacher.folder:
-        why = "without a teacher; set rl.teacher.folder"
-        yield from no_effect(job_config, ("rl.teacher.",), why)
-    elif not os.path.isdir(teacher.folder):
-        yield (
-            f"rl.teacher.folder must be a folder with a Hugging Face model, got {teacher.folder!r} (looked "
-            f"in {os.getcwd()}); correct the path"
-        )
 
 
 def _task(job_config: JobConfig) -> Iterator[str]:

@@ -19,9 +19,8 @@ from torchtitan.rl.advantages import mean_and_std
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
-from torchtitan.rl.losses import PolicyLoss, loss_from_config
+from torchtitan.rl.losses import LossWithTeacher, PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import changing_weights, exchange
-from torchtitan.rl.teacher import LossWithTeacher
 from torchtitan.rl.types import TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
 from torchtitan.step.runner import Head
@@ -63,7 +62,9 @@ class PolicyTrainer(Learner):
             compile_backend=config.compile.backend_of("loss"),
             batch_invariant=config.rl.generator.exact,
         )
-        return loss_fn.head(head) if isinstance(loss_fn, LossWithTeacher) else head
+        if isinstance(loss_fn, LossWithTeacher):
+            return dataclasses.replace(loss_fn.teacher.head, of_tokens=head)
+        return head
 
     def _values(self, outputs: TokenOutputs | Distilled) -> tuple:
         if isinstance(outputs, Distilled):

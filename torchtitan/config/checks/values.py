@@ -178,11 +178,6 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             keys = tuple(f"loss.{name}" for name in names)
             why = f"with loss.name = {settings.name!r}; set the name to {loss_name!r}"
             yield from no_effect(job_config, keys, why)
-    if settings.name == "distillation" and not os.path.isdir(settings.teacher):
-        yield (
-            f"loss.teacher must be a folder with a Hugging Face model, got {settings.teacher!r} (looked in "
-            f"{os.getcwd()}); correct the path"
-        )
     if settings.name != "dpo":
         return
     converters, reference = job_config.model.converters, settings.reference
