@@ -7,7 +7,7 @@ q = softmax(u / T):
     reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)    d/dz_j = p_j (log p_j - log q_j - KL) / T
 
 In the loss the divergence is multiplied by T^2, so that its gradient is about as large for every T. Forward,
-and T^2: Hinton et al. 2015, arXiv:1503.02531, section 2.1. Reverse: Gu et al. 2024, arXiv:2306.08543, eq. 1.
+and T^2: Hinton et al. 2015, arXiv:1503.02531, section 2. Reverse: Gu et al. 2024, arXiv:2306.08543, eq. 1.
 
 From the teacher's k most probable tokens, the divergence is that of k + 1 outcomes: these tokens, and any
 other token, with probabilities p_r and q_r. It is at most the divergence over all tokens, by the log sum
@@ -134,7 +134,7 @@ class DistillationLoss:
         certain = log_of_sum(weights.new_tensor([[1.0, 0.0]]))
 
         def loss_of(logits: Tensor, rows: slice) -> tuple[Tensor, Callable[[], Tensor]]:
-            kl, gradient_of_kl = self.compare(logits, scores[rows], call)
+            kl, gradient_of_kl = self._compare(logits, scores[rows], call)
             given = _log_probs(logits, call), of_tokens[rows, None], certain
             ce, gradient_of_ce = _divergence_of_top(*given, True, call)
             kl, ce = (x.masked_fill(is_ignored[rows], 0) for x in (kl, ce))
@@ -159,24 +159,22 @@ class DistillationLoss:
         given: Any = {"labels": labels, "group": group, "low_rank": low_rank}
         return Distilled(*sums, *self.of_tokens(h, weight, bias, **given))
 
-    def compare(self, logits: Tensor, scores: Tensor, call: Call) -> Divergence:
-        """Return the divergence of logits [n, v] from the teacher's scores [n, ...] of these tokens."""
-
-        def log_probs(logits: Tensor) -> Tensor:
-            divided = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-            return _log_probs(hide_entries_(divided, self.n_entries, call), call)
-
-        temperature, is_forward = self.temperature_of_kl, self.divergence == "forward"
-        log_p = log_probs(logits)
+    def _compare(self, logits: Tensor, scores: Tensor, call: Call) -> Divergence:
+        """logits: [n, v]. scores: the teacher's of these tokens, [n, ...]."""
+        how = self.temperature_of_kl, self.n_entries
+        log_p, is_forward = _log_probs(logits, call, *how), self.divergence == "forward"
         if self.states is not None:
-            log_q = log_probs(linear(scores, self.states.weight))
+            log_q = _log_probs(linear(scores, self.states.weight), call, *how)
             return _divergence(log_p, log_q, is_forward, call.group)
         k = scores.shape[1] // 2
-        ids, log_q = scores[:, :k].long(), scores[:, k:]
-        return _divergence_of_top(log_p, ids, log_q, is_forward, call)
+        return _divergence_of_top(log_p, scores[:, :k].long(), scores[:, k:], is_forward, call)
 
 
-def _log_probs(logits: Tensor, call: Call) -> Tensor:
+def _log_probs(
+    logits: Tensor, call: Call, temperature: float = 1.0, n_entries: int | None = None
+) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    hide_entries_(logits, n_entries, call)
     return logits - of_all_ranks(logits.logsumexp(1, keepdim=True), call.group).logsumexp(0)
 
 
