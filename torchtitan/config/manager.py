@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
 import io
@@ -271,7 +272,8 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
 def _program() -> str:
     """Return the command of this program, for messages that point to its --help."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return sys.argv[0] if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    is_command = spec is None or sys.argv[0].startswith("torchtitan ")
+    return sys.argv[0] if is_command else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 class _FlagMistake(SystemExit):
@@ -301,11 +303,18 @@ def _sentence_in(box: str) -> str:
     problem, *others = parts or [[box]]
     known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
     sentence, is_typo = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", " ".join(problem))
+    typed = sentence.partition(" ")[0].partition("=")[0]
+
+    def nearest(line: str) -> str:
+        """Return, of the flags in a line such as `--a.enable, --a.no_enable`, the one like the typed flag."""
+        flags = re.findall(r"--[\w.-]+", line)
+        return max(flags, key=lambda flag: difflib.SequenceMatcher(None, typed, flag).ratio())
+
     hint = f"; usage: {', '.join(known)}" if known else ""
     if sentence in ("True is unknown", "False is unknown"):
         hint = "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
     elif is_typo and known:
-        hint = f", did you mean {', '.join(line.split()[0] for line in known)}?"
+        hint = f", did you mean {', '.join(map(nearest, known))}?"
     return f"config error: {sentence}{hint} (`{_program()} --help` lists all keys)"
 
 

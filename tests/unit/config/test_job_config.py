@@ -327,6 +327,14 @@ def test_home_folder_takes_the_place_of_a_tilde_in_every_path(tmp_path, monkeypa
             "--checkpoint.intervals=3",
             r"--checkpoint.intervals=3 is unknown, did you mean --checkpoint.interval\?",
         ),
+        (
+            "--metrics.enable_tensorbord",
+            r".* is unknown, did you mean --metrics.enable_tensorboard\?",
+        ),
+        (
+            "--metrics.no_enable_jsnl",
+            r".* is unknown, did you mean --metrics.no_enable_jsonl[,?]",
+        ),
     ],
 )
 def test_mistake_in_a_flag_is_one_line(flag, words, capsys):
