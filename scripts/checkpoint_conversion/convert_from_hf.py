@@ -6,44 +6,10 @@ directly (checkpoint.initial_load_in_hf); converting pays off when they are read
 
 import argparse
 
-import torch
-
-from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.conversion import prepare_conversion, replacing
-from torchtitan.checkpoint.folder import HashingWriter
-from torchtitan.checkpoint.hf import load_from_hf
+from torchtitan.checkpoint.conversion import convert_from_hf
 from torchtitan.job import model_of_file
-from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.errors import RunError
-from torchtitan.tools.logging import init_logger, logger
-
-
-@torch.no_grad()
-def convert_from_hf(
-    input_dir: str,
-    output_dir: str,
-    model_name: str,
-    model_flavor: str,
-    hf_config: str | None = None,
-    overwrite: bool = False,
-    spec: TrainSpec | None = None,
-) -> None:
-    """Read the safetensors files in `input_dir`, write a checkpoint to `output_dir`. On the CPU.
-
-    hf_config: a config.json that says which model it is, in place of name and flavor.
-    spec: in place of the registered train spec of `model_name`.
-    overwrite: `output_dir` may hold weights, which are replaced.
-    Raises ValueError if the files are not those of this model and flavor.
-    """
-    with replacing(output_dir, overwrite, [input_dir]) as folder:
-        weights, adapter, description = prepare_conversion(
-            model_name, model_flavor, hf_config=hf_config, spec=spec
-        )
-        chosen = None if hf_config or spec else ()
-        load_from_hf(weights, adapter, input_dir, False, description, chosen)
-        with dcp.one_error(f"The checkpoint {output_dir} could not be written"):
-            dcp.save(weights, storage_writer=HashingWriter(folder), checkpoint_id=folder)
-    logger.info(f"Wrote {output_dir}")
+from torchtitan.tools.logging import init_logger
 
 
 def main() -> None:

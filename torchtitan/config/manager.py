@@ -48,15 +48,18 @@ class ConfigManager:
         self.config: JobConfig = config_cls()
         self.register_tyro_rules(custom_registry)
 
-    def parse_args(self, args: list[str] | None = None) -> JobConfig:
+    def parse_args(
+        self, args: list[str] | None = None, values: dict[str, Any] | None = None
+    ) -> JobConfig:
         """Return the config that `args` (default: this process's arguments) describe.
 
+        values: section -> key -> value, in place of a TOML file.
         Flags override the TOML file, which overrides the defaults. Calls are independent.
         Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file. For a mistake in the flags,
         prints a message (with several ranks `exit_on_config_error` prints it) and raises SystemExit(2).
         """
         args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
-        toml_values = self._maybe_load_toml(args)
+        toml_values = self._maybe_load_toml(args) if values is None else values
         config_cls = self._maybe_add_custom_config(args, toml_values)
         try:
             base = self._dict_to_dataclass(config_cls, toml_values or {})

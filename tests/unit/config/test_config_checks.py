@@ -181,8 +181,6 @@ MISTAKES = """
     fsdp_reshard_after_forward = 8 needs whole parameters, but tensor_parallel_degree = 2
 8: data_parallel_shard_degree=3; tensor_parallel_degree=2
     got 8 processes and a product of 6: … tensor_parallel_degree = 2 … start 6 processes, or set data_parallel_shard_degree = 4
-1: tensor_parallel_degree=3
-    tensor_parallel_degree must divide n_heads … got 3 with 16; the choices are 1, 2, 4, 8, 16
 2: tensor_parallel_degree=4
     got 2 processes and a product of 4
 4: comm.mode="fake_backend"; checkpoint.enable=true

@@ -1,6 +1,6 @@
 """A CUDA device that computes nothing, for a torch that was built without CUDA.
 
-    from tests.cuda_rehearsal.device import load_device
+    from torchtitan.estimate.device import load_device
     load_device()          # before the first `import torch` of the process
     import torch
     patch_cuda()
@@ -117,6 +117,22 @@ def why_not() -> str | None:
     if shutil.which("g++") is None:
         return "there is no C++ compiler (g++)"
     return None
+
+
+def prepare_device() -> None:
+    """Provide a device to rehearse on: this machine's GPU, or the stand-in; torch must not be imported."""
+    reason = why_not()
+    if reason is None:
+        load_device()
+        patch_cuda()
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(
+            f"there is no GPU to stand for those of the job, and none can be invented: {reason}; "
+            "install torch's CPU build and g++ on Linux, or run this on a machine with a GPU"
+        )
 
 
 def load_device() -> None:
