@@ -100,26 +100,48 @@ def start_ranks(module: str, nproc: int, arguments: list[str]) -> None:
     )
 
 
-def source_parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser for commands that take a model or a job; `source.job_of` reads the arguments."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s [SOURCE] [options] [config overrides]",
-        description=(description or "").partition("\n")[0],
-        epilog="All other options are config overrides, like --training.seq_len 1024.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "source",
-        nargs="?",
-        metavar="SOURCE",
-        help="a Hugging Face folder, a checkpoint, the folder of a run (default: ./outputs), or a job's "
-        "TOML file",
-    )
-    parser.add_argument(
-        "--config",
-        "--job.config_file",
-        metavar="TOML",
-        help="the job's TOML file; default: SOURCE's config.json, or the config that its run recorded",
-    )
-    return parser
+class SourceParser(argparse.ArgumentParser):
+    """Options of a command that takes a model or a job, which `source.job_of` finds.
+
+    A flag with a dot, and the argument behind it, is a config override.
+    """
+
+    def __init__(self, program: str, description: str | None, *more: str) -> None:
+        super().__init__(
+            prog=program,
+            usage=" ".join(
+                [
+                    "%(prog)s SOURCE" if more else "%(prog)s [SOURCE]",
+                    *more,
+                    "[options] [config overrides]",
+                ]
+            ),
+            description=(description or "").partition("\n")[0],
+            epilog="All other options are config overrides, like --training.seq_len 1024.",
+            allow_abbrev=False,
+        )
+        self.add_argument(
+            "source",
+            nargs=None if more else "?",
+            metavar="SOURCE",
+            help="a Hugging Face folder, a checkpoint, the folder of a run (default: ./outputs), or a "
+            "job's TOML file",
+        )
+        self.add_argument(
+            "--config",
+            "--job.config_file",
+            metavar="TOML",
+            help="the job's TOML file; default: SOURCE's config.json, or what its run recorded",
+        )
+
+    def options_and_overrides(self) -> tuple[argparse.Namespace, list[str]]:
+        own, overrides = [], []
+        arguments = sys.argv[:0:-1]
+        while arguments:
+            argument = arguments.pop()
+            flag, equals, _ = argument.partition("=")
+            is_override = flag.startswith("--") and "." in flag and flag != "--job.config_file"
+            (overrides if is_override else own).append(argument)
+            if is_override and not equals and arguments and not arguments[-1].startswith("--"):
+                overrides.append(arguments.pop())
+        return self.parse_args(own), overrides

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.folder import Contents, contents_of
-from torchtitan.commands import source_parser
+from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
 from torchtitan.job import find_train_spec
 from torchtitan.tools.logging import init_logger, logger
@@ -67,7 +67,7 @@ def hf_logits(folder: str, tokens: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = source_parser("torchtitan compare", __doc__)
+    parser = SourceParser("torchtitan compare", __doc__)
     add = parser.add_argument
     add("--with", dest="reference", metavar="FOLDER", help="what transformers opens; default: SOURCE, "
         "exported first if it is a checkpoint")  # fmt: skip
@@ -76,7 +76,7 @@ def main() -> None:
     add("--batch_size", type=int, default=2, help="random rows")
     add("--seq_len", type=int, default=64, help="random tokens of a row")
     add("--tolerance", type=float, default=1e-3, help="for a log-probability (default 1e-3)")
-    options, overrides = parser.parse_known_args()
+    options, overrides = parser.options_and_overrides()
     init_logger()
     with errors_as_sentences():
         weights = weights_in(options.checkpoint or options.source)

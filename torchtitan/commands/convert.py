@@ -3,7 +3,7 @@
 import argparse
 
 from torchtitan.checkpoint.conversion import convert_from_hf, replacing
-from torchtitan.commands import source_parser
+from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.job import find_train_spec
@@ -14,8 +14,7 @@ OVERWRITE = "replace the weights in OUT; its other files are kept"
 
 def export() -> None:
     """Write a checkpoint as a folder that transformers opens, or its adapters as one that peft opens."""
-    parser = source_parser("torchtitan export", export.__doc__)
-    parser.usage = "%(prog)s SOURCE OUT [options] [config overrides]"
+    parser = SourceParser("torchtitan export", export.__doc__, "OUT")
     add = parser.add_argument
     add("out", metavar="OUT", help="folder to write")
     add("--peft", action="store_true", help="write the adapters alone; without it they are merged")
@@ -26,7 +25,7 @@ def export() -> None:
         help="of the weights (default: that of the checkpoint)",
     )
     add("--overwrite", action="store_true", help=OVERWRITE)
-    options, overrides = parser.parse_known_args()
+    options, overrides = parser.options_and_overrides()
     init_logger()
     with errors_as_sentences():
         weights = weights_in(options.source)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.callbacks.metrics import build_device_memory_monitor, memory_metrics
-from torchtitan.commands import source_parser
+from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 
 
 def main() -> None:
-    parser = source_parser("torchtitan generate", __doc__)
+    parser = SourceParser("torchtitan generate", __doc__)
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="text to continue; may be repeated")
     add("--prompts", metavar="FILE", help="a file with one prompt on each line")
@@ -36,7 +36,7 @@ def main() -> None:
     add("--deterministic", action="store_true", help="deterministic kernels only")
     add("--ignore_eos", action="store_true", help="go on past an end of text")
     add("--out", action="store_true", help="print a JSON report in place of the text")
-    options, overrides = parser.parse_known_args()
+    options, overrides = parser.options_and_overrides()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logger.setLevel(logging.WARNING)
     with errors_as_sentences():

@@ -72,6 +72,10 @@ def _recorded_config(source: str) -> dict[str, Any]:
             if not config["job"]["custom_config_module"]:
                 config = {section: values for section, values in config.items() if section in own}
             return _without_none(config)
+    if not path.exists():
+        raise ValueError(
+            f"SOURCE must be a file or folder, and {source!r} is none; correct the path"
+        )
     raise ValueError(
         f"nothing says which model {source!r} is: it has no config.json, and no {FILE_NAME} of its run "
         "is there or above; give the job's TOML file with --config"

@@ -4,14 +4,14 @@ import os
 import sys
 import time
 
-from torchtitan.commands import source_parser
+from torchtitan.commands import SourceParser
 from torchtitan.estimate.device import prepare_device
 
 
 def main() -> None:
-    parser = source_parser("torchtitan estimate", __doc__)
+    parser = SourceParser("torchtitan estimate", __doc__)
     parser.add_argument("--gpus", type=int, default=None, help="ranks of the job (default: $NGPU)")
-    options, overrides = parser.parse_known_args()
+    options, overrides = parser.options_and_overrides()
     ranks = options.gpus or os.environ.get("NGPU") or os.environ.get("WORLD_SIZE", "")
     os.environ["NGPU"] = str(ranks)
     os.environ.setdefault("LOCAL_RANK", "0")

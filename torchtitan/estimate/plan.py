@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchtitan.commands import source_parser
+from torchtitan.commands import SourceParser
 from torchtitan.estimate.bounds import (
     Bound,
     add_machine_options,
@@ -178,12 +178,12 @@ def winner_of(plans: list[Planned]) -> str:
 
 
 def main() -> None:
-    parser = source_parser("torchtitan plan", __doc__)
+    parser = SourceParser("torchtitan plan", __doc__)
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--memory", type=float, default=80, help="GiB of one GPU")
     parser.add_argument("--most", type=int, default=16, help="layouts to rehearse")
     add_machine_options(parser)
-    args, config_args = parser.parse_known_args()
+    args, config_args = parser.options_and_overrides()
     machine = machine_of(args)
     os.environ["LOCAL_RANK"], os.environ["NGPU"] = "0", str(args.gpus)
     prepare_device()
