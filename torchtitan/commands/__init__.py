@@ -1,8 +1,4 @@
-"""The command `torchtitan`: one name for each tool. A tool is imported when its name is called.
-
-torchtitan --help
-torchtitan train --nproc 8 --job.config_file job.toml
-"""
+"""The command `torchtitan`: one name for each tool, which is imported when it is called."""
 
 import argparse
 import difflib
@@ -58,7 +54,7 @@ def main() -> None:
         lines = [f"  {name:10}{command.help}" for name, command in COMMANDS.items()]
         print("usage: torchtitan COMMAND [options]\n", *lines, sep="\n")
         print("\n`torchtitan COMMAND --help` lists a command's options.")
-        print("train, rl and serve run on N processes of this machine with `--nproc N`.")
+        print("train, rl, serve and show take a job's TOML file; `--nproc N` starts N processes.")
         return
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -66,6 +62,8 @@ def main() -> None:
         print(f"error: torchtitan has no command {name!r}{hint} (see --help)", file=sys.stderr)
         sys.exit(2)
     module, _, function = COMMANDS[name].function.partition(":")
+    if (COMMANDS[name].trains or name == "show") and arguments and arguments[0][:1] != "-":
+        arguments[0] = f"--job.config_file={arguments[0]}"
     sys.argv = [f"torchtitan {name}", *arguments]
     if COMMANDS[name].trains:
         from torchtitan.tools import signals

@@ -194,7 +194,7 @@ class ConfigManager:
             raise ConfigError(
                 f"model.hf_assets_path must be a folder with Hugging Face tokenizer files, got "
                 f"the file {model.hf_assets_path!r}; fetch the folder with "
-                f"scripts/download_hf_assets.py --assets tokenizer"
+                "`hf download OWNER/NAME --local-dir FOLDER`"
             )
 
     @staticmethod

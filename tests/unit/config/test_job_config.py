@@ -543,7 +543,7 @@ def test_old_tokenizer_key_takes_the_place_of_the_new_one(tmp_path):
 def test_old_tokenizer_file_is_refused(tmp_path):
     path = tmp_path / "tokenizer.model"
     path.touch()
-    with pytest.raises(ConfigError, match="model.hf_assets_path.*download_hf_assets"):
+    with pytest.raises(ConfigError, match="model.hf_assets_path.*hf download"):
         parse(f"--model.hf_assets_path={path}")
 
 
