@@ -37,7 +37,8 @@ def _default_trainer(config: Any) -> Any:
 
         def train(self) -> None:
             super().train()
-            if self.step < self.num_steps:  # stopped, or already complete
+            is_real = self.job_config.comm.mode == "default"
+            if not is_real or self.step < self.num_steps:  # stopped, or complete before
                 return
             folder = os.path.join(self.job_config.job.dump_folder, "model")
             self.save_hf(folder)

@@ -275,8 +275,9 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
 def _program() -> str:
     """Return the command of this program, for messages that point to its --help."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    is_command = spec is None or sys.argv[0].startswith("torchtitan ")
-    return sys.argv[0] if is_command else f"python -m {spec.name.removesuffix('.__main__')}"
+    if spec is None or sys.argv[0].startswith("torchtitan "):
+        return sys.argv[0]
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 class _FlagMistake(SystemExit):

@@ -181,6 +181,14 @@ def test_rank_is_compared_with_a_number_of_ranks_that_the_launcher_names(monkeyp
         resolve_job(JobConfig())
 
 
+def test_degree_that_divides_no_heads_is_named_before_the_number_of_processes():
+    config = JobConfig()
+    config.model.flavor, config.parallelism.tensor_parallel_degree = "8B", 3
+    config.parallelism.data_parallel_shard_degree = 10
+    with pytest.raises(ConfigError, match="must divide n_heads .* got 3 with 32; .* 1, 2, 4, 8$"):
+        resolve_job(config, builds_data=False)
+
+
 def test_any_rank_prints_what_is_wrong_and_which_rank_it_is(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
