@@ -12,7 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_hf import tiny_hf_model
 from torchtitan import commands
+from torchtitan.commands.generate import pieces_of
+from torchtitan.commands.source import job_of
 from torchtitan.config import ConfigManager
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.job import resolve_job
+from torchtitan.tools import events
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
@@ -61,8 +67,6 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture(autouse=True)
 def untouched_logger():
-    from torchtitan.tools.logging import logger
-
     before = logger.handlers, logger.level, logger.propagate
     yield
     logger.handlers, logger.level, logger.propagate = before
@@ -142,9 +146,6 @@ def test_chat_renders_all_turns_with_the_folder_s_template(hf_folder, run):
 
 
 def test_text_is_shown_once_its_characters_are_whole(hf_folder):
-    from torchtitan.commands.generate import pieces_of
-    from torchtitan.data.tokenizer import HuggingFaceTokenizer
-
     tokenizer = HuggingFaceTokenizer(str(hf_folder))
     ids = tokenizer.encode("a naïve 日本", add_special_tokens=False)
     pieces = list(pieces_of(tokenizer, ids[:1], ids[1:]))
@@ -207,8 +208,6 @@ def lora_run(hf_folder, tmp_path_factory):
         "--checkpoint.no_last_save_model_only",
     ]
     config = ConfigManager().parse_args([f"--{k}={v}" for k, v in flags.items()] + switches)
-    from torchtitan.tools import events
-
     with events.recording(config), Trainer(config) as trainer:
         trainer.train()
         trainer.save_peft(folder / "peft")
@@ -253,21 +252,35 @@ def test_merged_export_computes_what_peft_computes(hf_folder, lora_run, run, tmp
     assert json.loads(out)["metadata"]["generated_n_tokens"] == len(new)
 
 
-def test_model_of_a_folder_is_that_of_its_config(hf_folder):
-    from torchtitan.commands.source import job_of
-    from torchtitan.job import resolve_job
+def test_export_has_the_tokens_and_the_template_that_the_job_chose(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    flags = ["--training.steps=1", "--training.seq_len=16", "--checkpoint.enable"]
+    flags += ["--training.eos_token=<|begin_of_text|>", "--training.chat_template=chat.jinja"]
+    config = ConfigManager().parse_args(["--training.dataset=python_docs", *flags])
+    with events.recording(config), Trainer(config) as trainer:
+        trainer.train()
+    code, _, err = run("export", "outputs", "model")
+    assert code == 0, err
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    assert tokenizer.eos_token == "<|begin_of_text|>" and tokenizer.chat_template == CHATML
 
+
+def test_model_of_a_folder_is_that_of_its_config(hf_folder):
     config = job_of(str(hf_folder), None, ["--training.local_batch_size=3"])
     args = resolve_job(config, builds_data=False).train_spec.model_args[config.model.flavor]
     assert (args.dim, args.n_layers, args.vocab_size) == (32, 2, 2050)
     assert (config.model.name, config.training.local_batch_size) == ("qwen3", 3)
+    with pytest.raises(ValueError, match="'nowhere' is none; correct the path"):
+        job_of("nowhere", None, [])
 
 
 def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path):
     for arguments, message in (
         (["export", lora_run, hf_folder], "holds files already"),
         (["export", hf_folder, tmp_path / "x", "--peft"], "this one has none"),
-        (["estimate", "nowhere", "--gpus=2"], "'nowhere' is none; correct the path"),
+        (["show", "nowhere.toml"], "names a TOML file that has to exist, got 'nowhere.toml'"),
+        (["trian"], "no command 'trian', did you mean 'train'?"),
         (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' is none; train with"),
         (["export", "nowhere", tmp_path / "x"], "SOURCE must be a step folder of a run"),
         (["compare", hf_folder, "--model.flavour=8B"], "model.flavour=8B is unknown"),

@@ -1,6 +1,6 @@
 """Compare a model's logits with those of transformers. Exit code 1 above --tolerance.
 
-Both models run in fp32, on the CPU, on the same tokens. A right conversion differs by rounding, about 1e-5 in a
+Both models run in fp32, on the same tokens. A right conversion differs by rounding, about 1e-5 in a
 log-probability; a wrong one differs by orders of magnitude more.
 """
 

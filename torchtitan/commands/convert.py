@@ -1,6 +1,7 @@
 """Checkpoints to Hugging Face and PEFT folders, and back."""
 
 import argparse
+import contextlib
 
 from torchtitan.checkpoint.conversion import convert_from_hf, replacing
 from torchtitan.commands import SourceParser
@@ -34,6 +35,9 @@ def export() -> None:
             replacing(options.out, options.overwrite, [weights]) as folder,
             open_engine(config, weights) as engine,
         ):
+            if (build := engine.train_spec.build_tokenizer_fn) is not None:
+                with contextlib.suppress(OSError, ValueError):  # the export warns that it has none
+                    engine.checkpointer.tokenizer = build(config)
             if options.peft:
                 engine.save_peft(folder, base_model=options.base_model)
             else:

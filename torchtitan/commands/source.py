@@ -118,6 +118,8 @@ def open_engine(
         )
     config.parallelism = Parallelism(always_fsdp=False)
     config.compile, config.activation_checkpoint = Compile(), ActivationCheckpoint(mode="none")
+    kept = [name for name in config.model.converters if not name.startswith("quantize.")]
+    config.model.converters = kept
     config.training.global_batch_size, config.training.enable_cpu_offload = -1, False
     config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = False
     config.job.save_config_file = None
