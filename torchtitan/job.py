@@ -90,19 +90,6 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
     return _with_sizes(spec, job_config)
 
 
-def model_of_file(config_file: str) -> dict[str, Any]:
-    """Return model_name, model_flavor, hf_assets_path and spec of the model in a job's TOML file."""
-    from torchtitan.config import ConfigManager  # slow: loads the command-line parser
-
-    try:
-        config = ConfigManager().parse_args([f"--job.config_file={config_file}"])
-    except ConfigError as error:
-        raise ConfigError(error.sentence) from error
-    facts = {f"model_{name}": getattr(config.model, name) for name in ("name", "flavor")}
-    spec = find_train_spec(config)
-    return facts | {"hf_assets_path": config.model.hf_assets_path, "spec": spec}
-
-
 def _with_sizes(spec: Any, job_config: JobConfig) -> Any:
     """Return the spec with the flavor's sizes replaced by those of model.hf_config and model.args."""
     model = job_config.model

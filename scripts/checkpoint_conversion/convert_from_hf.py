@@ -7,7 +7,7 @@ directly (checkpoint.initial_load_in_hf); converting pays off when they are read
 import argparse
 
 from torchtitan.checkpoint.conversion import convert_from_hf
-from torchtitan.job import model_of_file
+from torchtitan.commands.source import with_model
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import init_logger
 
@@ -17,8 +17,8 @@ def main() -> None:
     parser.add_argument("input_dir", help="folder with *.safetensors")
     parser.add_argument("output_dir", help="folder to write the checkpoint to")
     parser.add_argument("--config", help="the job's TOML file: takes the place of name and flavor")
-    parser.add_argument("--model_name", default="llama3")
-    parser.add_argument("--model_flavor", default="8B")
+    parser.add_argument("--model_name", help="default: as the input's config.json or run says")
+    parser.add_argument("--model_flavor", help="of --model_name")
     parser.add_argument(
         "--hf_config",
         help="the model's config.json, or its folder: takes the place of name and flavor",
@@ -28,13 +28,10 @@ def main() -> None:
         action="store_true",
         help="replace the weights in output_dir; its other files are kept",
     )
-    options = vars(parser.parse_args())
+    options = parser.parse_args()
     init_logger()
     try:
-        if (config := options.pop("config")) is not None:
-            options |= model_of_file(config)
-            del options["hf_assets_path"]
-        convert_from_hf(**options)
+        convert_from_hf(**with_model(vars(options)))
     except (ValueError, OSError, RunError) as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_hf import tiny_hf_model
 from torchtitan import commands
 from torchtitan.commands.generate import pieces_of
-from torchtitan.commands.source import job_of
+from torchtitan.commands.source import job_of, with_model
 from torchtitan.config import ConfigManager
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.job import resolve_job
@@ -271,6 +271,11 @@ def test_model_of_a_folder_is_that_of_its_config(hf_folder):
     args = resolve_job(config, builds_data=False).train_spec.model_args[config.model.flavor]
     assert (args.dim, args.n_layers, args.vocab_size) == (32, 2, 2050)
     assert (config.model.name, config.training.local_batch_size) == ("qwen3", 3)
+    nothing = dict.fromkeys(["config", "model_name", "model_flavor", "hf_config"])
+    chosen = with_model({"input_dir": str(hf_folder), **nothing})
+    assert chosen["spec"].model_args[chosen["model_flavor"]].dim == 32
+    chosen = with_model({"input_dir": "nowhere", **nothing})  # as in 0.2.x
+    assert (chosen["model_name"], chosen["model_flavor"]) == ("llama3", "8B")
     with pytest.raises(ValueError, match="'nowhere' is none; correct the path"):
         job_of("nowhere", None, [])
 

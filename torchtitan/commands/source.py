@@ -15,6 +15,7 @@ from torchtitan.checkpoint.run_record import read_record
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import ActivationCheckpoint, Compile, LRScheduler, Parallelism
 from torchtitan.engine import TrainingEngine
+from torchtitan.job import find_train_spec
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.step.runner import on_error
@@ -86,6 +87,25 @@ def _without_none(table: dict[str, Any]) -> dict[str, Any]:
     """Return the table without keys that TOML could not set: None is their default."""
     plain = {key: value for key, value in table.items() if value is not None}
     return {k: _without_none(v) if isinstance(v, dict) else v for k, v in plain.items()}
+
+
+def with_model(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a conversion's options with the model that they, or the input, name; else Llama 3 8B."""
+    options, config = dict(options), options["config"]
+    del options["config"]
+    if config or not any(options[key] for key in ("model_name", "model_flavor", "hf_config")):
+        try:
+            job = job_of(options["input_dir"], config, [])
+        except ValueError as error:
+            if config:
+                raise ValueError(getattr(error, "sentence", error)) from error
+        else:
+            options |= {"model_name": job.model.name, "model_flavor": job.model.flavor}
+            options["spec"] = find_train_spec(job)
+            if options.get("hf_assets_path", "") is None:
+                options["hf_assets_path"] = job.model.hf_assets_path
+    default = {"model_name": "llama3", "model_flavor": "8B"}
+    return options | {key: options[key] or value for key, value in default.items()}
 
 
 def weights_in(source: str | None) -> str:
