@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from torchtitan.tools.events import FILE_NAME, exit_code
 from torchtitan.tools.files import open_file
 
 RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes if nothing else is said
+MODEL_FOLDER = "model"  # in RUN_FOLDER, where the default job exports its model
 _LONGEST_TABLE = 32_768  # positions of the RoPE table for a model from Hugging Face
 
 
@@ -38,6 +40,8 @@ def errors_as_sentences() -> Iterator[None]:
     except (ValueError, OSError, RunError, ImportError) as error:
         print(f"error: {getattr(error, 'sentence', error)}", file=sys.stderr)
         sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]) -> JobConfig:
@@ -116,6 +120,8 @@ def weights_in(source: str | None) -> str:
     for folder in (source, os.path.join(source, JobConfig().checkpoint.folder)):
         if steps := [step for step in list_steps(folder) if step.is_finished]:
             return steps[-1].path
+    if contents_of(exported := os.path.join(source, MODEL_FOLDER)) == Contents.HF:
+        return exported
     raise ValueError(
         f"SOURCE must be a step folder of a run, a folder of such, or a folder with Hugging Face "
         f"safetensors files, and {source!r} is none; train with --checkpoint.enable to get "

@@ -28,6 +28,7 @@ def main() -> None:
 
 
 def _default_trainer(config: Any) -> Any:
+    from torchtitan.commands.source import MODEL_FOLDER
     from torchtitan.generation.sampling import generate
     from torchtitan.tools.logging import logger
     from torchtitan.trainer import Trainer
@@ -40,7 +41,7 @@ def _default_trainer(config: Any) -> Any:
             is_real = self.job_config.comm.mode == "default"
             if not is_real or self.step < self.num_steps:  # stopped, or complete before
                 return
-            folder = os.path.join(self.job_config.job.dump_folder, "model")
+            folder = os.path.join(self.job_config.job.dump_folder, MODEL_FOLDER)
             self.save_hf(folder)
             prompt = "Return a list of"
             if self.parallel_dims.world_size == 1:

@@ -28,6 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan.tools.files import read_text
+
 # Autograd wants a guard: one device, with one stream whose work is always done. The pinned
 # allocator knows its own memory, so that `Tensor.is_pinned()` tells the truth in every thread.
 _SOURCE = r"""
@@ -143,7 +145,7 @@ def load_device() -> None:
     if "torch" in sys.modules:
         raise RuntimeError("load_device() has to come before the first `import torch`")
     root = Path(importlib.util.find_spec("torch").origin).parent
-    digest = hashlib.sha1((_SOURCE + (root / "version.py").read_text()).encode()).hexdigest()[:12]
+    digest = hashlib.sha1((_SOURCE + read_text(root / "version.py")).encode()).hexdigest()[:12]
     library = Path(tempfile.gettempdir()) / f"cuda_rehearsal_{os.getuid()}_{digest}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory() as folder:
