@@ -31,7 +31,7 @@ from torchtitan.optim.lr_scheduler import LRSchedulersContainer, follow_own_sche
 from torchtitan.step.runner import on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import utils
-from torchtitan.tools.events import event
+from torchtitan.tools.events import event, recorded
 from torchtitan.tools.logging import logger, saying_once_per
 
 
@@ -305,6 +305,7 @@ class Trainer(TrainingEngine):
     def should_continue_training(self) -> bool:
         return self.step < self.num_steps
 
+    @recorded
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to step `num_steps`."""
         refuse_missing_dataloader(self.dataloader)
@@ -375,10 +376,11 @@ class Trainer(TrainingEngine):
             if not is_last_step and (reason := stop.answer()):
                 save_and_stop(self, reason)
                 return
-            if self.checkpointer._should_save(self.step, is_last_step):
+            saver = self.checkpointer
+            if any(due(self.step, is_last_step) for due in (saver._should_save, saver.is_peft_due)):
                 self.update.settle()  # raises, before the save, if this step stops the run
             started = time.monotonic()
-            self.checkpointer.save(self.step, last_step=is_last_step)
+            saver.save(self.step, last_step=is_last_step)
             stop.saved(time.monotonic() - started)
             if self.validator is not None and self.validator.should_validate(self.step):
                 self.validator.validate(self.model_parts, self.step)

@@ -323,6 +323,10 @@ class Checkpoint(Section):
     # The last checkpoint holds only the weights; no job can resume from it
     last_save_model_only: bool = True
     last_save_in_hf: bool = False  # Write the last checkpoint as Hugging Face safetensors
+    # Also write LoRA adapters as a PEFT folder, peft-step-N in `folder`, after the last step
+    last_save_peft: bool = False
+    # Write such a PEFT folder every this many steps; 0 is never. keep_latest_k removes no PEFT folder
+    save_peft_interval: Annotated[int, Range(0, 10**12)] = 0
     # Dtype of the weights in a last checkpoint that holds only weights
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     # Training waits for the whole save (disabled), for the copy to host memory (async), or for neither

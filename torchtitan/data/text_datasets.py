@@ -194,6 +194,12 @@ def build_text_validation_dataloader(
     return _build(job_config, section, dp_world_size, dp_rank, tokenizer, infinite)
 
 
+_VALIDATION_AGAIN = (
+    "validation.steps takes more rows than the validation data have, so some documents count more than "
+    "once in its loss; validation.steps = -1 takes each once"
+)
+
+
 def _build(
     job_config: JobConfig,
     section: Any,
@@ -208,6 +214,7 @@ def _build(
     # Validation with steps = -1 reads its data once.
     epochs = training.epochs if is_training else None if infinite else 1.0
     parts = [MixtureSource(section.dataset, section.dataset_path, epochs=epochs)]
+    fields = {} if is_training else {"again": _VALIDATION_AGAIN}
     if training.mixture and is_training:
         parts = training.mixture
     sources = [
@@ -219,6 +226,7 @@ def _build(
             weight=part.weight,
             limit=part.epochs,
             seed=training.data_seed if is_training and training.shuffle else None,
+            **fields,
         )
         for part in parts
     ]

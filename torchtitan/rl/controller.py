@@ -41,6 +41,7 @@ from torchtitan.rl.tasks import Task
 from torchtitan.rl.types import Episode, OptimStepOutput, TrainingSample
 from torchtitan.rl.weight_sync import TakesWeights
 from torchtitan.step.runner import on_error
+from torchtitan.tools.events import recorded
 from torchtitan.tools.files import read_text
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -155,6 +156,7 @@ class Controller:
         self.trainer.push_model_state_dict(self.generator)
         return True
 
+    @recorded
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to `training.steps`.
 
@@ -198,12 +200,9 @@ class Controller:
                         save_and_stop(self.trainer.engine, reason)
                         return
                     self._evaluate_if_due(before)
-                    # The loop decides when to save: without a dataloader the checkpointer saves at every call.
-                    is_first = before == 0 and config.checkpoint.enable_first_step_checkpoint
-                    if is_first or is_last or _passes(config.checkpoint.interval, before, step):
-                        started = time.monotonic()
-                        self.checkpointer.save(step, last_step=is_last)
-                        stop.saved(time.monotonic() - started)
+                    started = time.monotonic()
+                    self.checkpointer.save(step, last_step=is_last, since=before)
+                    stop.saved(time.monotonic() - started)
                     for recorder in (profiler, snapshot):
                         if recorder is not None:
                             recorder.step()

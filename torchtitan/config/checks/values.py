@@ -54,10 +54,11 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
 
 def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
     """A model without a state_dict_adapter has no Hugging Face files. model: its name in messages."""
-    for key in ("initial_load_in_hf", "last_save_in_hf"):
+    for key in ("initial_load_in_hf", "last_save_in_hf", "last_save_peft", "save_peft_interval"):
         is_used = checkpoint.enable or key.startswith("initial")
         if is_used and getattr(checkpoint, key):
-            yield f"checkpoint.{key} = True needs a state_dict_adapter, got {model}; turn it off"
+            value = getattr(checkpoint, key)
+            yield f"checkpoint.{key} = {value} needs a state_dict_adapter, got {model}; turn it off"
 
 
 def features(job_config: JobConfig) -> Iterator[str]:
@@ -163,10 +164,13 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
 def lora(job_config: JobConfig) -> Iterator[str]:
     """Rules that need no model; the LoRA converter checks names against the model's layers."""
     settings, converters = job_config.lora, job_config.model.converters
+    peft_keys = "checkpoint.last_save_peft", "checkpoint.save_peft_interval"
     if "lora" not in converters:
         why = f'without adapters, got model.converters = {converters}; add "lora" to it'
-        yield from no_effect(job_config, ("lora.",), why)
+        yield from no_effect(job_config, ("lora.", *peft_keys), why)
         return
+    for key in peft_keys:
+        yield from needs(job_config, key, "checkpoint.enable")
     if converters.index("lora") + 1 != len(converters):
         yield (
             f'model.converters must name "lora" once and last, because others replace layers, got '
