@@ -10,12 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.layout_matrix import (
-    SHALLOW,
-    batch_flags,
-    build_engine,
-    global_batch,
-)
+from tests.distributed.layout_matrix import SHALLOW, batch_flags, build_engine, global_batch
 from torchtitan.adapters.lora import adapted_weights, add_adapter, fits
 from torchtitan.adapters.multi_lora import MultiLoRA
 from torchtitan.config import JobConfig
