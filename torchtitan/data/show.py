@@ -1,6 +1,6 @@
 """Prints the first rows of a job's training data as the model sees them.
 
-    python -m torchtitan.data.show --job.config_file job.toml --show.rows 3
+    torchtitan show job.toml --show.rows 3
 
 For each document of a row, prints its tokens, the positions that the model gets, and the text. Tokens
 that are labels of the loss stand between ⟦ and ⟧, or are green on a terminal. The rows are those of a
@@ -48,7 +48,7 @@ class Show:
 class ShowConfig(JobConfig):
     """A job's config and the section of this program."""
 
-    show: Show = section(Show, "For python -m torchtitan.data.show")
+    show: Show = section(Show, "For torchtitan show")
 
 
 def main() -> None:
@@ -130,10 +130,14 @@ def describe_row(
     yield f"{name}, {', '.join(facts)}"
     if differing := int((is_label[1:] & (labels[:-1] != tokens[1:])).sum()):
         yield f"  labels that are not the row's next token: {differing}"
+    of_pairs = "pair_ids" in batch.entries
     for number, run in enumerate(documents, 1):
         part = slice(run[0], run[-1] + 1)
+        document = f"document {number}"
+        if of_pairs:
+            document = f"pair {(number + 1) // 2}, {'chosen' if number % 2 else 'rejected'}"
         yield (
-            f"  document {number}, tokens {run[0]} to {run[-1]}, positions {positions[run[0]]} to "
+            f"  {document}, tokens {run[0]} to {run[-1]}, positions {positions[run[0]]} to "
             f"{positions[run[-1]]}, labels: {int(is_label[part].sum())}"
         )
         text = marked_text(tokens[part].tolist(), is_label[part].tolist(), tokenizer, marks)

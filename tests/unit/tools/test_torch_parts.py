@@ -27,6 +27,10 @@ OF_LIBRARIES = {
 }
 
 
+# Replaces parts of torch by those of a device that is not there, in a process of its own.
+STANDS_FOR_A_DEVICE = "estimate/"
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -88,9 +92,11 @@ def private_names_outside_the_table(trees: dict[str, ast.Module]) -> dict[str, s
 
 
 def test_private_names_of_torch_are_reached_through_torch_parts():
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {
-        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
-        for path in sorted(PACKAGE.rglob("*.py"))
+        file: ast.parse(path.read_text())
+        for file, path in files.items()
+        if not file.startswith(STANDS_FOR_A_DEVICE)
     }
     assert private_names_outside_the_table(trees) == {}
 
@@ -174,7 +180,7 @@ def test_a_part_with_a_replacement_may_be_missing(monkeypatch):
     spellings = {f"torch:{MISSING}": ("2.11", "2.15")}
     gone = torch_parts.PARTS[name]._replace(spellings=spellings)
     monkeypatch.setitem(torch_parts.PARTS, name, gone)
-    monkeypatch.setattr(torch_parts, "_find", torch_parts._find.__wrapped__)
+    monkeypatch.setattr(torch_parts, "place", torch_parts.place.__wrapped__)
     assert torch_parts.get(name) is None
     monkeypatch.setitem(torch_parts.PARTS, name, gone._replace(instead=""))
     with pytest.raises(RunError, match=f"needs torch.{MISSING}, which torch"):

@@ -32,6 +32,7 @@ def check_job_config(
         values.unavailable(job_config),
         values.data(job_config),
         values.lora(job_config),
+        values.loss(job_config, builds_data),
         values.optimizer(job_config),
         layout.degrees(job_config),
         layout.tensor_parallel(job_config),
@@ -40,17 +41,23 @@ def check_job_config(
         files.checkpoint_folders(job_config),
         files.output_paths(job_config, builds_data),
         files.dataset_paths(job_config) if builds_data else (),
+        files.preference_pairs(job_config) if builds_data else (),
     )
     if known_converters is not None:
         refuse(model.converters(job_config, known_converters))
     if world_size is not None:
-        refuse(
-            layout.world_size(job_config, world_size),
-            layout.ranks_for_experts(job_config, world_size),
-            layout.global_batch_size(job_config, world_size),
-            files.checkpoint_ranks(job_config, world_size),
-            layout.early_step_with_ddp(job_config, world_size),
-        )
+        check_ranks(job_config, world_size)
+
+
+def check_ranks(job_config: JobConfig, world_size: int) -> None:
+    """Raise ConfigError for the first broken rule that depends on the number of processes."""
+    refuse(
+        layout.world_size(job_config, world_size),
+        layout.ranks_for_experts(job_config, world_size),
+        layout.global_batch_size(job_config, world_size),
+        files.checkpoint_ranks(job_config, world_size),
+        layout.early_step_with_ddp(job_config, world_size),
+    )
 
 
 def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool = True) -> None:

@@ -11,7 +11,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.files import find_shipped
 
 # Datasets that have no default path.
-_READ_A_PATH = ("local", "tokens", "chat")
+_READ_A_PATH = ("local", "tokens", "chat", "preference")
 
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
@@ -105,7 +105,7 @@ def dataset_paths(job_config: JobConfig) -> Iterator[str]:
                 f"on the hub, got {path!r} (looked in {os.getcwd()}); correct the path"
             )
     template = job_config.training.chat_template
-    if template and any(part.dataset.lower() == "chat" for part in parts.values()):
+    if template and any(part.dataset.lower() in ("chat", "preference") for part in parts.values()):
         remedy = "correct the path, or leave it out for the template in model.hf_assets_path"
         yield from is_file("training.chat_template", template, " with a Jinja template", remedy)
 
@@ -126,6 +126,24 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
             )
 
 
+def preference_pairs(job_config: JobConfig) -> Iterator[str]:
+    """Preference pairs and `loss.name = "dpo"` need each other, and rows that hold whole pairs."""
+    training, loss = job_config.training, job_config.loss
+    for section, data in _datasets(job_config).items():
+        if (data.dataset.lower() == "preference") != (loss.name == "dpo"):
+            yield (
+                f"{section}.dataset = {data.dataset!r} does not go with loss.name = {loss.name!r}: 'dpo' trains "
+                "on 'preference' pairs only, and nothing else does; change one of the two"
+            )
+    if loss.name == "dpo" and training.packing == "concat":
+        yield "training.packing = 'concat' tears preference pairs; set it to 'fit' or 'none'"
+    if loss.reference == "precomputed" and training.too_long == "cut":
+        yield (
+            "training.too_long = 'cut' changes answers whose log-probs loss.reference = 'precomputed' takes "
+            "from the data; set it to 'skip' or 'error'"
+        )
+
+
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     """The folders with the tokenizer and with the initial weights must exist."""
     path, checkpoint = find_shipped(job_config.model.hf_assets_path), job_config.checkpoint
@@ -134,7 +152,7 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
         yield (
             f"model.hf_assets_path must be a folder with Hugging Face files, got {path!r} (looked in "
-            f"{os.getcwd()}); correct the path, or fetch them with scripts/download_hf_assets.py"
+            f"{os.getcwd()}); correct the path, or fetch them with `hf download OWNER/NAME --local-dir FOLDER`"
         )
 
 
