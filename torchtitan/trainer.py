@@ -25,7 +25,7 @@ from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
-from torchtitan.objective import build_objective
+from torchtitan.objective import build_objective, check_objective
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer, follow_own_schedule
 from torchtitan.step.objective import Objective, Tally
 from torchtitan.step.runner import on_error
@@ -102,6 +102,7 @@ class Trainer(TrainingEngine):
                 job_config=config,
             )
             self._count_documents()
+        check_objective(self)
 
     def _count_documents(self) -> None:
         """Derive num_steps from `training.epochs`, and log chat statistics."""
@@ -243,11 +244,12 @@ class Trainer(TrainingEngine):
                 self.isolation_probe.check(self.step, read.batches[0])
         is_overridden_by_client = is_overridden(self, "forward_backward_step", TrainingEngine)
         options = {} if is_overridden_by_client else self._tally.step_options()
-        losses, batches = [], self.objective.prepare(read.batches)
-        for i, batch in enumerate(batches):
+        losses = []
+        for i, batch in enumerate(read.batches):
+            (batch,) = self.objective.prepare([batch])
             assert batch.labels is not None
             given: Any = batch.as_dict() if is_overridden_by_client else batch
-            is_last = i + 1 == len(batches)
+            is_last = i + 1 == len(read.batches)
             with contextlib.nullcontext() if is_last else self.runner.more_microbatches_follow():
                 loss = self.forward_backward_step(
                     input_dict=given,

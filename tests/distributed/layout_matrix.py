@@ -13,6 +13,7 @@ import torch
 
 from tests.distributed.training_runs import DealtRows
 from torchtitan.distributed.tied_copies import FIRST, name_in_whole_model, trained_copies_in
+from torchtitan.models.moe import MoEArgs
 from torchtitan.testing.gloo import run_ranks
 
 STEPS = 3
@@ -173,7 +174,17 @@ FAMILIES["one dense layer, one of experts"] = (
     "debugmodel",
     _changes | {"n_layers": 2, "n_dense_layers": 1},
 )
-MOE_FAMILIES = ["qwen3 MoE", "deepseek_v3", "llama4", "gpt_oss"]
+_, _, _changes = FAMILIES["llama3"]
+_biases = {"attention_bias": True, "mlp_bias": True}
+FAMILIES["llama3, biases"] = ("llama3", "debugmodel", _changes | _biases)
+_, _, _changes = FAMILIES["qwen3 MoE"]
+_experts = MoEArgs(num_experts=2, num_shared_experts=1, score_func="softmax", use_grouped_mm=False)
+FAMILIES["qwen3 MoE, two experts"] = (
+    "qwen3",
+    "debugmodel_moe_small",
+    _changes | {"moe_args": _experts},
+)
+MOE_FAMILIES = ["qwen3 MoE", "qwen3 MoE, two experts", "deepseek_v3", "llama4", "gpt_oss"]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
 # rows -> flags
@@ -261,8 +272,13 @@ def global_batch(step: int, with_positions: bool) -> tuple[dict[str, torch.Tenso
 
 
 def random_experts(model, step: int) -> torch.Tensor:
-    """Experts for the rows of a step [ROWS, SEQ_LEN, L, k]; a quarter of the tokens has none."""
+    """Experts for the rows of a step [ROWS, SEQ_LEN, L, k]; a quarter of the tokens has none.
+
+    In step 1 all tokens have the first experts, so some ranks get no tokens.
+    """
     args, n_moe = model.model_args.moe_args, len(model.moe_layers)
+    if step == 1:
+        return torch.arange(args.top_k).repeat(ROWS, SEQ_LEN, n_moe, 1)
     generator = torch.Generator().manual_seed(step)
     noise = torch.rand(ROWS, SEQ_LEN, n_moe, args.num_experts, generator=generator)
     experts = noise.argsort(dim=-1)[..., : args.top_k].to(torch.int16)

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from scripts.estimate._memory_tracker import OTHER, PARAMETERS, MemoryTracker
 from scripts.estimate.check import measured_memory
-from tests.cuda_rehearsal.device import why_not
 from torchtitan.config import ConfigManager
+from torchtitan.estimate.device import why_not
+from torchtitan.estimate.memory_tracker import OTHER, PARAMETERS, MemoryTracker
 from torchtitan.testing.gloo import run_ranks
 
 CONFIG = "torchtitan/models/llama3/train_configs/debug_model.toml"
@@ -38,9 +38,9 @@ def job(overrides, folder):
 # A process of its own: the stand-in for a device has to be there before torch.
 ESTIMATE = """
 import os, pickle, sys
-from scripts.estimate.estimation import prepare_device
+from torchtitan.estimate.device import prepare_device
 prepare_device()
-from scripts.estimate.step import estimate_step
+from torchtitan.estimate.step import estimate_step
 from torchtitan.config import ConfigManager
 jobs, estimates = pickle.load(sys.stdin.buffer), {}
 os.environ["LOCAL_RANK"] = "0"

@@ -175,7 +175,8 @@ class DataLoader(Section):
 
 @dataclass
 class Loss(Section):
-    # What to minimize: the model's own loss (empty), or the loss of preference pairs (dpo)
+    # What to minimize: the model's own loss (empty), the loss of preference pairs (dpo), or the divergence
+    # from a teacher (distillation)
     name: Literal["", "dpo", "distillation"] = ""
     # Multiplies the difference of the answers' log-ratios to the reference
     beta: PositiveFloat = 0.1
@@ -186,6 +187,16 @@ class Loss(Section):
     # Model that the policy is compared with: the run's initial weights (initial), the model without its
     # LoRA adapters (adapters_off), log-probs in the data (precomputed), or a folder with weights
     reference: str = "initial"
+    # For distillation: folder of the Hugging Face model that scores the rows, with the same tokenizer
+    teacher: str = ""
+    # For distillation: KL(teacher || student), or KL(student || teacher)
+    divergence: Literal["forward", "reverse"] = "forward"
+    # For distillation: compare the teacher's k most probable tokens, and the rest as one; 0: all tokens
+    top_k: Count = 0
+    kl_weight: PositiveFloat = 1.0  # For distillation: weight of the divergence
+    label_weight: NotNegative = 0.0  # For distillation: weight of the cross entropy of the labels
+    # For distillation: divides both models' logits in the divergence, which is multiplied by its square
+    temperature: PositiveFloat = 1.0
 
 
 @dataclass
@@ -268,9 +279,8 @@ class Parallelism(Section):
     data_parallel_replicate_degree: Positive = 1
     # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
     data_parallel_shard_degree: Annotated[int, Range(1, 10**9, special=-1)] = -1
-    # Reshard a layer's weights after its forward: always, never, or default (always, but never under
-    # pipeline parallelism or on one rank). A number reshards them over that many ranks
-    fsdp_reshard_after_forward: int | str = "default"
+    # Free a layer's gathered weights after its forward; default: not with pipelines or on one rank
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # Let NCCL allocate and register FSDP's buffers for zero-copy transfers, if supported
     fsdp_register_buffers: bool = False
     # Wrap the model in FSDP even if there is nothing to shard. None wraps it if the train spec has no
@@ -416,7 +426,8 @@ class Float8Linear(Section):
 class MXLinear(Section):
     # Kernel that casts along the first dimension
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
-    recipe_name: str = "mxfp8_cublas"  # Named MX recipe of torchao
+    # Named MX recipe of torchao
+    recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"] = "mxfp8_cublas"
     # Do not convert linears with one of these texts in their name
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
 

@@ -1,6 +1,6 @@
 """Prints the first rows of a job's training data as the model sees them, on one rank.
 
-    python -m torchtitan.data.show --job.config_file job.toml --show.rows 3
+    torchtitan show job.toml --show.rows 3
 
 Tokens that are labels of the loss stand between ⟦ and ⟧, or are green on a terminal. Exit code 2: the
 config cannot run; 1: the data cannot be read.
@@ -46,7 +46,7 @@ class Show:
 class ShowConfig(JobConfig):
     """A job's config and the section of this program."""
 
-    show: Show = section(Show, "For python -m torchtitan.data.show")
+    show: Show = section(Show, "For torchtitan show")
 
 
 def main() -> None:

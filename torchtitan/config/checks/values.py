@@ -161,7 +161,10 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
         )
 
 
-_OF_DPO = ("beta", "label_smoothing", "length_normalized", "reference")
+_OF_LOSS = {
+    "dpo": ("beta", "label_smoothing", "length_normalized", "reference"),
+    "distillation": ("teacher", "divergence", "top_k", "kl_weight", "label_weight", "temperature"),
+}
 
 
 def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
@@ -171,10 +174,12 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             f"loss.name = {settings.name!r} is for a trainer with data; leave it out, and give the engine's "
             "forward_backward_step a loss_fn"
         )
+    for loss_name, names in _OF_LOSS.items():
+        if settings.name != loss_name:
+            keys = tuple(f"loss.{name}" for name in names)
+            why = f"with loss.name = {settings.name!r}; set the name to {loss_name!r}"
+            yield from no_effect(job_config, keys, why)
     if settings.name != "dpo":
-        keys = tuple(f"loss.{name}" for name in _OF_DPO)
-        why = f"with loss.name = {settings.name!r}; set the name to 'dpo'"
-        yield from no_effect(job_config, keys, why)
         return
     converters, reference = job_config.model.converters, settings.reference
     if reference == "adapters_off" and ("lora" not in converters or lora.also_train):
