@@ -17,7 +17,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple
@@ -149,8 +149,8 @@ class _Lines(_File):
     def where(self, number: int) -> str:
         start = self._starts[number]
         with open_file(self.content, "rb") as file:
-            line_number = 1 + sum(end <= start for end in accumulate(map(len, file)))
-        return f"{self.name}, {self._unit} {line_number}"
+            ends = takewhile(lambda end: end <= start, accumulate(map(len, file)))
+            return f"{self.name}, {self._unit} {1 + sum(1 for _ in ends)}"
 
 
 class _Text(_File):
