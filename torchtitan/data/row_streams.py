@@ -154,7 +154,7 @@ class RowStream:
             if length and document.num_left != length:
                 raise ValueError(
                     f"{source.where(document.index)}: had {length} tokens when the data position was saved, "
-                    f"got {document.num_left}; resume with the same data and tokenizer, or begin again: "
+                    f"and has {document.num_left}; resume with the same data and tokenizer, or begin again: "
                     "checkpoint.exclude_from_loading = ['dataloader']"
                 )
             self.open.append(document)

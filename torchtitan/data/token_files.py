@@ -128,7 +128,7 @@ class TokenDocuments(JoinedDocuments):
             if listed.get(name) != opened.get(name):
                 raise ValueError(
                     f"{folder / ABOUT_FILE} lists (documents, tokens) of {name} = {listed.get(name)}, and "
-                    f"the folder has {opened.get(name)}; copy the whole folder, and nothing else, again"
+                    f"the folder has {opened.get(name)}; copy the whole folder again, and nothing else"
                 )
 
 
