@@ -213,6 +213,20 @@ class Client:
         ]
 
 
+def run_under_autocast(hf_folder, attn_type, name, expected):
+    """A client's own bf16 autocast around maybe_enable_amp: fp32's log-probabilities to 5e-2."""
+    training = Training(mixed_precision_param="bfloat16")
+    client = Client(hf_folder, attn_type, DEGREES[name], training=training)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, labels = client.forward(*pack(make_documents(0, LENGTHS)))
+    logprobs = logprobs[labels.flatten() >= 0]
+    torch.testing.assert_close(logprobs.float(), expected, rtol=0, atol=5e-2)
+    (-logprobs.sum()).backward()
+    for parameter in client.model.parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all()
+    client.trainer.close()
+
+
 def run_client(folder, hf_folder, attn_type, name):
     """(losses and norms of steps, log-probabilities of padded rows) that one client sees."""
     training = Training(mixed_precision_param="float32")
@@ -222,6 +236,12 @@ def run_client(folder, hf_folder, attn_type, name):
     assert trainer.dataloader is None
     documents = make_documents(0, LENGTHS)
     padded = [] if client.dims.cp_enabled else client.padded_forward(documents)
+    if padded:
+        with torch.no_grad():
+            logprobs, labels = client.forward(*pack(documents))
+        expected = logprobs[labels.flatten() >= 0]
+        torch.testing.assert_close(torch.cat(padded), expected, rtol=0, atol=5e-6)
+        run_under_autocast(hf_folder, attn_type, name, expected)
     record = [client.train_step(make_documents(step, LENGTHS)) for step in range(STEPS)]
     # One document longer than training.seq_len, which the client cannot set.
     assert trainer.job_config.training.seq_len == 2048
