@@ -31,9 +31,10 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.qwen3 import get_train_spec, qwen3_args
 from torchtitan.testing.gloo import run_ranks
-from torchtitan.testing.tiny_jobs import add_tiny_flavors, make_documents, num_valid, pack
+from torchtitan.testing.tiny_jobs import add_tiny_flavors, make_documents, num_valid, pack, run_step
+from torchtitan.tools.files import find_shipped
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets" / "tokenizer"
+ASSETS = os.path.abspath(find_shipped("tests/assets/tokenizer"))
 STEPS = 3
 # Documents of a microbatch add up to what context parallelism over two ranks divides.
 LENGTHS = (20, 6, 12, 10)
@@ -266,6 +267,10 @@ def run_client(folder, hf_folder, attn_type, name):
     assert trainer.checkpointer.load(step=STEPS)
     again = [client.train_step(make_documents(10 + i, LENGTHS)) for i in range(2)]
     assert again == after
+    if name == "replicas":  # an engine's step sums gradients, though the client's backward averages
+        assert trainer.checkpointer.load(step=STEPS)
+        of_engine = run_step(trainer, make_documents(10, LENGTHS), num_microbatches=4)
+        torch.testing.assert_close(of_engine, after[0], rtol=1e-5, atol=0)
     assert trainer.lr_schedulers.schedulers[0].get_last_lr()[0] > 0
     assert (Path(folder) / "actor" / f"step-{STEPS}").is_dir()
     trainer.close()
