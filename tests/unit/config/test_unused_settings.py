@@ -1,5 +1,6 @@
 """A setting that nothing reads under the rest of the config is named once."""
 
+import copy
 import dataclasses
 import sys
 from pathlib import Path
@@ -91,9 +92,9 @@ def test_each_key_that_a_run_does_not_read_is_named_when_it_is_changed(tmp_path,
     trainer.close()
     monkeypatch.undo()
 
-    silent = []
+    silent, job = [], tiny_job(tmp_path)
     for key, value, annotation, _ in settings_of(JobConfig()):
-        config = tiny_job(tmp_path)
+        config = copy.deepcopy(job)
         section = config
         for name in key.split(".")[:-1]:
             section = getattr(section, name)
