@@ -34,11 +34,7 @@ def wait_for_steps(dump_folder, n_steps):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["stop", "kill"]
-    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("freeze", "restart")],
-)
+@pytest.mark.parametrize("kind", ["stop", "kill"])
 def test_run_of_two_ranks_survives_an_instant_drawn_at_random(kind, tmp_path):
     assert stop_anywhere.run(kind, trials=1, ranks=2, seed=1, folder=tmp_path) == 0
 
