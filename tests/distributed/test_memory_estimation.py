@@ -27,23 +27,15 @@ pickle.dump(estimates, open(sys.argv[1], "wb"))
 """
 PLAIN = ["--activation_checkpoint.mode=none"]
 LAYERS = 2
-# name -> (ranks, overrides, rank, GPUs in each node, layers)
+# name -> (ranks, overrides)
 FORMULAS = {
-    "fsdp": (8, PLAIN, 0, 8, LAYERS),
-    "value head": (8, [*PLAIN, "--model.value_head"], 0, 8, LAYERS),
+    "fsdp": (8, PLAIN),
+    "value head": (8, [*PLAIN, "--model.value_head"]),
     # What needs neither its files nor its accelerators to be here.
     "256 ranks": (
         256,
-        [
-            "--model.hf_assets_path=nowhere",
-            "--training.dataset_path=/nowhere",
-            "--compile.enable",
-            "--checkpoint.enable",
-            "--model.flavor=debugmodel_varlen_attn",
-        ],
-        0,
-        8,
-        LAYERS,
+        "--model.hf_assets_path=nowhere --training.dataset_path=/nowhere --compile.enable "
+        "--checkpoint.enable --model.flavor=debugmodel_varlen_attn".split(),
     ),
 }
 BATCH, SEQ_LEN = 2, 128
@@ -56,7 +48,8 @@ def estimates(tmp_path_factory):
     folder = tmp_path_factory.mktemp("estimates")
     settings = [f"--job.config_file={CONFIG}", f"--job.dump_folder={folder / 'dump'}"]
     settings += [f"--training.local_batch_size={BATCH}", f"--training.seq_len={SEQ_LEN}"]
-    jobs = {name: (n, [*settings, *flags], *rest) for name, (n, flags, *rest) in FORMULAS.items()}
+    # Of rank 0, with 8 GPUs in each node.
+    jobs = {name: (n, [*settings, *flags], 0, 8, LAYERS) for name, (n, flags) in FORMULAS.items()}
     command = [sys.executable, "-c", ESTIMATE, str(folder / "estimates")]
     done = subprocess.run(command, input=pickle.dumps(jobs), capture_output=True, timeout=900)
     assert done.returncode == 0, done.stderr.decode()

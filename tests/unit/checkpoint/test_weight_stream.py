@@ -44,6 +44,11 @@ def translated(case):
     return adapter.to_hf(model.state_dict())
 
 
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def stream_of(case, **options):
     model, adapter = model_of(case)
     return WeightStream([model], adapter, CPU, **options)
@@ -59,8 +64,8 @@ def test_stream_has_every_tensor_of_the_translated_model(case):
     assert stream.digest is None
     streamed = list(stream)
     found = dict(streamed)
-    assert len(found) == len(streamed) and found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert len(found) == len(streamed)
+    assert_equal(found, expected)
     assert all(tensor.is_contiguous() for tensor in found.values())
     assert stream.digest == digest_of(expected.items())
     if case == TIED:
@@ -128,16 +133,11 @@ def test_blocks_of_our_tensors_are_blocks_of_the_translated_ones(case):
                 storage = piece.tensor.untyped_storage()
                 assert storage.data_ptr() == tensor.untyped_storage().data_ptr()
             pieces += translated_block
-    found, expected = paste(pieces), translated(case)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_equal(paste(pieces), translated(case))
 
 
 def test_sharded_stream_of_one_process_is_the_whole_model():
-    found = paste(stream_of(TIED, sharded=True))
-    expected = dict(stream_of(TIED))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_equal(paste(stream_of(TIED, sharded=True)), dict(stream_of(TIED)))
 
 
 def test_adapter_that_cannot_translate_shards_names_the_way_out():
