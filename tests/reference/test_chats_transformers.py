@@ -193,27 +193,6 @@ def test_variables_of_a_sample_reach_the_template(tmp_path):
     assert encoded(ours, sample) == expected(theirs, chat, **variables)
 
 
-def test_model_with_a_template_for_tools_uses_it_for_samples_with_tools(tmp_path):
-    from transformers import AutoTokenizer
-
-    form = FORMATS["chatml"]
-    several = [
-        {"name": "default", "template": form.template},
-        {"name": "tool_use", "template": "{{ tools | tojson }}\n" + form.template},
-    ]
-    backend_of(form).save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": several}
-    config |= form.special
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    ours = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(tmp_path)))
-    for tools in (None, [], TOOLS):
-        sample = {"messages": CHATS["turns"], "tools": tools}
-        assert encoded(ours, sample) == expected(theirs, CHATS["turns"], tools=tools)
-    as_text = {"messages": CHATS["turns"], "tools": json.dumps(TOOLS)}
-    assert encoded(ours, as_text) == encoded(ours, as_text | {"tools": TOOLS})
-
-
 CONTENTS = st.text(
     st.sampled_from("ab \n\t<|>éü四😀[]/\u0301") | st.characters(codec="utf-8"), max_size=9
 )

@@ -14,7 +14,7 @@ QUESTION = [{"role": "user", "content": "2+2?"}]
 RESULT = {"role": "tool", "content": "4"}
 
 
-def test_folder_without_a_template_has_none_and_a_file_takes_its_place(tmp_path):
+def test_folder_has_no_template_one_or_one_for_tools_and_a_file_takes_its_place(tmp_path):
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path / "model")))
     assert ChatTemplate.of_tokenizer(tokenizer) is None
     path = tmp_path / "own.jinja"
@@ -23,9 +23,6 @@ def test_folder_without_a_template_has_none_and_a_file_takes_its_place(tmp_path)
     assert chat.render(QUESTION) == "<|begin|>2+2?<|im_end|>"
     with pytest.raises(ValueError, match="cannot read the chat template .*none.jinja"):
         ChatTemplate.of_tokenizer(tokenizer, path=str(tmp_path / "none.jinja"))
-
-
-def test_folder_with_several_templates_has_one_for_tools(tmp_path):
     several = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, several)))
     assert ChatTemplate.of_tokenizer(tokenizer).render(QUESTION) == "d"

@@ -409,10 +409,9 @@ def test_template_for_tools_in_a_file_of_its_own_is_used(tmp_path):
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T" + PLAIN)
     encode = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(folder)))
     tools = [{"type": "function", "function": {"name": "f"}}]
-    with_tools, without = (
-        encode({"messages": [U, A]} | more)[0] for more in ({"tools": tools}, {})
-    )
-    assert len(with_tools) == len(without) + 1
+    given = ({}, {"tools": []}, {"tools": tools}, {"tools": json.dumps(tools)})
+    plain, *lengths = (len(encode({"messages": [U, A]} | more)[0]) for more in given)
+    assert lengths == [plain + 1] * 3
 
 
 def test_chats_that_are_left_out_leave_no_lane_without_chats(tokenizer, monkeypatch, tmp_path):

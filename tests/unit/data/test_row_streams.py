@@ -134,11 +134,9 @@ def test_trained_tokens_are_the_labels_that_count():
 # ---- mixtures ----
 
 
-@pytest.mark.parametrize(
-    ("method", "n_rows", "error"),
-    [("concat", 4, 0.005), ("concat", 64, 0.005), ("fit", 4, 0.005), ("fit", 64, 0.005)],
-)
-def test_shares_of_a_mixture_follow_the_weights(method, n_rows, error):
+@pytest.mark.parametrize("n_rows", [4, 64])
+@pytest.mark.parametrize("method", ["concat", "fit"])
+def test_shares_of_a_mixture_follow_the_weights(method, n_rows):
     """After a million tokens, although documents of one source are ten times longer than another's."""
     generator = np.random.default_rng(1)
     weights = [0.5, 0.3, 0.2]
@@ -153,7 +151,7 @@ def test_shares_of_a_mixture_follow_the_weights(method, n_rows, error):
     while tokens.sum() < 1_000_000:
         x, _ = next(rows)
         tokens += x["sources"][x["document_ids"] >= 0].bincount(minlength=3)
-    assert (tokens / tokens.sum() - torch.tensor(weights)).abs().max() <= error
+    assert (tokens / tokens.sum() - torch.tensor(weights)).abs().max() <= 0.005
 
 
 def test_sources_of_equal_length_have_orders_of_their_own():
