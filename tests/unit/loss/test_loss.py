@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchtitan.config import JobConfig
 from torchtitan.loss.cross_entropy import (
@@ -25,6 +27,10 @@ def batch(rows: int, seq_len: int, valid: float = 1.0, seed: int = 0):
     return logits, labels
 
 
+def count(labels):
+    return (labels != IGNORE_INDEX).sum()
+
+
 def test_cross_entropy_is_the_sum_of_minus_log_probabilities():
     logits, labels = batch(2, 5, valid=0.6)
     expected = 0.0
@@ -42,7 +48,21 @@ def test_ignored_tokens_give_neither_loss_nor_gradient():
     loss.backward()
     torch.testing.assert_close(loss, cross_entropy_loss(logits[:, :4], labels[:, :4]))
     assert logits.grad[:, 4:].count_nonzero() == 0
-    assert cross_entropy_loss(*batch(2, 4, valid=0.0)) == 0
+
+
+def test_batch_without_a_valid_label_has_loss_zero():
+    logits, labels = batch(2, 4, valid=0.0)
+    assert cross_entropy_loss(logits, labels) == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 5), st.integers(0, 100))
+def test_loss_is_same_for_any_microbatch_split(rows, seq_len, cut, seed):
+    logits, labels = batch(rows, seq_len, seed=seed)
+    cut = min(cut, rows)
+    parts = [slice(0, cut), slice(cut, rows)]
+    split = sum(cross_entropy_loss(logits[p], labels[p]) for p in parts if p.stop > p.start)
+    torch.testing.assert_close(split, cross_entropy_loss(logits, labels))
 
 
 def test_bf16_logits_are_summed_in_fp32():
@@ -83,9 +103,10 @@ def test_loss_is_compiled_only_when_asked(enable, components, compiled, monkeypa
 def test_compiled_loss_equals_the_eager_one():
     config = JobConfig()
     config.compile.enable, config.compile.backend = True, "aot_eager"
-    arguments = batch(2, 8, valid=0.5)
-    compiled = build_cross_entropy_loss(config)(*arguments)
-    torch.testing.assert_close(compiled, cross_entropy_loss(*arguments))
+    logits, labels = batch(2, 8, valid=0.5)
+    torch.testing.assert_close(
+        build_cross_entropy_loss(config)(logits, labels), cross_entropy_loss(logits, labels)
+    )
 
 
 def test_loss_is_computed_in_the_output_projection_where_the_vocabulary_is_large():
