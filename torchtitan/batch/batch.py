@@ -171,7 +171,7 @@ class TokenBatch:
         return [rows_from(first) for first in range(0, num_rows, n_rows)]
 
     def _with_each(self, change: Callable[[str, Any], Any]) -> Self:
-        """Return a copy with `change(name, value)` for every field and every entry."""
+        """Return a copy whose fields, and whose values in `entries`, are `change(name, value)`."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         entries = own.pop("entries")
         return type(self)(

@@ -60,8 +60,8 @@ class ContextSharding:
         if not isinstance(batch.entries.get("attention_masks"), Tensor | None):
             raise ValueError(
                 f"rows of {seq_len} tokens with their own attention_masks don't divide over "
-                f"{self.mesh.size()} context-parallel ranks; pad both to a multiple of "
-                f"{multiple} tokens"
+                f"{self.mesh.size()} context-parallel ranks; pad the rows and "
+                f"the masks to a multiple of {multiple} tokens"
             )
 
         def lengthen(x: Tensor, padding: int) -> Tensor:

@@ -192,7 +192,7 @@ class ModelWrapper(Stateful):
     def check_same_base(self, saved: Mapping[str, Any], path: str, model: str) -> None:
         """Raise ValueError if the adapters of the checkpoint `path` were trained on another base.
 
-        saved: the record in that checkpoint. model: see `own_base`.
+        saved: the record of the base model in that checkpoint. model: see `own_base`.
         """
         own = self.own_base(model)
         if DIGEST not in saved:

@@ -366,7 +366,9 @@ class _Chat:
         self._beginnings = dict(zip(keys, results, strict=True))
 
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
-        """Return the text of the first `number` messages; header: with the next turn's header."""
+        """Return the text of the first `number` messages. header: with the next turn's header. of: other
+        messages than the chat's.
+        """
         try:
             if of is None and (number, header) in self._beginnings:
                 return text_of(self._beginnings[number, header])

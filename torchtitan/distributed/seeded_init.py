@@ -38,9 +38,10 @@ _active: "seeded_init | None" = None
 class seeded_init(torch_parts.DispatchMode):
     """Context in which the model's `init_weights()` sets the same weights on every layout.
 
-    Inside, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them)
-    and our `trunc_normal_` fill parameters of `model`, plain or DTensors. Tied parameters use the
-    first of their names. Other draws use torch's generator, with a warning: they depend on the layout.
+    Inside, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them) and our
+    `trunc_normal_` fill a parameter of `model`, plain or DTensor, with numbers that depend only on the seed
+    and the parameter's name; of several names of a tied parameter, the first. Other draws use torch's
+    generator and depend on the layout; a warning says so.
 
     Enter after the parameters have memory (`to_empty`), under `torch.no_grad()`.
     """

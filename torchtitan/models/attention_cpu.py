@@ -186,7 +186,7 @@ def _forward(
             scale=scale,
         )
         if adds:
-            # Add to the result of the call before, not to `outs`, which may be rounded to bf16.
+            # Add to the result of the previous call of the kernel, because `outs` may be rounded to bf16.
             total_lse = torch.logaddexp(part_lse, seen_lse)
             part = torch.lerp(seen, part, (part_lse - total_lse).exp().unsqueeze(-1))
             part_lse = total_lse

@@ -493,9 +493,10 @@ class Decoder(ModelProtocol):
         return self._lowered_masks(DocumentMask.from_rows(*tokens.shape, tokens.device))
 
     def get_padding_masks(self, padding_mask: Tensor) -> Masks:
-        """Return `document_masks` for rows [B, T] of one document each, for any mask type.
+        """Return `document_masks` for rows of one document and padding, whatever the `attn_mask_type`.
 
-        padding_mask: zero at padding, which sees only itself. Raises ValueError for padding between tokens.
+        padding_mask: [B, T], zero at padding tokens, each of which attends only to itself. Raises
+        ValueError for padding between tokens.
         """
         document_ids = document_ids_from_padding_mask(on_host(padding_mask))
         return self.document_masks(padding_mask, document_ids)

@@ -379,8 +379,11 @@ def rope_table(config: Config) -> dict[str, Any]:
                 rope.setdefault("rope_theta", theta)
     first = next(iter(spellings.values()), {"rope_type": "default", "rope_theta": theta})
     if any(rope != first for rope in spellings.values()):
-        reason = "rope_parameters says otherwise; put one description of RoPE into rope_parameters"
-        raise refusal(config, "rope_scaling", f"{reason} and remove rope_scaling")
+        raise refusal(
+            config,
+            "rope_scaling",
+            "rope_parameters says otherwise; keep rope_parameters and remove rope_scaling",
+        )
     if theta is not None and first.get("rope_theta") != theta:
         raise refusal(config, "rope_theta", f"the RoPE table has {first['rope_theta']}")
     for table in (first, config):

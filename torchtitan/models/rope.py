@@ -103,7 +103,8 @@ def precompute_freqs_cis(
     theta: float = 10000.0,
     scaling_args: RoPEScalingArgs | YaRNArgs | None = RoPEScalingArgs(),  # noqa: B008 (only read)
 ) -> Tensor:
-    """Return the table complex64 [end, dim/2] of neighbouring pairs, for heads of size `dim`."""
+    """Return the RoPE table complex64 [end, dim/2]: entry [p, i] rotates dimensions 2i and 2i + 1 at
+    position p. dim: the head size."""
     if torch.get_default_device().type == "meta":  # arange there would load torch's compiler
         return torch.empty((end, dim // 2), dtype=torch.complex64)
     angles = _angles(dim, end, theta, scaling_args)

@@ -64,7 +64,7 @@ class LowRank(NamedTuple):
 
 
 def _by_model(t: Tensor, order: Tensor) -> Tensor:
-    """Return t [B, T, ...] (or [B * T, ...], before experts) as rows [B, T, ...] sorted by model."""
+    """Return t, [B, T, ...] or in MoE layers [B * T, ...], as rows [B, T, ...] in the given order."""
     return t.reshape(len(order), -1, t.shape[-1])[order]
 
 

@@ -225,7 +225,7 @@ class LossOfOutputs:
             self._model_has_loss = self.model_head is not None
 
     def __call__(self, outputs: Any, microbatch: Microbatch) -> Tensor:
-        """Return the microbatch's loss, divided by the denominator."""
+        """Return the microbatch's loss, divided by the call's `global_valid_tokens`."""
         if self._joins_rows:
             outputs = microbatch.join(whole_tensor(outputs))
         elif self._loss_fn is not None:

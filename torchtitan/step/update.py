@@ -33,10 +33,10 @@ class OptimStepResult:
     skipped: True if the norm was not finite and nothing was updated. On an accelerator the first
         read waits until the device has computed the norm.
 
-    On an accelerator with "fused" optimizers the device skips an update that is not finite, and the host
-    learns of it a step late: the warning, the error, and the ValueError for a `denominator` whose sum is
-    negative or not finite come with the next `optim_step`, `save` or read of `weights_version`. Hooks of
-    the optimizers run in skipped steps, too.
+    On an accelerator with "fused" optimizers the device itself skips a non-finite update, and the host
+    finds out later. The next `optim_step`, `save` or read of `weights_version` then logs the skipped step,
+    or raises: FloatingPointError if training has to stop, ValueError if the sum of `denominator` over the
+    data-parallel ranks is negative or not finite. The optimizers' hooks also run in skipped steps.
     """
 
     grad_norm: Tensor

@@ -44,7 +44,8 @@ _watches = itertools.count()  # indices of watches; all ranks make them in the s
 class Watch:
     """The watch of an engine without other ranks, where failures are raised where they happen."""
 
-    # False while sends between two ranks may be in flight, because groups don't count sends.
+    # False during a pipeline schedule: process groups count their collectives, by which ranks are compared,
+    # but not sends between two ranks.
     counts_collectives = True
 
     def call(self) -> contextlib.AbstractContextManager[None]:

@@ -84,8 +84,8 @@ def init_distributed(
             _ranks=ranks or [],
             **meeting,
         )
-    # Source of torch 2.13: from a group bound to a device, NCCL splits each later group, with all
-    # ranks of the bound group, which hangs if a client makes groups for some ranks only.
+    # While the default group is bound to a device, torch (2.13) creates every later NCCL group by a split
+    # of the default group, which all its ranks have to join. A group for some ranks only would hang.
     dist.group.WORLD.bound_device_id = None
     # Torch's hook prefixes a traceback's lines with the rank. Restore the old hook with the group.
     ranks_hook, sys.excepthook = sys.excepthook, excepthook

@@ -62,7 +62,7 @@ class Policy:
         self.close = self._waiting.close
 
     def _use(self, model: str) -> None:
-        """Swap a model into the policy; the model that was in it moves to the waiting states."""
+        """Load a model's saved state into the policy, and keep the state of the model that was in it."""
         if model == self._model:
             return
         self._check_waits(model)

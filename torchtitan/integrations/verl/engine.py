@@ -351,7 +351,7 @@ class VerlEngine(BaseEngine):
         return iter(self._deltas), None
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: verl's format has one block per weight, a rank may hold several.
+        """Raises NotImplementedError: verl's format allows one block of each weight per rank.
 
         verl 0.9.1 calls this method only for its own engines.
         """

@@ -51,10 +51,10 @@ class StackedExperts(nn.Module):
         return selected, self.num_experts
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x: [N, D], sorted by group; num_tokens_per_expert: rows per group, [E * n] int. Returns [N, D].
+        """x: [N, D], sorted by group; num_tokens_per_expert: tokens per group, [E * n] int. Returns [N, D].
 
-        Each expert has n groups. Under expert parallelism E is the number of this rank's experts, and
-        groups are padded.
+        A group is one expert's tokens, or with `MultiLoRA` one expert's tokens of one model: n groups per
+        expert. Under expert parallelism E counts this rank's experts, and groups are padded.
         """
         parameters = self.local_parameters()
         can_group = all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters)
