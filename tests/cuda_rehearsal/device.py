@@ -279,29 +279,24 @@ def patch_cuda(memory_gib: int = 141) -> None:
         shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
         shared_memory_per_multiprocessor=233472, gcnArchName="",
     )  # fmt: skip
+
+    def answering(names: str, value: Any) -> dict[str, Any]:
+        """A function for each name, as the compiler has a rule for each."""
+        return {name: lambda *_, **__: value for name in names.split()}
+
     for name, value in {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
+        **answering("init _lazy_init set_device set_rng_state manual_seed_all empty_cache", None),
+        **answering("is_available is_initialized is_bf16_supported", True),
+        **answering("current_device memory_allocated memory_reserved max_memory_allocated", 0),
+        "reset_peak_memory_stats": lambda device=None: None,
         "device_count": lambda: 8,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
         "synchronize": _synchronize,
         "get_device_name": lambda device=None: card.name,
         "get_device_properties": lambda device=None: card,
         "get_device_capability": lambda device=None: (card.major, card.minor),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda state, device=None: None,
-        "manual_seed_all": lambda seed: None,
         "memory_stats": lambda device=None: {},
         "mem_get_info": lambda device=None: (card.total_memory, card.total_memory),
-        "memory_allocated": lambda device=None: 0,
-        "memory_reserved": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "is_bf16_supported": lambda including_emulation=True: True,
         "Stream": stream_class,
         "Event": Event,
         "current_stream": current_stream,

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
@@ -87,13 +88,6 @@ class Run:
 def _full(value: Any) -> Any:
     value = value.full_tensor() if isinstance(value, DTensor) else value
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        same = torch.equal(value, second[name]) if torch.is_tensor(value) else value == second[name]
-        assert same, name
 
 
 def train_and_save(folder: str, async_mode: str, evaluate_first: bool) -> dict[str, Any]:

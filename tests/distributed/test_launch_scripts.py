@@ -17,18 +17,11 @@ from torchtitan.tools import launch
 
 SCRIPTS = [Path("scripts/launch/multi_node.sh"), Path("scripts/launch/train.sbatch")]
 TIMEOUT_SECONDS = 180
-JOB = [
-    "--training.dataset=python_docs",
-    "--training.steps=1000",
-    "--training.seq_len=32",
-    "--training.local_batch_size=1",
-    "--training.mixed_precision_param=float32",
-    "--activation_checkpoint.mode=none",
-    "--metrics.log_freq=1",
-    "--metrics.enable_jsonl",
-    "--checkpoint.enable",
-    "--checkpoint.interval=1000",
-]
+JOB = jobs.flags_in("""
+    training.dataset=python_docs training.steps=1000 training.seq_len=32 training.local_batch_size=1
+    training.mixed_precision_param=float32 activation_checkpoint.mode=none metrics.log_freq=1
+    metrics.enable_jsonl checkpoint.enable checkpoint.interval=1000
+""")
 
 
 def environment(**others):

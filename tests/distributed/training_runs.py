@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 
+from tests.reliability.jobs import flags_in
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.data.dataloader import BaseDataLoader
 
 FOUR_LAYERS = "--model.flavor=four_layers"
+SETTINGS = flags_in("""
+    training.seq_len=32 training.mixed_precision_param=float32 activation_checkpoint.mode=none
+    lr_scheduler.warmup_steps=5 optimizer.lr=1e-3 debug.seed=7 metrics.log_freq=1
+""")
 
 
 class DealtRows(BaseDataLoader):
@@ -108,13 +113,7 @@ def make_trainer(dump_folder: str, overrides: list[str]):
             f"--model.name={name}",
             "--model.flavor=shallow",
             f"--job.dump_folder={dump_folder}",
-            "--training.seq_len=32",
-            "--training.mixed_precision_param=float32",
-            "--activation_checkpoint.mode=none",
-            "--lr_scheduler.warmup_steps=5",
-            "--optimizer.lr=1e-3",
-            "--debug.seed=7",
-            "--metrics.log_freq=1",
+            *SETTINGS,
             *overrides,
         ]
     )

@@ -377,16 +377,9 @@ def _build_decoder(attn_type: str, attn_mask_type: str) -> nn.Module:
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
     args = TransformerModelArgs(
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=VOCAB_SIZE,
-        multiple_of=16,
-        max_seq_len=LARGEST_FIRST_POSITION + 64,
-        attn_type=attn_type,
-        attn_mask_type=attn_mask_type,
-    )
+        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCAB_SIZE, multiple_of=16,
+        max_seq_len=LARGEST_FIRST_POSITION + 64, attn_type=attn_type, attn_mask_type=attn_mask_type,
+    )  # fmt: skip
     decoder = Transformer(args)
     with torch.no_grad(), seeded_init(decoder, 0):
         decoder.init_weights()

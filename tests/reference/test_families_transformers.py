@@ -27,102 +27,52 @@ from torchtitan.protocols.train_spec import get_train_spec
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-}
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=256,
+)  # fmt: skip
 # Small, so that slow pairs of a head turn visibly within 40 positions, too.
 THETA = {"rope_type": "default", "rope_theta": 1000.0}
-LLAMA3 = {
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    # As in Llama 3.1, squeezed so that 40 positions meet all three bands.
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-QWEN = {"num_hidden_layers": 2, "rms_norm_eps": 1e-6, "rope_parameters": THETA}
-QWEN_EXPERTS = {
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
-DEEPSEEK = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "routed_scaling_factor": 2.5,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.1,  # experts' scores differ, and outputs are of order 1
-    # The original length is longer than any text here: YaRN holds below it, too.
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 8.0,
-        "beta_fast": 4,
-        "beta_slow": 1,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.7,
-        "original_max_position_embeddings": 64,
-    },
-}
+# As in Llama 3.1, squeezed so that 40 positions meet all three bands.
+BANDS = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
+    high_freq_factor=4.0, original_max_position_embeddings=64,
+)  # fmt: skip
+LLAMA3 = dict(num_hidden_layers=2, head_dim=8, rms_norm_eps=1e-5, rope_parameters=BANDS)
+QWEN = dict(num_hidden_layers=2, rms_norm_eps=1e-6, rope_parameters=THETA)
+QWEN_EXPERTS = dict(
+    num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+)
+# The original length is longer than any text here: YaRN holds below it, too.
+YARN = dict(
+    rope_type="yarn", rope_theta=100.0, factor=8.0, beta_fast=4, beta_slow=1, mscale=0.7,
+    mscale_all_dim=0.7, original_max_position_embeddings=64,
+)  # fmt: skip
+DEEPSEEK = dict(
+    num_hidden_layers=3, num_key_value_heads=4, moe_intermediate_size=24, first_k_dense_replace=1,
+    kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=8,
+    n_shared_experts=2, num_experts_per_tok=3, routed_scaling_factor=2.5, rms_norm_eps=1e-6,
+    initializer_range=0.1,  # experts' scores differ, and outputs are of order 1
+    rope_parameters=YARN,
+)  # fmt: skip
 GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}
 # Layers 1 and 3 have experts; layer 2 has no RoPE and sees past the chunks of 8 tokens.
-LLAMA4 = {
-    "num_hidden_layers": 4,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "intermediate_size_mlp": 64,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 2,
-    "no_rope_layers": [1, 1, 0, 1],
-    "attention_chunk_size": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": THETA,
-    "pad_token_id": None,
-    "use_qk_norm": True,
-    "attn_temperature_tuning": False,
-}
+LLAMA4 = dict(
+    num_hidden_layers=4, head_dim=8, intermediate_size=24, intermediate_size_mlp=64,
+    num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2,
+    no_rope_layers=[1, 1, 0, 1], attention_chunk_size=8, rms_norm_eps=1e-5, rope_parameters=THETA,
+    pad_token_id=None, use_qk_norm=True, attn_temperature_tuning=False,
+)  # fmt: skip
 # Small enough that 40 positions have ten different temperatures.
 TUNED = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.3}
-GPT_OSS = {
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 4,
-    "sliding_window": 8,
-    "swiglu_limit": 1.5,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1000.0,
-        "factor": 8.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 256,
-    },
-}
+GPT_OSS_YARN = dict(
+    rope_type="yarn", rope_theta=1000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0,
+    truncate=False, original_max_position_embeddings=256,
+)  # fmt: skip
+GPT_OSS = dict(
+    num_hidden_layers=4, head_dim=16, num_local_experts=8, num_experts_per_tok=4,
+    sliding_window=8, swiglu_limit=1.5, rms_norm_eps=1e-5, rope_parameters=GPT_OSS_YARN,
+)  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 V3 = "deepseek_v3, grouped, latent queries"
 # name -> class in transformers, its arguments

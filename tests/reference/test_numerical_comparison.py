@@ -18,15 +18,7 @@ from torchtitan.protocols import train_spec
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SIZES = {
-    "dim": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 16,
-    "hidden_dim": 48,
-    "vocab_size": 50,
-}
+SIZES = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=48, vocab_size=50)
 FLAVORS = {
     "sdpa": Qwen3ModelArgs(**SIZES),
     "varlen": Qwen3ModelArgs(**SIZES, attn_type="varlen", attn_mask_type="block_causal"),

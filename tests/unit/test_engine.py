@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.reliability.jobs import flags_in
 from torchtitan import rank_layout
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.dummy_microbatches import token_counters, without_counting
@@ -27,19 +28,14 @@ pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 VOCAB = 2048
 
 
+SETTINGS = flags_in("""
+    training.seq_len=32 training.local_batch_size=2 training.mixed_precision_param=float32
+    activation_checkpoint.mode=none lr_scheduler.warmup_steps=5 debug.seed=1
+""")
+
+
 def make_config(tmp_path, *overrides):
-    return ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={tmp_path}",
-            "--training.seq_len=32",
-            "--training.local_batch_size=2",
-            "--training.mixed_precision_param=float32",
-            "--activation_checkpoint.mode=none",
-            "--lr_scheduler.warmup_steps=5",
-            "--debug.seed=1",
-            *overrides,
-        ]
-    )
+    return ConfigManager().parse_args([f"--job.dump_folder={tmp_path}", *SETTINGS, *overrides])
 
 
 def make_engine(tmp_path, *overrides) -> TrainingEngine:
@@ -101,12 +97,8 @@ def test_gradient_is_the_same_for_one_batch_and_a_list_of_microbatches(engine):
     whole = run_backward(engine, batch, labels, denominator)
     expected = gradients(engine)
     engine.optimizers.zero_grad()
-    split = run_backward(
-        engine,
-        [{"input": batch["input"][i : i + 1]} for i in range(4)],
-        [labels[i : i + 1] for i in range(4)],
-        denominator,
-    )
+    rows = [{"input": row} for row in batch["input"].split(1)]
+    split = run_backward(engine, rows, labels.split(1), denominator)
     assert split.item() == pytest.approx(whole.item(), rel=rounding(1e-6))
     for name, gradient in gradients(engine).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=rounding(1e-7))
@@ -127,11 +119,7 @@ def test_gradients_accumulate_until_optim_step_and_are_zeroed_by_it(engine):
 def test_forward_step_returns_outputs_in_order_for_microbatches_of_different_lengths(engine):
     batches = [random_batch(1, length, seed=length)[0] for length in (5, 32, 17)]
     outputs = engine.forward_step(batches)
-    assert [tuple(logits.shape) for logits in outputs] == [
-        (1, 5, VOCAB),
-        (1, 32, VOCAB),
-        (1, 17, VOCAB),
-    ]
+    assert [logits.shape for logits in outputs] == [(1, length, VOCAB) for length in (5, 32, 17)]
     assert not any(logits.requires_grad for logits in outputs)
     sums = engine.forward_step(batches, output_fn=lambda logits, batch: logits.sum().item())
     assert sums == [logits.sum().item() for logits in outputs]
@@ -208,20 +196,12 @@ def test_ids_of_any_integer_type_give_the_same_loss_and_a_loss_function_its_labe
 
     def loss(dtype, **options):
         engine.optimizers.zero_grad()
-        return run_backward(
-            engine,
-            {"input": tokens.to(dtype), "positions": positions.to(dtype)},
-            labels.to(dtype),
-            16,
-            **options,
-        )
+        batch = {"input": tokens.to(dtype), "positions": positions.to(dtype)}
+        return run_backward(engine, batch, labels.to(dtype), 16, **options)
 
     for options in ({}, {"head": TokenLogProbs()}):
-        losses = {
-            loss(dtype, **options).item()
-            for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-        }
-        assert len(losses) == 1
+        kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        assert len({loss(dtype, **options).item() for dtype in kinds}) == 1
     targets = []
     loss(
         torch.int16,
@@ -373,6 +353,10 @@ def test_non_finite_gradient_stops_where_the_config_says_stop(tmp_path):
         engine.weights_version  # noqa: B018 (as above)
 
 
+def sum_times(factor):
+    return lambda logits, labels, batch: logits.sum() * factor
+
+
 def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path, caplog):
     engine = make_engine(tmp_path, "--training.nonfinite_grad_norm=skip")
     for step, bad in enumerate([(), (1, 2), ()], start=1):
@@ -380,12 +364,7 @@ def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path,
             batch, labels = random_batch(2, 32, number)
             batch["input"].sample_ids = torch.tensor([[number, number + 5], [7, 7]])
             factor = math.nan if number in bad else 1.0
-            run_backward(
-                engine,
-                batch,
-                labels,
-                loss_fn=lambda logits, labels, batch, factor=factor: logits.sum() * factor,
-            )
+            run_backward(engine, batch, labels, loss_fn=sum_times(factor))
         engine.step = step
         engine.optim_step()
     engine.save(str(tmp_path / "end"))  # an accelerator's verdict is read here at the latest
@@ -407,12 +386,7 @@ def test_first_bad_microbatch_after_a_loss_of_the_callers_own_has_its_own_docume
     engine.backward(own)
     for number, factor in ((1, math.nan), (2, 1.0)):
         batch["input"].sample_ids = torch.tensor([[number, number], [7, 7]])
-        run_backward(
-            engine,
-            batch,
-            labels,
-            loss_fn=lambda logits, labels, batch, factor=factor: logits.sum() * factor,
-        )
+        run_backward(engine, batch, labels, loss_fn=sum_times(factor))
     engine.optim_step()
     assert engine.weights_version == 0
     assert (
@@ -420,9 +394,9 @@ def test_first_bad_microbatch_after_a_loss_of_the_callers_own_has_its_own_docume
     )
 
 
-def backward(engine, seed: int = 0) -> None:
+def backward(engine, seed: int = 0):
     batch, labels = random_batch(2, 32, seed)
-    run_backward(engine, batch, labels, num_valid(labels))
+    return run_backward(engine, batch, labels, num_valid(labels))
 
 
 def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
@@ -443,13 +417,8 @@ def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
 
 def test_arguments_that_would_make_weights_useless_are_refused(engine):
     backward(engine)
-    for name, value in (
-        ("lr", -1e-3),
-        ("lr", math.nan),
-        ("lr", math.inf),
-        ("max_norm", 0),
-        ("max_norm", torch.tensor(-1.0)),
-    ):
+    lrs = [("lr", value) for value in (-1e-3, math.nan, math.inf)]
+    for name, value in (*lrs, ("max_norm", 0), ("max_norm", torch.tensor(-1.0))):
         with pytest.raises(ValueError, match=f"optim_step's {name} must be .*; correct it"):
             engine.optim_step(**{name: value})
     assert engine.optim_step().grad_norm > 0  # the gradients are still there

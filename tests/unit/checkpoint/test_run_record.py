@@ -71,19 +71,13 @@ def resumed(loaded=("optimizer", "dataloader"), allowed=(), saved=None, **change
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lora.alpha", 32.0),
-        ("lora.use_rslora", True),
-        ("lora.alpha_pattern", {"q_proj": 4}),
-        ("lora.dropout", 0.1),
-        ("training.restart_positions", False),
-        ("training.mask_boundary_loss", True),
-        ("training.dataset", "local"),
-        ("training.packing", "fit"),
-        ("training.shuffle", True),
-        ("training.eos_token", "x"),
+        ("lora.alpha", 32.0), ("lora.use_rslora", True), ("lora.alpha_pattern", {"q_proj": 4}),
+        ("lora.dropout", 0.1), ("training.restart_positions", False),
+        ("training.mask_boundary_loss", True), ("training.dataset", "local"),
+        ("training.packing", "fit"), ("training.shuffle", True), ("training.eos_token", "x"),
         ("validation.dataset", "local"),
     ],
-)
+)  # fmt: skip
 def test_other_meaning_is_refused_with_the_setting_that_allows_it(key, value, caplog):
     changes = {key.replace(".", "__"): value}
     with pytest.raises(ValueError) as error:
