@@ -91,10 +91,7 @@ def places(folder):
         ({"data_parallel_shard": 2}, []),
         ({"tensor_parallel": 2}, []),
         ({"pipeline_parallel": 2}, []),
-        (
-            {"pipeline_parallel": 2},
-            ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
-        ),
+        ({"pipeline_parallel": 2}, ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]),
     ):
         config = make_config(folder, *flags, **degrees)
         config.model.name, config.model.flavor = "llama3", "debugmodel"

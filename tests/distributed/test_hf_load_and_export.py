@@ -92,9 +92,7 @@ def assert_same_bits(written, weights):
 
 
 @pytest.mark.parametrize(
-    "args",
-    [qwen3_args(enable_weight_tying=True), three_experts()],
-    ids=["tied", "three experts"],
+    "args", [qwen3_args(enable_weight_tying=True), three_experts()], ids=["tied", "three experts"]
 )
 def test_weights_come_from_and_go_to_hugging_face_files_bit_for_bit(tmp_path, args):
     weights = hf_weights("qwen3", args)

@@ -23,10 +23,7 @@ from tests.isolation.certificate import (
     certify,
     ids_of_batch,
 )
-from tests.isolation.packings import (
-    SEPARATORS,
-    Segment,
-)
+from tests.isolation.packings import SEPARATORS, Segment
 from torchtitan.batch.mask import DocumentMask
 
 MAX_TOKENS = 24

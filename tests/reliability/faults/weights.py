@@ -164,10 +164,7 @@ FAULTS = {
         model=({"a": tensor(0, 4, "Q7")}, bytes(4))
     ),
     "safetensors file of whole numbers": hf(
-        model=(
-            {"model.embed_tokens.weight": tensor(0, 4, "I32")},
-            bytes(4),
-        )
+        model=({"model.embed_tokens.weight": tensor(0, 4, "I32")}, bytes(4))
     ),
     "safetensors file of another model": hf(model=ONE_TENSOR),
     "folder without safetensors files": hf(),

@@ -8,12 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import FAMILIES, register_tiny
 from torchtitan.checkpoint import stream as weight_stream
-from torchtitan.checkpoint.stream import (
-    LocalShard,
-    WeightStream,
-    digest_of,
-    fingerprint,
-)
+from torchtitan.checkpoint.stream import LocalShard, WeightStream, digest_of, fingerprint
 from torchtitan.protocols.train_spec import get_train_spec
 
 TIED = "qwen3, tied"
