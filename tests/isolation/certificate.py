@@ -287,15 +287,12 @@ class Certificate:
             for attn_type in ("flex", "varlen"):
                 problem = self._check_decoder(separator, attn_type, batches[separator], spans)
                 failures += [f"{separator}, decoder with {attn_type}: {problem}"] if problem else []
-        self._count(case, spans, with_bitwise=bool(alone) and not failures)
-        return failures
-
-    def _count(self, case: Case, spans: Spans, with_bitwise: bool) -> None:
         n_documents = sum(len(row) for row in spans)
         self.tally.packings += 1
         self.tally.tokens += len(case.packing) * row_length(case.packing)
         self.tally.documents += n_documents
-        self.tally.bitwise_documents += n_documents if with_bitwise else 0
+        self.tally.bitwise_documents += n_documents if alone and not failures else 0
+        return failures
 
     def _check_kernel(
         self,

@@ -76,9 +76,7 @@ def test_template_that_never_ends_is_refused_by_its_name(case, monkeypatch):
 def test_text_beyond_all_chats_and_messages_nested_too_deeply_are_refused():
     chat = ChatTemplate("{{ 'ab' * messages[0].content }}", "bad.jinja")
     assert chat.render([{"content": 2**23}]) == "ab" * 2**23
-    with pytest.raises(
-        ValueError, match="bad.jinja .*: its output has 16,777,218 characters; the limit"
-    ):
+    with pytest.raises(ValueError, match="bad.jinja .*: its output has 16,777,218 characters"):
         chat.render([{"content": 2**23 + 1}])
     content: list = []
     for _ in range(100_000):
@@ -88,9 +86,7 @@ def test_text_beyond_all_chats_and_messages_nested_too_deeply_are_refused():
 
 
 def test_source_that_is_no_template_is_told(tmp_path):
-    with pytest.raises(
-        ValueError, match="bad.jinja is not a Jinja template: Expected an expression"
-    ):
+    with pytest.raises(ValueError, match="bad.jinja is not a Jinja template: Expected an ex"):
         ChatTemplate("{% for %}{% endfor %}", "bad.jinja")
     for source in ("{{ " + "(" * 10**5, "{{ " + "(" * 150 + "1" + ")" * 150 + " }}"):
         with pytest.raises(ValueError, match="bad.jinja is not a Jinja template: "):
@@ -141,9 +137,7 @@ def test_turns_stay_as_they_were_or_the_template_is_refused():
     for chat, reply in zip(
         refused, [{"role": "user", "content": "Really?"}, RESULT, RESULT], strict=True
     ):
-        with pytest.raises(
-            ValueError, match=f"differently once .* '{reply['role']}' follows.*set rl"
-        ):
+        with pytest.raises(ValueError, match=f"once .* '{reply['role']}' follows.*set rl"):
             chat.check_turns(QUESTION, reply)
 
 

@@ -177,9 +177,7 @@ def test_half_of_a_surrogate_pair_is_named_with_its_place(tokenizer):
         {"prompt": "a", "completion": "\ud83d"},
     ):
         source = Source("chat", [sample], encoder_of(tokenizer), tokenizer)
-        with pytest.raises(
-            ValueError, match="document 0 .* has half of a surrogate pair, '.ud83d'"
-        ):
+        with pytest.raises(ValueError, match="document 0 .* half of a surrogate pair, '.ud83d'"):
             source.read(0)
 
 
@@ -234,9 +232,7 @@ def test_bad_samples_and_templates_are_refused_in_a_sentence(
 
 
 def test_tokenizer_without_template_or_end_token_names_the_keys(tokenizer, tmp_path):
-    with pytest.raises(
-        ValueError, match="^the tokenizer in .* has no chat template; set training.chat"
-    ):
+    with pytest.raises(ValueError, match="^the tokenizer in .* has no chat template; set tr"):
         ChatEncoder.of_tokenizer(tokenizer)({"messages": [U, A]})
     bare = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, eos_token=None)))
     encode = ChatEncoder(bare, None)

@@ -74,14 +74,7 @@ def assert_resume_repeats(dataset, world_size, rank, num_before, num_after, num_
 
 @pytest.mark.parametrize(
     "dataset, num_before",
-    [
-        ("small_indexed", 70),
-        ("small_mixed_stream", 70),
-        ("small_shuffled_stream", 1),
-        pytest.param("small_indexed", 1, marks=pytest.mark.slow),
-        pytest.param("small_mixed_stream", 1, marks=pytest.mark.slow),
-        pytest.param("small_shuffled_stream", 70, marks=pytest.mark.slow),
-    ],
+    [("small_indexed", 70), ("small_mixed_stream", 70), ("small_shuffled_stream", 1)],
 )
 def test_resumed_run_repeats_the_unbroken_one_with_two_workers(registered, dataset, num_before):
     assert_resume_repeats(dataset, 2, 1, num_before, num_after=30, num_workers=2)

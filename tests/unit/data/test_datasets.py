@@ -239,9 +239,7 @@ def test_stream_saved_by_two_ranks_names_the_remedies_on_three():
     states = {}
     for rank in range(2):
         states |= build(stream, 2, rank, 0).state_dict()
-    with pytest.raises(
-        ValueError, match="resume on as many ranks.*exclude_from_loading = .'dataloader'"
-    ):
+    with pytest.raises(ValueError, match="on as many ranks.*exclude_from_loading = .'data"):
         build(stream, 3, 0, 0).load_state_dict(states)
 
 
@@ -434,9 +432,7 @@ def test_file_that_changes_while_it_is_read_is_named(tmp_path, name):
             (tmp_path / "other").write_text(content)
             os.utime(tmp_path / "other", ns=(0, path.stat().st_mtime_ns + 10**9))
             (tmp_path / "other").rename(path)
-        with pytest.raises(
-            ValueError, match=f"{name} had 32 bytes when the job started, and {now}"
-        ):
+        with pytest.raises(ValueError, match=f"{name} had 32 bytes when .*, and {now}"):
             documents[len(documents) - 1]
 
 
@@ -490,9 +486,7 @@ def test_parquet_files_may_differ_in_columns_that_are_not_read(tmp_path, monkeyp
         pyarrow.parquet.write_table(pyarrow.table(columns | more), folder / f"{name}.parquet")
     assert local_texts(folder) == ["one", "2024-05-01"] * 2
     pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), folder / "c.parquet")
-    with pytest.raises(
-        ValueError, match=r"c.parquet: need .* under 'text', got the keys \['body'\]"
-    ):
+    with pytest.raises(ValueError, match=r"c.parquet: need .* 'text', got the keys \['body'\]"):
         load_local_documents(str(folder))
 
 

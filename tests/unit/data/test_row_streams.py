@@ -37,6 +37,10 @@ class Numbered:
         return 1000 * index + np.arange(self.lengths[index])
 
 
+def tokens_of(lengths):
+    return [1000 * i + k for i, length in enumerate(lengths) for k in range(length)]
+
+
 def source(lengths, **fields):
     return Source("numbers", Numbered(lengths), Tokens, TOKENIZER, **fields)
 
@@ -227,9 +231,7 @@ def test_ranks_share_the_files_of_a_stream():
             stream_rows(0, 1, 8, n=96)[0][80:],
         ]
         assert rest[0] == rest[1]
-    with pytest.raises(
-        ValueError, match="8 data-parallel ranks.*4 in common.*on 1 or 2 or 4 ranks"
-    ):
+    with pytest.raises(ValueError, match="8 data-p.*4 in common.*on 1 or 2 or 4 ranks"):
         stream_rows(0, 8, 1)
 
 
@@ -317,9 +319,7 @@ def test_waiting_document_of_another_length_than_at_the_save_is_refused():
     rows_of(dataset, 1)
     state = dataset.state_dict()
     lengths[2] = 6
-    with pytest.raises(
-        ValueError, match="document 2 .* had 5 tokens .* has 6; resume with the same"
-    ):
+    with pytest.raises(ValueError, match="document 2 .* had 5 tokens .* has 6; resume with"):
         PackedDataset([source(lengths)], Packing("fit", 16)).load_state_dict(state)
 
 
@@ -345,5 +345,4 @@ def test_another_global_batch_loses_no_token_and_repeats_none():
             dataset.inherit(states)
         seen += [t for _, tokens in documents_in(rows_of(dataset, n)) for t in tokens]
         states = [dataset.state_dict()]
-    everything = [1000 * i + k for i, length in enumerate(lengths) for k in range(length)]
-    assert sorted(seen) == everything
+    assert sorted(seen) == tokens_of(lengths)
