@@ -18,14 +18,8 @@ from tests.distributed.layout_matrix import (
 )
 
 # fp32: the order of summation differs between layouts. Losses and norms are sums of many terms.
-TOLERANCES = {
-    "loss": 1e-6,
-    "grad_norm": 1e-6,
-    "gradient": 1e-5,
-    "weights": 1e-5,
-    "optimizer_state": 1e-5,
-    "expert_bias": 0.0,
-}
+TOLERANCES = dict(loss=1e-6, grad_norm=1e-6, gradient=1e-5, weights=1e-5, optimizer_state=1e-5)
+TOLERANCES["expert_bias"] = 0.0
 DENSE_AND_EXPERTS = [("llama3", "documents, varlen"), ("deepseek_v3", "whole rows")]
 EXPERTS = [("qwen3 MoE", "documents, flex")]
 # Masks that differ between layers, within documents.
