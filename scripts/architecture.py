@@ -35,6 +35,7 @@ LAYERS = (
     ("rank_layout",),
     ("build",),
     ("engine",),
+    ("objective",),
     ("trainer",),
     ("train",),
     ("rl",),

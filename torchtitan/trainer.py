@@ -13,7 +13,6 @@ from torchtitan.batch.batch import Batch
 from torchtitan.callbacks.isolation_probe import IsolationProbe
 from torchtitan.callbacks.metrics import build_metrics_processor
 from torchtitan.callbacks.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchtitan.callbacks.source_losses import SourceLosses
 from torchtitan.checkpoint.saver import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.compat import Batches, is_overridden
@@ -26,12 +25,13 @@ from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
-from torchtitan.loss.cross_entropy import build_cross_entropy_loss
+from torchtitan.objective import build_objective, check_objective
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer, follow_own_schedule
+from torchtitan.step.objective import Objective, Tally
 from torchtitan.step.runner import on_error
 from torchtitan.step.update import OptimStepResult
 from torchtitan.tools import utils
-from torchtitan.tools.events import event
+from torchtitan.tools.events import event, recorded
 from torchtitan.tools.logging import logger, saying_once_per
 
 
@@ -42,7 +42,7 @@ class Trainer(TrainingEngine):
     """
 
     builds_data = True
-    source_losses: SourceLosses | None = None  # set for a mixture
+    objective = Objective()
     _stop: StopRequest | None = None  # set during `train`
 
     def __init__(self, job_config: JobConfig, **options: Any):
@@ -64,6 +64,8 @@ class Trainer(TrainingEngine):
                     "the chats of a row see each other, because model.attn_mask_type is 'causal': set it "
                     "to 'block_causal' with model.attn_type 'flex', or training.packing to 'none'"
                 )
+            self.objective = build_objective(self)
+            self._tally = Tally(self.objective)
             self._build_validator()
             self.isolation_probe = None
             if job_config.debug.check_document_isolation_freq > 0:
@@ -100,9 +102,10 @@ class Trainer(TrainingEngine):
                 job_config=config,
             )
             self._count_documents()
+        check_objective(self)
 
     def _count_documents(self) -> None:
-        """Derive num_steps from `training.epochs`, log chat statistics, and set up `source_losses`."""
+        """Derive num_steps from `training.epochs`, and log chat statistics."""
         training = self.job_config.training
         dataset = getattr(self.dataloader, "dataset", None)
         if not isinstance(dataset, PackedDataset):
@@ -121,10 +124,6 @@ class Trainer(TrainingEngine):
                 f"{self.num_steps}"
             )
         dataset.log_chats()
-        is_own_loss = self.train_spec.build_loss_fn is not build_cross_entropy_loss
-        if len(dataset.source_names) > 1 and not is_own_loss:
-            backend = self.job_config.compile.backend_of("loss")
-            self.source_losses = SourceLosses(dataset.source_names, self.device, backend)
 
     def _build_validator(self) -> None:
         self.validator = None
@@ -150,6 +149,7 @@ class Trainer(TrainingEngine):
             pp_has_first_stage=self.pp_has_first_stage,
             pp_has_last_stage=self.pp_has_last_stage,
         )
+        self.validator.objective = self.objective.for_validation
 
     # ---- data ----
 
@@ -182,6 +182,7 @@ class Trainer(TrainingEngine):
             self.gradient_accumulation_steps,
             self.num_steps - self.step,
             self.packing.training_batch,
+            self.objective.denominator,
             self.device,
             None if self.dp_group is None else self.parallel_dims.world_size // self.dp_size,
             timedelta(seconds=self.job_config.comm.init_timeout_seconds),
@@ -197,7 +198,7 @@ class Trainer(TrainingEngine):
             steps.close()
 
     def next_step(self, data_iterator: Iterator[tuple[Batch, torch.Tensor]]) -> Step:
-        """Return the next step: its batches, and their number of labels over all ranks.
+        """Return the next step: its batches, and their loss denominator over all ranks.
 
         All ranks stop at the same step. At the end of the data every rank raises
         DataloaderExhaustedError; if reading fails on a rank, the other ranks raise ValueError.
@@ -207,7 +208,8 @@ class Trainer(TrainingEngine):
             step = data_iterator.next_step()
         else:
             n_batches, to_batch = self.gradient_accumulation_steps, self.packing.training_batch
-            step = read_step(data_iterator, n_batches, to_batch, self._sum_over_ranks)
+            options = to_batch, self.objective.denominator, self._sum_over_ranks
+            step = read_step(data_iterator, n_batches, *options)
         if step.error is not None:
             raise step.error
         if step.counts.num_failed:
@@ -241,11 +243,10 @@ class Trainer(TrainingEngine):
             if (self.step - 1) % freq == 0:
                 self.isolation_probe.check(self.step, read.batches[0])
         is_overridden_by_client = is_overridden(self, "forward_backward_step", TrainingEngine)
-        by_source: dict[str, Any] = {}
-        if self.source_losses is not None and not is_overridden_by_client:
-            by_source = {"head": self.source_losses.head, "loss_fn": self.source_losses}
+        options = {} if is_overridden_by_client else self._tally.step_options()
         losses = []
         for i, batch in enumerate(read.batches):
+            (batch,) = self.objective.prepare([batch])
             assert batch.labels is not None
             given: Any = batch.as_dict() if is_overridden_by_client else batch
             is_last = i + 1 == len(read.batches)
@@ -253,8 +254,8 @@ class Trainer(TrainingEngine):
                 loss = self.forward_backward_step(
                     input_dict=given,
                     labels=batch.labels,
-                    global_valid_tokens=max(read.counts.num_valid_tokens, 1),
-                    **by_source,
+                    global_valid_tokens=max(read.counts.denominator, 1),
+                    **options,
                 )
             losses.append(loss)
         if self._stop is not None:
@@ -265,28 +266,25 @@ class Trainer(TrainingEngine):
             self._log_step(read, torch.stack(losses).sum(), result)
 
     def _log_step(self, read: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
-        """loss: the sum of this rank's token losses, divided by the global token count."""
+        """loss: this rank's sum of losses, divided by the denominator over all ranks."""
         dims, rows_loss = self.parallel_dims, loss
         if dims.cp_enabled:  # sum the loss of whole rows over the context-parallel ranks
             rows_loss = loss.clone()
             torch.distributed.all_reduce(rows_loss, group=dims.get_mesh("cp").get_group())
         # At least 1, so the mean loss of a rank without valid tokens is 0, not NaN.
-        own_tokens = max(read.num_valid_on_this_rank, 1)
+        own_share = read.counts.denominator / max(read.own_denominator, 1)
         loss_mesh = dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
         self._count_flops()
-        of_sources = {}
-        if self.source_losses is not None:
-            of_sources = self.source_losses.read(self.loss_group, self.pp_schedule)
         self.metrics_processor.log(
             self.step,
             dist_utils.dist_sum(loss, loss_mesh),
-            dist_utils.dist_max(rows_loss * read.counts.num_valid_tokens / own_tokens, loss_mesh),
+            dist_utils.dist_max(rows_loss * own_share, loss_mesh),
             result.grad_norm.item(),
             extra_metrics={
                 "n_tokens_seen": dist_utils.dist_sum(ntokens_seen, dims.get_optional_mesh("batch")),
                 "lr": result.lr,
-                **of_sources,
+                **self._tally.read("loss_metrics/", self.runner, self.loss_group),
             },
         )
 
@@ -305,6 +303,7 @@ class Trainer(TrainingEngine):
     def should_continue_training(self) -> bool:
         return self.step < self.num_steps
 
+    @recorded
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to step `num_steps`."""
         refuse_missing_dataloader(self.dataloader)
@@ -375,10 +374,11 @@ class Trainer(TrainingEngine):
             if not is_last_step and (reason := stop.answer()):
                 save_and_stop(self, reason)
                 return
-            if self.checkpointer._should_save(self.step, is_last_step):
+            saver = self.checkpointer
+            if any(due(self.step, is_last_step) for due in (saver._should_save, saver.is_peft_due)):
                 self.update.settle()  # raises, before the save, if this step stops the run
             started = time.monotonic()
-            self.checkpointer.save(self.step, last_step=is_last_step)
+            saver.save(self.step, last_step=is_last_step)
             stop.saved(time.monotonic() - started)
             if self.validator is not None and self.validator.should_validate(self.step):
                 self.validator.validate(self.model_parts, self.step)
@@ -392,6 +392,7 @@ class Trainer(TrainingEngine):
     def close(self) -> None:
         if self.metrics_processor is not None:
             self.metrics_processor.close()
+        self.objective.close()
         super().close()
 
 

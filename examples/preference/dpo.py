@@ -1,12 +1,11 @@
-"""Direct preference optimization: pairs of answers, a forward-only reference, a loop of one's own.
+"""Direct preference optimization with two engines and a loop of one's own.
 
     python examples/preference/dpo.py [pairs.jsonl]      also under torchrun, on any number of ranks
 
-Each line of the file is {"prompt": ..., "chosen": ..., "rejected": ...}, all of them texts or all lists
-of chat messages. Without a file the pairs are sums with a right and a wrong result.
+A job needs no program: see `loss.name = "dpo"` in docs/datasets.md, also for the format of the file.
+Without a file the pairs are sums with a right and a wrong result.
 """
 
-import json
 import random
 import sys
 from functools import partial
@@ -15,6 +14,8 @@ import torch
 
 from torchtitan.config import job_config as config
 from torchtitan.data.chats import ChatEncoder
+from torchtitan.data.preference import PairTokens, load_pairs
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.tokenizer import build_hf_tokenizer
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs
@@ -32,8 +33,7 @@ PAIRS_PER_STEP, PAIRS_PER_MICROBATCH, STEPS = 8, 2, 4
 
 def read_pairs(path):
     if path is not None:
-        with open(path) as lines:
-            return [json.loads(line) for line in lines]
+        return list(load_pairs(path))
     draw = random.Random(0)
     sums = [(draw.randint(0, 99), draw.randint(0, 99)) for _ in range(64)]
     return [
@@ -43,25 +43,19 @@ def read_pairs(path):
 
 
 def microbatch(pairs, tokenizer):
-    """Two rows for each pair, padded at the end; only labels of the answers have a pair's number.
-
-    An answer's last label is the token that ends it.
-    """
-    encode, rows = ChatEncoder.of_tokenizer(tokenizer), []
-    for number, pair in enumerate(pairs, start=1):
-        for sign, answer in ((1, pair["chosen"]), (-1, pair["rejected"])):
-            tokens, is_answer = encode({"prompt": pair["prompt"], "completion": answer})
-            rows.append((tokens.tolist(), (sign * number * is_answer[1:]).tolist()))
-    length = max(len(tokens) for tokens, _ in rows) - 1
-    batch = {
-        name: torch.zeros(len(rows), length, dtype=torch.int64) for name in ("input", "pair_ids")
+    """Two rows for each pair; the labels of an answer have the pair's number and the answer's sign."""
+    seq_len = job.training.seq_len
+    encode = PairTokens(ChatEncoder.of_tokenizer(tokenizer), 2 * seq_len, too_long="error")
+    parts = [part for pair in pairs for part in encode(pair).halves()]
+    rows, labels = zip(*(Packing("none", seq_len).row([], [part]) for part in parts), strict=True)
+    labels = torch.stack(labels)
+    numbers = [sign * number for number in range(1, len(pairs) + 1) for sign in (1, -1)]
+    pair_ids = torch.tensor(numbers)[:, None] * (labels != -100)
+    return {
+        "input": torch.stack([r["input"] for r in rows]),
+        "labels": labels,
+        "pair_ids": pair_ids,
     }
-    batch["labels"] = torch.full((len(rows), length), -100)
-    for row, (tokens, ids) in enumerate(rows):
-        batch["input"][row, : len(ids)] = torch.tensor(tokens[:-1])
-        batch["labels"][row, : len(ids)] = torch.tensor(tokens[1:])
-        batch["pair_ids"][row, : len(ids)] = torch.tensor(ids)
-    return batch
 
 
 pairs = read_pairs(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -1,8 +1,5 @@
 """The contract with embedding programs holds, and the conformance kit finds violations."""
 
-import os
-import time
-
 import pytest
 
 from tests.distributed import contract_checks
@@ -40,25 +37,9 @@ def wrong(kit):
     raise ValueError("1 is not 2")
 
 
-def hang(kit):
-    time.sleep(60)
-
-
-def die(kit):
-    os._exit(3)
-
-
-@pytest.mark.parametrize(
-    "check, timeout_seconds, problem",
-    [
-        (wrong, 60.0, "ValueError: 1 is not 2"),
-        (hang, 2.0, "did not end in time"),
-        (die, 60.0, "exit code 3"),
-    ],
-)
-def test_check_that_fails_hangs_or_dies_is_a_failure(check, timeout_seconds, problem):
-    outcome, why = conformance.run_check(Check(check), 1, timeout_seconds)
-    assert outcome == "FAIL" and problem in why
+def test_check_that_fails_is_a_failure():
+    outcome, why = conformance.run_check(Check(wrong), 1, 60.0)
+    assert outcome == "FAIL" and "ValueError: 1 is not 2" in why
 
 
 def break_and_run(folder):

@@ -1,8 +1,7 @@
-"""Random packings, the batches that carry them, and a slow reading of those batches.
+"""Packings, and the batches that carry them.
 
 A packing says how rows of T tokens are made up of documents and padding. It can be written into
-a batch in six ways (`SEPARATORS`); `read_documents` reads it back token by token, in plain Python
-and without anything of `torchtitan.models`, so that it can serve as an oracle.
+a batch in six ways (`SEPARATORS`).
 
 A padding token looks at itself alone, so here it counts as a document of one token.
 """
@@ -64,40 +63,6 @@ def _as_document_lengths(segment: Segment) -> list[int]:
     if segment.first_position is None:
         return [1] * segment.length
     return [segment.length]
-
-
-# ---- drawing ----
-
-
-def random_packing(rng: random.Random, n_rows: int, seq_len: int) -> Packing:
-    """Rows of every kind: one document, padding alone, single tokens, few and many documents."""
-    return tuple(_random_row(rng, seq_len) for _ in range(n_rows))
-
-
-def _random_row(rng: random.Random, seq_len: int) -> tuple[Segment, ...]:
-    kind = rng.random()
-    if kind < 0.05:
-        return (Segment(seq_len, None),)
-    if kind < 0.15:
-        return (Segment(seq_len, _random_first_position(rng, share_inside=0.5)),)
-    longest = rng.choice([1, 4, max(1, seq_len // 4), max(1, seq_len // 2), seq_len])
-    share_of_padding = rng.choice([0.0, 0.0, 0.1, 0.3])
-    row: list[Segment] = []
-    left = seq_len
-    while left > 0:
-        length = rng.randint(1, min(left, longest))
-        first = _random_first_position(rng, share_inside=0.2 if row else 0.4)
-        row.append(Segment(length, None if rng.random() < share_of_padding else first))
-        left -= length
-        if rng.random() < share_of_padding / 4:  # the rest of the row is padding
-            row += [Segment(left, None)] if left else []
-            left = 0
-    return tuple(row)
-
-
-def _random_first_position(rng: random.Random, share_inside: float) -> int:
-    """0, or for this share of documents a position inside: their beginning is elsewhere."""
-    return rng.randint(1, LARGEST_FIRST_POSITION) if rng.random() < share_inside else 0
 
 
 # ---- writing a packing into a batch ----
@@ -179,58 +144,3 @@ def _filled_up(rows: list[list[int]], longer: bool) -> Tensor:
     """[B, n] of unequal rows: zeros follow lengths, the last entry again follows cumulative ones."""
     width = max(1, *(len(row) for row in rows))
     return torch.tensor([row + [0 if longer else row[-1]] * (width - len(row)) for row in rows])
-
-
-# ---- reading a batch, slowly ----
-
-
-def read_documents(batch: dict[str, Tensor], separator: str) -> Spans:
-    """Where the documents of a batch begin and end, by the rules as they are written down."""
-    n_rows, seq_len = batch["input"].shape
-    if separator == "eos":
-        starts = [_starts_after_eos(row) for row in batch["input"].tolist()]
-    elif separator == "positions":
-        starts = [_starts_by_position(row) for row in batch["positions"].tolist()]
-    elif separator == "document_ids":
-        starts = [_starts_by_id(row) for row in batch["document_ids"].tolist()]
-    elif separator == "seq_lens":
-        starts = [_starts_by_length(row, seq_len) for row in batch["seq_lens"].tolist()]
-    elif separator == "cu_seqlens":
-        starts = [
-            _starts_by_length([b - a for a, b in zip(row, row[1:], strict=False)], seq_len)
-            for row in batch["cu_seqlens"].tolist()
-        ]
-    else:
-        flat = batch["cu_seqlens"].tolist()
-        lengths = [b - a for a, b in zip(flat, flat[1:], strict=False)]
-        all_starts = _starts_by_length(lengths, n_rows * seq_len)
-        starts = [all_starts[i * seq_len : (i + 1) * seq_len] for i in range(n_rows)]
-    return [_spans_between(row) for row in starts]
-
-
-def _starts_after_eos(tokens: list[int]) -> list[bool]:
-    return [i == 0 or tokens[i - 1] == EOS_ID for i in range(len(tokens))]
-
-
-def _starts_by_position(positions: list[int]) -> list[bool]:
-    starts = []
-    for i, position in enumerate(positions):
-        goes_on = i > 0 and 0 <= positions[i - 1] == position - 1
-        starts.append(not goes_on)
-    return starts
-
-
-def _starts_by_id(ids: list[int]) -> list[bool]:
-    return [i == 0 or ids[i] == -1 or ids[i] != ids[i - 1] for i in range(len(ids))]
-
-
-def _starts_by_length(lengths: list[int], n_tokens: int) -> list[bool]:
-    starts: list[bool] = []
-    for length in lengths:
-        starts += [j == 0 for j in range(length)]
-    return starts + [True] * (n_tokens - len(starts))
-
-
-def _spans_between(starts: list[bool]) -> list[tuple[int, int]]:
-    bounds = [i for i, is_start in enumerate(starts) if is_start] + [len(starts)]
-    return list(zip(bounds, bounds[1:], strict=False))

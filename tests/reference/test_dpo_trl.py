@@ -1,6 +1,7 @@
-"""The loss on preference pairs and its gradients are those of TRL's `DPOTrainer`."""
+"""The loss on preference pairs, its gradients and a run's metrics are those of TRL's `DPOTrainer`."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_hf import VOCAB, tiny_hf_model
+from tests.unit.data.chats import PAIRS, SHORT, write_tokenizer
+from torchtitan.config import ConfigManager
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.loss.logprobs import token_logprobs
 from torchtitan.loss.preference import dpo
+from torchtitan.trainer import Trainer
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -66,24 +70,12 @@ def trls_loss(models, rows, folder, loss_type, beta, label_smoothing):
     return loss.item(), {name: p.grad for name, p in policy.named_parameters()}
 
 
-PAIRS = {
-    "texts": {"prompt": "1 + 2 =", "chosen": " 3", "rejected": " 40"},
-    "chats": {
-        "prompt": [{"role": "user", "content": "1 + 2?"}],
-        "chosen": [{"role": "assistant", "content": "It is 3."}],
-        "rejected": [{"role": "assistant", "content": "No idea"}],
-    },
-}
-TEMPLATE = (
-    "{% for m in messages %}<|begin_of_text|>{{ m.role }}\n{{ m.content }}<|end_of_text|>{% endfor %}"
-    "{% if add_generation_prompt %}<|begin_of_text|>assistant\n{% endif %}"
-)
-
-
 @pytest.mark.parametrize("kind", PAIRS)
 def test_labels_of_the_example_are_the_completions_of_trl(models, kind, tmp_path):
     theirs = PreTrainedTokenizerFast(tokenizer_file=TOKENIZER, eos_token="<|end_of_text|>")
-    theirs.chat_template, theirs.pad_token = TEMPLATE, "<|end_of_text|>"
+    theirs.pad_token = "<|end_of_text|>"
+    template = SHORT.replace("<|im_start|>", "<|begin_of_text|>")
+    theirs.chat_template = template.replace("<|im_end|>", "<|end_of_text|>")
     theirs.save_pretrained(tmp_path / "tokenizer")
     trainer = trl.DPOTrainer(
         *map(copy.deepcopy, models),  # TRL freezes some of their parameters
@@ -141,3 +133,101 @@ def test_loss_and_gradients_are_those_of_trl(models, loss_type, n_pairs, setting
     assert set(metrics) == {"margin", "accuracy"}
     for name, gradient in gradients.items():
         assert (ours[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+# ---- a run ----
+
+STEPS, PAIRS_AT_ONCE, ACCUMULATION = 6, 2, 2
+LR, EPS = 3e-4, 1e-4  # a smaller eps makes full-size steps of rounding errors
+
+
+def samples(kind: str) -> list[dict]:
+    """Return pairs of answers of different lengths; those of "chats" repeat the prompt."""
+    pairs = []
+    for n in range(STEPS * PAIRS_AT_ONCE * ACCUMULATION):
+        answers = [f" {2 * n}", f" not {n % 7 * 'so '}{n}"]
+        chosen, rejected = answers if n % 3 else answers[::-1]  # no simple rule is right
+        texts = {"prompt": f"{n} + {n} =", "chosen": chosen, "rejected": rejected}
+        turn = {"role": "user", "content": texts["prompt"]}
+        chats = {
+            key: [turn, {"role": "assistant", "content": texts[key]}]
+            for key in ("chosen", "rejected")
+        }
+        pairs.append(texts if kind == "texts" else chats)
+    return pairs
+
+
+def trls_run(folder, pairs, output) -> list[tuple[float, float, float]]:
+    transformers = pytest.importorskip("transformers")
+    seen: list[tuple] = []
+
+    class Recording(trl.DPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            metrics = self._metrics["train"]
+            names = ("rewards/accuracies", "rewards/margins")
+            seen.append((loss.item(), *(metrics[name][-1] for name in names)))
+            return loss
+
+    trainer = Recording(
+        transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"),
+        args=trl.DPOConfig(
+            output_dir=str(output),
+            per_device_train_batch_size=PAIRS_AT_ONCE,
+            gradient_accumulation_steps=ACCUMULATION,
+            max_steps=STEPS,
+            train_sampling_strategy="sequential",
+            learning_rate=LR,
+            adam_epsilon=EPS,
+            lr_scheduler_type="constant",
+            max_grad_norm=1.0,
+            beta=0.2,
+            max_length=None,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            disable_dropout=True,
+        ),
+        train_dataset=datasets.Dataset.from_list(pairs),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    trainer.train()
+    steps = torch.tensor(seen).view(STEPS, ACCUMULATION, 3).mean(1)
+    return [tuple(step) for step in steps.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["texts", "chats"])
+def test_loss_accuracy_and_margin_of_each_step_are_those_of_trl(kind, tmp_path):
+    folder, pairs = tmp_path / "model", samples(kind)
+    # TRL also trains on what a template writes behind the last control token: here it is nothing.
+    write_tokenizer(folder, SHORT, pad_token="<|im_end|>")
+    tiny_hf_model("llama3", vocab_size=260).save_pretrained(folder)
+    expected = trls_run(folder, pairs, tmp_path / "trl")
+
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    flags = f"""
+        job.dump_folder={tmp_path} model.name=llama3 model.hf_config={folder}
+        model.hf_assets_path={folder} checkpoint.initial_load_in_hf
+        model.attn_type=varlen model.attn_mask_type=block_causal activation_checkpoint.mode=none
+        loss.name=dpo loss.beta=0.2 training.dataset=preference training.dataset_path={data}
+        training.packing=none training.seq_len=384 training.mixed_precision_param=float32
+        training.local_batch_size={PAIRS_AT_ONCE} training.steps={STEPS} metrics.log_freq=1
+        training.global_batch_size={PAIRS_AT_ONCE * ACCUMULATION} lr_scheduler.warmup_steps=0
+        lr_scheduler.min_lr_factor=1 optimizer.lr={LR} optimizer.eps={EPS} optimizer.weight_decay=0
+        optimizer.beta1=0.9 optimizer.beta2=0.999
+    """
+    got = []
+
+    def log(step, loss, max_loss, grad_norm, extra_metrics):
+        names = ("loss_metrics/accuracy", "loss_metrics/margin")
+        got.append((loss, *(extra_metrics[name] for name in names)))
+
+    config = ConfigManager().parse_args([f"--{flag}" for flag in flags.split()])
+    with Trainer(config) as trainer:
+        trainer.metrics_processor.log = log
+        trainer.train()
+    margins = [margin for _, _, margin in expected]
+    assert margins[0] == 0 and abs(margins[-1]) > 0.1
+    assert got == [pytest.approx(step, abs=1e-5, rel=1e-5) for step in expected]

@@ -12,7 +12,7 @@ from torchtitan.checkpoint.hf_assets import write_model_files
 from torchtitan.config.job_config import Job, JobConfig, Model, Training
 from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
 from torchtitan.engine import TrainingEngine
-from torchtitan.models.hf_config import to_hf_config
+from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
 from torchtitan.protocols.train_spec import get_train_spec
 
 transformers = pytest.importorskip("transformers")
@@ -45,6 +45,25 @@ def test_exported_debug_model_opens_with_tokenizer_and_the_same_logits(tmp_path)
     assert model.config.eos_token_id == tokenizer.eos_id
     shown = model.generate(tokens[:1, :4], max_new_tokens=3, do_sample=False)
     assert shown.shape[1] <= 7
+
+
+def test_scaled_rope_of_few_positions_is_read_without_a_warning_and_with_equal_frequencies(caplog):
+    args = dataclasses.replace(get_train_spec("llama3").model_args["debugmodel"], max_seq_len=96)
+    config = to_hf_config(args)
+    published = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0}
+    published |= {"rope_type": "llama3", "high_freq_factor": 4.0, "factor": 8.0}
+    frequencies = []
+    for scaling in (published, config["rope_scaling"]):
+        caplog.clear()
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**config | {"rope_scaling": scaling})
+        )
+        frequencies.append(model.model.rotary_emb.inv_freq)
+        is_warned = "original_max_position_embeddings" in caplog.text
+        assert is_warned == (scaling is published)
+    assert torch.equal(*frequencies)
+    assert config["max_position_embeddings"] == 96
+    assert not differing(from_hf_config(config).model_args, args)
 
 
 def test_value_head_is_exported_as_a_token_classifier(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from tests.reliability import jobs
 from tests.tiny_hf import VOCAB, tiny_hf_model
 from torchtitan.adapters.lora import adapted_weights, redraw_adapters
 from torchtitan.config import ConfigManager
@@ -15,6 +16,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.snapshots import host_copy
 from torchtitan.rl.types import SamplingConfig
+from torchtitan.trainer import Trainer
 
 peft = pytest.importorskip("peft", reason="the oracle is an optional library")
 transformers = pytest.importorskip("transformers")
@@ -38,6 +40,7 @@ FLAGS = [
     f"--optimizer.eps={EPS}",
     "--debug.seed=3",
 ]
+DATA = [flag for flag in jobs.TINY_JOB if "hf_assets_path" in flag or "dataset" in flag]
 PATTERNS = [
     "--lora.use_rslora",
     "--lora.target_modules=wq,mlp,layers.1.self_attn.o_proj",
@@ -463,3 +466,26 @@ def test_trained_output_is_not_dropped_for_the_weight_that_it_was_shared_with(tm
         save_file(tensors, file)
         with pytest.raises(Exception, match=r"lm_head.base_layer.weight that differs from the wei"):
             engine.load_peft(tmp_path / "b")
+
+
+def test_job_writes_peft_folders_that_no_retention_removes_and_a_resumed_job_goes_on(tmp_path):
+    folder = base_folder(tmp_path, "llama3", vocab_size=2048)
+    job = [*(flag for flag in FLAGS if "training.steps" not in flag), *DATA]
+    job += [f"--job.dump_folder={tmp_path}", f"--model.hf_config={folder}"]
+    job += [f"--checkpoint.initial_load_path={folder}", "--checkpoint.initial_load_in_hf"]
+    job += ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
+    job += ["--checkpoint.no_last_save_model_only", "--checkpoint.async_mode=async"]
+    job += ["--checkpoint.last_save_peft", "--checkpoint.save_peft_interval=3"]
+    tokens = batch(5)
+    for last_step in (4, 7):
+        trainer = Trainer(ConfigManager().parse_args([*job, f"--training.steps={last_step}"]))
+        trainer.train()
+        (ours,) = trainer.forward_step({"input": tokens})
+        trainer.close()
+        theirs = peft_model(folder, tmp_path / f"checkpoint/peft-step-{last_step}")
+        with torch.no_grad():
+            assert (ours - theirs(input_ids=tokens).logits).abs().max() <= 1e-5
+    found = {path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()}
+    assert found == {"step-6", "step-7", *(f"peft-step-{step}" for step in (3, 4, 6, 7))}
+    config = json.loads((tmp_path / "checkpoint/peft-step-7/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == folder

@@ -67,8 +67,8 @@ class Page:
                 self.errors.append(entry["text"])
         return message
 
-    def open(self, path: Path) -> None:
-        size = dict(width=1180, height=900, deviceScaleFactor=1, mobile=False)
+    def open(self, path: Path, width: int = 1180) -> None:
+        size = dict(width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + 20

@@ -76,6 +76,23 @@ def test_steps_done_again_are_separate_from_final_steps(tmp_path):
     assert data["redone"] == [{"x0": 6, "x1": 8, "t0": 6.0, "t1": 8.0}]
 
 
+def test_redone_stretch_begins_after_the_step_of_the_checkpoint_not_at_the_next_logged_step(
+    tmp_path,
+):
+    write_lines(
+        tmp_path / "events.jsonl",
+        [event("start", 0), event("training", 1, step=0), event("save", 50, step=50)]
+        + [event("start", 100), event("training", 101, step=50), event("end", 140)],
+    )
+    first = [line(step, step, loss=1.0) for step in (1, *range(10, 81, 10))]
+    again = [line(step, step + 60, loss=1.0) for step in range(60, 81, 10)]
+    write_lines(tmp_path / "metrics.jsonl", [*first, *again])
+    data = data_of(page_of(read_run(tmp_path)))
+    assert data["redone"] == [{"x0": 51, "x1": 80, "t0": 51.0, "t1": 80.0}]
+    (loss,) = data["panels"][0]["curves"]
+    assert loss["redone"]["x"] == [60, 70, 80]
+
+
 def test_start_that_ended_without_a_word_is_a_fault(tmp_path):
     write_run_with_a_restart(tmp_path)
     data = data_of(page_of(read_run(tmp_path)))
@@ -225,11 +242,11 @@ def page(tmp_path_factory):
         yield page
 
 
-def open_report(page, folder: Path) -> None:
+def open_report(page, folder: Path, **size: int) -> None:
     page.errors.clear()
     path = folder / "report.html"
     path.write_text(page_of(read_run(folder)))
-    page.open(path)
+    page.open(path, **size)
 
 
 def center_of(page, selector: str, index: int = 0) -> tuple[float, float]:
@@ -292,6 +309,34 @@ def test_browser_draws_curves_and_answers_the_mouse(page, tmp_path):
     assert paths(page, ".curve:not(.dashed)")[0] != loss_by_time
     assert not page.evaluate("document.querySelector('.bar > button').disabled")
     assert page.errors == []
+
+
+@in_browser
+def test_page_of_390_pixels_cuts_no_table_and_breaks_no_word(page, tmp_path):
+    write_run_with_a_restart(tmp_path)
+    message = "Training waited for the memory of an evaluation that nobody remembers"
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write(json.dumps(event("validation", 31, step=10, message=message)) + "\n")
+    sample = {"step": 1, "prompt": "What is seven times eight?", "text": "Fifty-six", "reward": 0.5}
+    sample |= {"expected_answer": "56", "finish_reason": "stop", "policy_version": 0}
+    write_lines(tmp_path / "episodes.jsonl", [{**sample, "advantage": 0.1}])
+    open_report(page, tmp_path, width=390)
+    cut = "[...document.querySelectorAll('.wide')].map(box => box.scrollWidth - box.clientWidth)"
+    assert set(page.evaluate(cut)) == {0}
+    # A word that is broken, or two lines of it, has several boxes.
+    words = """[...document.querySelectorAll('td')].flatMap(cell => {
+      const text = [...cell.childNodes].find(n => n.nodeType === 3), found = [];
+      for (const match of (text ? text.textContent : "").matchAll(/[\\w-]+/g)) {
+        const range = document.createRange();
+        range.setStart(text, match.index);
+        range.setEnd(text, match.index + match[0].length);
+        if (range.getClientRects().length > 1) found.push(match[0]);
+      }
+      return found;
+    })"""
+    assert page.evaluate(words) == []
+    legends = "[...document.querySelectorAll('.key')].filter(k => k.querySelector('i')).map(k => k.innerText)"
+    assert page.evaluate(legends) == ["training", "validation", "before clipping"]
 
 
 @in_browser

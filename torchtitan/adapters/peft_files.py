@@ -17,6 +17,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -35,7 +36,13 @@ from torchtitan.distributed.dtensor import (
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten
 from torchtitan.tools import bounded
-from torchtitan.tools.files import open_file, read_json_object, regular_file, save_tensors
+from torchtitan.tools.files import (
+    open_file,
+    read_json_object,
+    regular_file,
+    save_tensors,
+    whole_file,
+)
 from torchtitan.tools.logging import logger
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -146,14 +153,23 @@ def save_peft(
 
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
-        weights = os.path.join(folder, WEIGHTS_FILE)
-        save_tensors(dict(sorted(everything.items())), f"{weights}.tmp")
-        with open_file(os.path.join(folder, CONFIG_FILE), "w") as file:
-            json.dump(config, file, indent=2, sort_keys=True)
-        os.replace(f"{weights}.tmp", weights)  # last: a folder with this file is complete
+        path = os.path.join(folder, WEIGHTS_FILE)
+        with whole_file(path) as weights:  # put in place last: a folder with this file is complete
+            save_tensors(dict(sorted(everything.items())), weights.name)
+            with suppress(FileNotFoundError):  # an older file does not belong to the new config
+                os.unlink(path)
+            with whole_file(os.path.join(folder, CONFIG_FILE)) as file:
+                file.write(json.dumps(config, indent=2, sort_keys=True).encode())
 
     from_rank_zero(write)
     logger.info(f"Wrote the adapters of {len(all_layers)} layers to {folder}")
+
+
+def check_layers(
+    parts: list[nn.Module], entries: Mapping[str, Any], adapter: BaseStateDictAdapter
+) -> None:
+    """Raise ValueError if PEFT's files have no place for an adapter; see `save_peft`. Collective."""
+    _hf_layers_of(list(adapted_weights(parts)), entries, copy.copy(adapter))
 
 
 def _key(hf_name: str, layers: Collection[str]) -> str:

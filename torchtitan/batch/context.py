@@ -81,21 +81,14 @@ class ContextSharding:
         self, inputs: Tensor, labels: Tensor | None, extra_inputs: Entries, extra_kwargs: Entries
     ) -> tuple[Tensor, Tensor | None, Entries, Entries]:
         """Return the arguments for this rank's tokens; masks and positions are moved to `extra_kwargs`."""
-        names = extra_inputs.keys() & {"positions", "attention_masks"}
+        moved = {x: extra_inputs[x] for x in extra_inputs.keys() & {"positions", "attention_masks"}}
+        kwargs = {"positions": None, **extra_kwargs, **moved}
         own, own_labels, kwargs = prepare_context_parallel_input(
-            inputs,
-            labels,
-            {**extra_kwargs, **{name: extra_inputs[name] for name in names}},
-            self.mesh,
-            inputs.device,
-            self.load_balancer,
-            self.rotate_method,
+            inputs, labels, kwargs, self.mesh, inputs.device, self.load_balancer, self.rotate_method
         )
-        masks = kwargs["attention_masks"]
-        kwargs["positions"] = positions_of_rank(masks, kwargs.get("positions"), own.shape[1])
-        shards = shards_of(masks)
+        shards = shards_of(kwargs["attention_masks"])
         assert shards is not None, "masks from cp_shard know their shards"
-        others = {name: x for name, x in extra_inputs.items() if name not in names}
+        others = {name: x for name, x in extra_inputs.items() if name not in moved}
         entries = shard_batch(TokenBatch(inputs, entries=others), shards).entries
         return own, own_labels, dict(entries), kwargs
 
@@ -217,7 +210,7 @@ def prepare_context_parallel_input(
         rotate_method=rotate_method,
     )
     extra_kwargs["attention_masks"] = masks
-    if extra_kwargs.get("positions") is not None:
+    if "positions" in extra_kwargs:
         extra_kwargs["positions"] = positions_of_rank(
             masks, extra_kwargs["positions"], parts[0].shape[1]
         )

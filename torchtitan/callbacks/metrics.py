@@ -303,10 +303,13 @@ class MetricsProcessor:
         self.logger.log({**metrics, **(extra_metrics or {})}, step)
 
         color = self.color
+        prefix = "validation_metrics/"  # of the objective's metrics
+        own = {k: x for k, x in (extra_metrics or {}).items() if k.startswith(prefix)}
         logger.info(
             f"{color.yellow}validate step: {step:2}  "
             f"{color.green}loss: {loss:7.4f}  "
-            f"{color.turquoise}{_memory_field(memory.max_reserved_gib, memory.max_reserved_pct)}  "
+            + "".join(f"{name.removeprefix(prefix)}: {x:7.4f}  " for name, x in own.items())
+            + f"{color.turquoise}{_memory_field(memory.max_reserved_gib, memory.max_reserved_pct)}  "
             f"{color.blue}tps: {round(tokens_per_second):,}{color.reset}",
             extra=event("validation", step),
         )

@@ -1,48 +1,50 @@
-"""Metrics of a data mixture: the tokens and the mean loss of each source."""
+"""The objective of a data mixture, which also reports the tokens and the mean loss of each source."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
+from torchtitan.step.objective import Objective
 
 
-class SourceLosses:
-    """A loss function that also accumulates the loss of each source between logs.
+class SourceLosses(Objective):
+    """The cross entropy. The batch needs "sources" [B, T], the index of each token's source."""
 
-    Pass `head` to the same step; the batch needs "sources" [B, T], the index of each token's source.
-    """
+    replaces_loss = True
 
-    def __init__(
-        self, names: Sequence[str], device: torch.device, compile_backend: str | None = None
-    ) -> None:
+    def __init__(self, names: Sequence[str], compile_backend: str | None = None) -> None:
         self.head = TokenLogProbs(compile_backend=compile_backend)
         self._names = names
-        # [2, number of sources]: this rank's sum of losses and number of labels.
-        self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)
 
-    def __call__(self, outputs: TokenOutputs, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    def __call__(
+        self, outputs: TokenOutputs, labels: Tensor, batch: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         losses = -outputs.logprobs
-        counted = torch.stack([losses.detach(), labels != IGNORE_INDEX]).flatten(1).double()
-        self._sums.index_add_(1, batch["sources"].flatten(), counted)
-        return losses.sum()
+        sources = batch["sources"].flatten()
 
-    def read(self, loss_group: dist.ProcessGroup | None, schedule: Any | None) -> dict[str, float]:
-        """Return the metrics of all ranks since the last call. Collective over all ranks."""
-        sums = self._sums.clone()
-        self._sums.zero_()
-        if loss_group is not None:
-            dist.all_reduce(sums, group=loss_group)
-        if schedule is not None:
-            sums = schedule.broadcast_from_last_stage(sums)
-        losses, counts = sums.tolist()
+        def by_source(values: Tensor) -> Tensor:
+            sums = torch.zeros(len(self._names), dtype=torch.float64, device=values.device)
+            return sums.index_add_(0, sources, values.detach().flatten().double())
+
+        return losses.sum(), {
+            "loss": by_source(losses),
+            "tokens": by_source(labels != IGNORE_INDEX),
+        }
+
+    def metrics(self, sums: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
         metrics = {}
-        for name, loss, count in zip(self._names, losses, counts, strict=True):
+        for name, loss, count in zip(
+            self._names, sums["loss"].tolist(), sums["tokens"].tolist(), strict=True
+        ):
             metrics[f"sources/{name}/tokens"] = count
             if count:
                 metrics[f"sources/{name}/loss"] = loss / count
         return metrics
+
+    @property
+    def for_validation(self) -> Objective:
+        return Objective()  # validation data have no sources

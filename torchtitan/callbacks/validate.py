@@ -20,8 +20,10 @@ from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.loss.cross_entropy import IGNORE_INDEX, LossFunction, default_head
-from torchtitan.step.runner import ModelInputs, Runner, model_inputs
+from torchtitan.step.objective import Objective, Tally
+from torchtitan.step.runner import Microbatch, ModelInputs, Runner, model_inputs
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
@@ -49,6 +51,7 @@ class Validator(BaseValidator):
     """
 
     validation_dataloader: BaseDataLoader
+    objective = Objective()  # replaced by the trainer's
 
     def __init__(
         self,
@@ -126,24 +129,28 @@ class Validator(BaseValidator):
             client_inputs=client_inputs,
         )
         with runner.mode(training=False), _measured_apart(self.metrics_processor):
-            losses, token_counts = [], []
+            losses, own_denominator, tally = [], 0, Tally(self.objective)
             for input_dict, labels in self._batches():
-                loss, num_tokens = self._forward(runner, input_dict, labels)
+                loss, denominator = self._forward(runner, input_dict, labels, tally)
                 losses.append(loss)
-                token_counts.append(num_tokens)
-            num_tokens = 0.0
+                own_denominator += denominator
+            denominator = 0.0
             if losses:
-                mesh = self.parallel_dims.get_optional_mesh("loss")
+                of_loss, of_batch = map(self.parallel_dims.get_optional_mesh, ("loss", "batch"))
                 # In fp64, because the validation set may be large.
-                loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), mesh)
-                num_tokens = dist_utils.dist_sum(torch.stack(token_counts).sum(), mesh)
-            if not num_tokens:
+                loss_sum = dist_utils.dist_sum(torch.stack(losses).double().sum(), of_loss)
+                total = torch.tensor(float(own_denominator), device=runner.device)
+                denominator = dist_utils.dist_sum(total, of_batch)
+                group = None if of_loss is None else of_loss.get_group()
+                metrics = tally.read("validation_metrics/", runner, group)
+            if not denominator:
                 logger.warning(
                     "validation.dataset %r has no token with a label, so no loss is reported",
                     self.job_config.validation_data.dataset,
                 )
                 return
-            self.metrics_processor.log_validation(loss=loss_sum / num_tokens, step=step)
+            extra = {"extra_metrics": metrics} if metrics else {}
+            self.metrics_processor.log_validation(loss=loss_sum / denominator, step=step, **extra)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
         """Yield equally many batches on every rank; a rank without data repeats its last, unlabelled."""
@@ -181,25 +188,35 @@ class Validator(BaseValidator):
             yield input_dict, labels
 
     def _forward(
-        self, runner: Runner, input_dict: Batch, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's summed loss and number of labels, equal on all ranks of a pipeline."""
-        policy = self._policy(runner.model_parts)
-        batches = [policy.training_batch(input_dict, labels)]
+        self, runner: Runner, input_dict: Batch, labels: torch.Tensor, tally: Tally
+    ) -> tuple[torch.Tensor, int]:
+        """Return this rank's share of the loss, and the batch's denominator, equal on all ranks of a pipeline."""
+        policy, objective = self._policy(runner.model_parts), self.objective
+        (batch,) = objective.prepare([policy.training_batch(input_dict, labels)])
+        batches = [batch]
         if self.pp_schedule is not None:
             n_rows = self.job_config.parallelism.pipeline_parallel_microbatch_size
-            batches = batches[0].split(n_rows)
-        head = default_head(self.loss_fn, runner.model_parts, self.job_config)
-        microbatches = [runner.prepare(batch, policy, head) for batch in batches]
-        losses = runner.run(
-            microbatches, lambda pred, mb: self.loss_fn(pred, mb.labels) if head is None else pred
-        )
-        # This rank's slice of the labels, so the sum over context-parallel ranks counts each label once.
-        num_tokens = sum((mb.labels != IGNORE_INDEX).sum() for mb in microbatches)
+            batches = batch.split(n_rows)
+        head: Any = objective.head
+        if not objective.replaces_loss:
+            head = default_head(self.loss_fn, runner.model_parts, self.job_config)
+        joins_rows = objective.whole_rows and runner.sharding is not None
+        microbatches = [runner.prepare(batch, policy, head, joins_rows) for batch in batches]
+
+        def loss_of(outputs: Any, microbatch: Microbatch) -> torch.Tensor:
+            if not objective.replaces_loss:
+                return self.loss_fn(outputs, microbatch.labels) if head is None else outputs
+            outputs = whole_tensor(outputs)
+            outputs = microbatch.join(outputs) if joins_rows else outputs
+            return tally(outputs, microbatch.labels, microbatch.batch)
+
+        losses = runner.run(microbatches, loss_of)
         loss = torch.zeros((), device=runner.device) if not losses else torch.stack(losses).sum()
+        if joins_rows:
+            loss = loss / runner.num_context_ranks
         if self.pp_schedule is not None:
             loss = self.pp_schedule.broadcast_from_last_stage(loss)
-        return loss, num_tokens
+        return loss, objective.denominator(batch)
 
     def _all_ranks_finished(self, is_finished: bool) -> Callable[[], bool]:
         """Start an all-reduce; the returned function returns True if all ranks are out of data."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torchtitan.adapters.peft_files import PeftOptions, load_peft, save_peft
+from torchtitan.adapters.peft_files import PeftOptions, check_layers, load_peft, save_peft
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import KEPT_MARKER, mark_unfinished
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
@@ -124,6 +124,10 @@ class CheckpointManager:
         if self.initial_load_path:
             self._retention.leave_alone(self.initial_load_path)
         self._selection = Selection(self._retention.damaged)
+        if self.enable and (self.last_save_peft or self.save_peft_interval):
+            adapters = self.adapters
+            adapters.require_lora("checkpoint.last_save_peft or save_peft_interval")
+            check_layers(adapters.model, adapters.whole(), self.require_adapter())
         if self.enable:
             if self.keep_latest_k > 0:
                 self._retention.start()
@@ -153,13 +157,18 @@ class CheckpointManager:
         *,
         path: str | None = None,
         force: bool = False,
+        since: int | None = None,
     ) -> None:
-        """Save if this step is due. Collective.
+        """Save if this step is due, and the adapters in PEFT's format if they are due. Collective.
 
         The last step, every `interval`-th step, and with `enable_first_step_checkpoint` step 1 are
-        due; without a dataloader, every step is.
+        due; without a dataloader, every step is. For adapters see `last_save_peft` and
+        `save_peft_interval`; their folders `<folder>/peft-step-<curr_step>` are never removed.
         force: save even if the step is not due. path: save to this folder instead of
-            `<folder>/step-<curr_step>`, even if the step is not due; no run removes this folder.
+            `<folder>/step-<curr_step>`, even if the step is not due; no run removes this folder. Then
+            no adapters are written in PEFT's format.
+        since: the step of the previous call, if several steps were taken since; a save that was due
+            after it is due now, also without a dataloader.
 
         Raises ValueError if the config forbids a save with `path` or `force`. Raises RunError (a
         RuntimeError) if this save or the previous asynchronous save fails; older checkpoints stay.
@@ -175,8 +184,19 @@ class CheckpointManager:
                     "checkpoint.enable = false leaves no folder to save in; give the step folder as "
                     "path, or set checkpoint.enable = true"
                 )
-        elif not self._should_save(curr_step, last_step):
-            return
+        steps = range(curr_step if since is None else since + 1, curr_step + 1)
+        is_callers_choice = since is None and self.states[DATALOADER] is None
+        is_due = any(self._should_save(step, last_step) for step in steps)
+        is_due |= is_callers_choice and self.enable and not self.load_only
+        if path is not None or force or is_due:
+            self._save(curr_step, last_step, path)
+        if path is None and any(self.is_peft_due(step, last_step) for step in steps):
+            folder = os.path.join(self.folder, f"peft-step-{curr_step}")
+            what = f"The adapters in {folder} could not be written"
+            with self._saver.one_error(what, folder, self.folder):
+                self.save_peft(folder)
+
+    def _save(self, curr_step: int, last_step: bool, path: str | None = None) -> None:
         self._saver.wait(self.folder)
         start = time.monotonic()
         self._selection = Selection(self._retention.damaged)  # the step may replace the newest one
@@ -289,10 +309,15 @@ class CheckpointManager:
     def _should_save(self, curr_step: int, last_step: bool) -> bool:
         if not self.enable or self.load_only:
             return False
-        if self.states[DATALOADER] is None:
-            return True
         is_wanted_first_step = curr_step == 1 and self.enable_first_step_checkpoint
         return last_step or is_wanted_first_step or curr_step % self.interval == 0
+
+    def is_peft_due(self, curr_step: int, last_step: bool) -> bool:
+        """True if `save` writes the adapters of this step in PEFT's format."""
+        if not self.enable or self.load_only:
+            return False
+        interval = self.save_peft_interval
+        return (last_step and self.last_save_peft) or (interval > 0 and curr_step % interval == 0)
 
     def _purge(self) -> None:
         if self.enable and self.keep_latest_k > 0 and is_rank_zero():

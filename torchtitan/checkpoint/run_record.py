@@ -43,6 +43,7 @@ _TOLD = (
     *_settings("optimizer", "muon state_dtype"),
     *_settings("lr_scheduler", "warmup_steps total_steps decay_ratio decay_type min_lr_factor"),
     *_settings("lr_scheduler", "step_offset init_lr_factor"),
+    *_settings("loss", "name beta label_smoothing length_normalized reference"),
     *_settings("training", "steps seq_len max_norm dtype mixed_precision_param"),
 )
 # Settings that change what the model computes. A resume refuses a difference, unless
@@ -91,6 +92,7 @@ def record_of(
     is_off = {
         "lora": "lora" not in config.model.converters,
         "validation": not config.validation.enable,
+        "loss": not config.loss.name,
     }
     for key in (_OPTIMIZER, *_TOLD, *_FUNCTION, *_DATA):
         section, name = key.split(".")

@@ -174,6 +174,32 @@ class DataLoader(Section):
 
 
 @dataclass
+class Loss(Section):
+    # What to minimize: the model's own loss (empty), the loss of preference pairs (dpo), or the divergence
+    # from a teacher (distillation)
+    name: Literal["", "dpo", "distillation"] = ""
+    # Multiplies the difference of the answers' log-ratios to the reference
+    beta: PositiveFloat = 0.1
+    # Probability that a pair is labelled the wrong way round
+    label_smoothing: Annotated[float, Range(0, 0.5, excluded=0.5)] = 0.0
+    # Take the mean over an answer's tokens in place of the sum, with a larger beta, about 5
+    length_normalized: bool = False
+    # Model that the policy is compared with: the run's initial weights (initial), the model without its
+    # LoRA adapters (adapters_off), log-probs in the data (precomputed), or a folder with weights
+    reference: str = "initial"
+    # For distillation: folder of the Hugging Face model that scores the rows, with the same tokenizer
+    teacher: str = ""
+    # For distillation: KL(teacher || student), or KL(student || teacher)
+    divergence: Literal["forward", "reverse"] = "forward"
+    # For distillation: compare the teacher's k most probable tokens, and the rest as one; 0: all tokens
+    top_k: Count = 0
+    kl_weight: PositiveFloat = 1.0  # For distillation: weight of the divergence
+    label_weight: NotNegative = 0.0  # For distillation: weight of the cross entropy of the labels
+    # For distillation: divides both models' logits in the divergence, which is multiplied by its square
+    temperature: PositiveFloat = 1.0
+
+
+@dataclass
 class MixtureSource(Section):
     dataset: str = "local"  # Dataset, by its registered name
     dataset_path: str | None = None  # File or folder of the dataset
@@ -323,6 +349,10 @@ class Checkpoint(Section):
     # The last checkpoint holds only the weights; no job can resume from it
     last_save_model_only: bool = True
     last_save_in_hf: bool = False  # Write the last checkpoint as Hugging Face safetensors
+    # Also write LoRA adapters as a PEFT folder, peft-step-N in `folder`, after the last step
+    last_save_peft: bool = False
+    # Write such a PEFT folder every this many steps; 0 is never. keep_latest_k removes no PEFT folder
+    save_peft_interval: Annotated[int, Range(0, 10**12)] = 0
     # Dtype of the weights in a last checkpoint that holds only weights
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     # Training waits for the whole save (disabled), for the copy to host memory (async), or for neither
@@ -544,6 +574,7 @@ class JobConfig(Section):
     optimizer: Optimizer = section(Optimizer)
     lr_scheduler: LRScheduler = section(LRScheduler)
     training: Training = section(Training)
+    loss: Loss = section(Loss)
     parallelism: Parallelism = section(Parallelism)
     checkpoint: Checkpoint = section(Checkpoint)
     activation_checkpoint: ActivationCheckpoint = section(ActivationCheckpoint)

@@ -58,13 +58,13 @@ class ChatEncoder:
         tool_template: ChatTemplate | None = None,
         keys: Mapping[str, str] | None = None,
     ) -> None:
-        self._keys = dict(keys or {})
+        self.keys = dict(keys or {})
         self._tokenizer, self._template = tokenizer, template
         self._tool_template = tool_template or template
         templates = [t for t in (template, self._tool_template) if t is not None]
         for each in {t.source: t for t in templates}.values():
             _check_template(each)
-        self.key = " ".join(t.source for t in templates) + (f" {self._keys}" if keys else "")
+        self.key = " ".join(t.source for t in templates) + (f" {self.keys}" if keys else "")
         backend = tokenizer.tokenizer
         processor = backend.post_processor
         if processor and b'"trim_offsets":true' in processor.__getstate__():
@@ -85,7 +85,10 @@ class ChatEncoder:
 
     def __call__(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Raises ValueError for a bad sample or template, and if the trained tokens are unknown or none."""
-        sample = renamed(sample, self._keys)
+        return self.encode(renamed(sample, self.keys))
+
+    def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a sample whose keys are renamed already."""
         if problem := _problem_of(sample):
             raise ValueError(problem)
         sample = {key: value for key, value in sample.items() if value is not None}
@@ -176,27 +179,33 @@ class ChatTokens:
         encoder's part of `key`.
     """
 
+    unit, what, limit = "chat", "the chat", "training.seq_len"  # for messages
+
     def __init__(self, encoder: ChatEncoder, seq_len: int, too_long: str) -> None:
-        self._encoder, self._seq_len, self._too_long = encoder, seq_len, too_long
+        self.encoder, self.seq_len, self._too_long = encoder, seq_len, too_long
         self.key = f"{seq_len} {too_long} {encoder.key}"
         self.template = encoder.key
 
     def __call__(self, sample: Mapping[str, Any]) -> Tokens:
-        return self._fitted(*self._encoder(sample))
+        return self._read(sample)[0]
 
     def count(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
         """Return (tokens, trained tokens, tokens before truncation)."""
-        ids, trained = self._encoder(sample)
-        fitted = self._fitted(ids, trained)
-        return len(fitted.ids), int(fitted.trained.sum()), len(ids)
+        fitted, num_tokens = self._read(sample)
+        return len(fitted.ids), int(fitted.trained.sum()), num_tokens
+
+    def _read(self, sample: Mapping[str, Any]) -> tuple[Tokens, int]:
+        """Return (the document, its number of tokens before truncation)."""
+        ids, trained = self.encoder(sample)
+        return self._fitted(ids, trained), len(ids)
 
     def _fitted(self, ids: np.ndarray, trained: np.ndarray) -> Tokens:
-        if len(ids) > self._seq_len and self._too_long == "error":
+        if len(ids) > self.seq_len and self._too_long == "error":
             raise ValueError(
-                f"the chat has {len(ids)} tokens, and training.seq_len is {self._seq_len}; raise it, or "
+                f"{self.what} has {len(ids)} tokens, and {self.limit} is {self.seq_len}; raise it, or "
                 "set training.too_long to 'cut' or 'skip'"
             )
-        n = 0 if len(ids) > self._seq_len and self._too_long == "skip" else self._seq_len
+        n = 0 if len(ids) > self.seq_len and self._too_long == "skip" else self.seq_len
         if not trained[:n].any():
             n = 0
         return Tokens(ids[:n], trained[:n])
@@ -518,12 +527,14 @@ def _problem_of(sample: Any, keys: Mapping[str, str] | None = None) -> str | Non
 
 
 _COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+REFERENCE_KEYS = ("ref_chosen_logps", "ref_rejected_logps")  # TRL's names
+PAIR_COLUMNS = ("prompt", "chosen", "rejected", *_COLUMNS[3:], *REFERENCE_KEYS)
 _MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
 
 
 def parse_keys(entries: Sequence[str]) -> dict[str, str]:
     """Return `training.chat_keys` as {name in the files: our name}; ValueError for an unknown name."""
-    known = (*_COLUMNS, *_MESSAGE_KEYS, *ROLES)
+    known = (*dict.fromkeys(_COLUMNS + PAIR_COLUMNS), *_MESSAGE_KEYS, *ROLES)
     keys = dict(entry.partition("=")[::2] for entry in entries)
     for theirs, ours in keys.items():
         if not theirs or ours not in known:
@@ -539,7 +550,7 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
 
     keys: name in the files -> our name. If our name is a role, the value is the text of a turn of this
         role; several texts of one role are joined by a blank line. These turns come before `messages`,
-        in the order of `keys`.
+        or the `prompt` of a preference pair, in the order of `keys`.
     """
     if not keys or not isinstance(sample, Mapping):
         return sample
@@ -550,7 +561,7 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
             turns.setdefault(ours, []).append(sample[theirs])
         elif ours not in ROLES and sample.get(theirs) is not None:
             result[ours] = sample[theirs]
-    for name in ("messages", "prompt", "completion"):
+    for name in ("messages", "prompt", "completion", "chosen", "rejected"):
         for i, message in enumerate(result[name] if _is_list_of(dict, result.get(name)) else ()):
             message = {keys.get(key, key): value for key, value in message.items()}
             if "role" in message:
@@ -558,7 +569,8 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
             result[name] = [*result[name][:i], message, *result[name][i + 1 :]]
     if turns:
         first = [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns.items()]
-        result["messages"] = first + (result.get("messages") or [])
+        name = "prompt" if "chosen" in result else "messages"
+        result[name] = first + (result.get(name) or [])
     return result
 
 

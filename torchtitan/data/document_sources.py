@@ -142,6 +142,7 @@ class Source:
     data: has `len()` and `[i]`, or is a `datasets.IterableDataset`.
     number, weight: the source's index and weight in a mixture. counts: see `row_plan.count_tokens`.
     limit: the number of passes after which the source ends, perhaps a fraction; None: no limit.
+    again: the warning when a source without a limit is read again; "" says that the dataset is.
     seed: shuffles the documents; None keeps the data set's order.
     """
 
@@ -152,6 +153,7 @@ class Source:
     path: str = ""
     weight: float = 1.0
     limit: float | None = None
+    again: str = ""
     seed: int | None = None
     is_text: bool = True
     number: int = 0
@@ -190,7 +192,8 @@ class Source:
 
     def tell_again(self) -> None:
         if self.limit is None:
-            warn_once(logger, f"Dataset {self.name} is being read again from the beginning")
+            said = f"Dataset {self.name} is being read again from the beginning"
+            warn_once(logger, self.again or said)
 
     def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
         return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)

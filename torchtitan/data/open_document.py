@@ -21,15 +21,26 @@ class Tokens(NamedTuple):
     """Tokens of a document, or of a part of it.
 
     ids: [n] integers. trained: [n] bool, True for labels of the loss; None: all tokens are labels.
+    split: where the second part of a preference pair begins. reference: the sums of log-probs of its
+    answers under the reference model, if the data have them.
     """
 
     ids: NDArray[Any]
     trained: NDArray[np.bool_] | None = None
+    split: int | None = None
+    reference: tuple[float, float] | None = None
 
     def part(self, start: int, end: int) -> "Tokens":
+        if start == 0 and end >= len(self.ids):
+            return self
         return Tokens(
             self.ids[start:end], None if self.trained is None else self.trained[start:end]
         )
+
+    def halves(self) -> "tuple[Tokens, Tokens]":
+        """Return the two parts of a preference pair."""
+        assert self.split is not None
+        return self.part(0, self.split), self.part(self.split, len(self.ids))
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:

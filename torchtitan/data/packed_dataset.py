@@ -108,20 +108,21 @@ class PackedDataset(IterableDataset):
         Collective. Call it before iterating or loading a position.
         """
         for name, source in zip(self.source_names, self.sources, strict=True):
-            if not isinstance(source.encode, ChatTokens) or not source.is_indexed:
+            encode = source.encode
+            if not isinstance(encode, ChatTokens) or not source.is_indexed:
                 continue
             tokens, trained, whole = count_tokens(source).T
             num_left_out = (tokens == 0).sum()
             num_cut = ((tokens < whole) & (tokens > 0)).sum()
             logger.info(
-                f"dataset {name}: {len(tokens):,} chats of {tokens.sum():,} tokens, "
-                f"{trained.sum() / max(tokens.sum(), 1):.1%} of them trained; {num_cut:,} chats longer "
-                f"than training.seq_len = {self._packing.seq_len} are cut, {num_left_out:,} left out"
+                f"dataset {name}: {len(tokens):,} {encode.unit}s of {tokens.sum():,} tokens, "
+                f"{trained.sum() / max(tokens.sum(), 1):.1%} of them trained; {num_cut:,} {encode.unit}s "
+                f"longer than {encode.limit} = {encode.seq_len} are cut, {num_left_out:,} left out"
             )
             if num_left_out == len(tokens):
                 raise ValueError(
-                    f"dataset {name}: every chat is left out, because it is longer than training.seq_len "
-                    f"= {self._packing.seq_len} or trains nothing before that token; raise it"
+                    f"dataset {name}: every {encode.unit} is left out, because it is longer than "
+                    f"{encode.limit} = {encode.seq_len} or trains nothing before that token; raise it"
                 )
             if num_left_out and self._plan is None:  # a plan leaves out empty documents anyway
                 source.leave_out(tokens == 0)

@@ -23,10 +23,11 @@ _SECONDS_TO_END = 5
 class StepCounts:
     """One step's counts, of this rank or summed over the data-parallel ranks.
 
-    num_ran_out, num_failed: number of ranks whose data ended, and of ranks that failed to read.
+    denominator: of the loss. num_ran_out, num_failed: number of ranks whose data ended, and of ranks that
+    failed to read.
     """
 
-    num_valid_tokens: int
+    denominator: int
     num_ran_out: int = 0
     num_failed: int = 0
 
@@ -46,7 +47,7 @@ class Step:
 
     batches: list[TokenBatch]
     counts: StepCounts
-    num_valid_on_this_rank: int = 0
+    own_denominator: int = 0  # this rank's part of the loss denominator
     error: Exception | None = None
     position: Any = None
     items: list[tuple[Batch, Tensor]] = dataclasses.field(default_factory=list)
@@ -56,22 +57,23 @@ def read_step(
     iterator: Iterator[tuple[Batch, Tensor]],
     num_batches: int,
     to_batch: Callable[[Batch, Tensor], TokenBatch],
+    denominator_of: Callable[[TokenBatch], int],
     sum_over_ranks: Callable[[StepCounts], StepCounts],
 ) -> Step:
-    """Read the batches of a step and count their tokens; an exception is stored in `Step.error`."""
+    """Read the batches of a step and add up their denominators; an exception is stored in `Step.error`."""
     step = Step([], StepCounts(0))
     try:
         for _ in range(num_batches):
             item = next(iterator)
             batch = to_batch(*item)
-            step.num_valid_on_this_rank += batch.num_valid
+            step.own_denominator += denominator_of(batch)
             step.items.append(item)
             step.batches.append(batch)
     except (StopIteration, DataloaderExhaustedError):
         step.counts.num_ran_out = 1
     except Exception as error:  # raised once the other ranks know
         step.error, step.counts.num_failed = error, 1
-    step.counts.num_valid_tokens = step.num_valid_on_this_rank
+    step.counts.denominator = step.own_denominator
     step.counts = sum_over_ranks(step.counts)
     return step
 
@@ -82,7 +84,8 @@ class StepsAhead:
     `state_dict` is the dataloader's position after the last step that `next_step` returned.
 
     n_steps: number of steps to read.
-    to_batch: converts the dataloader's (input_dict, labels) to a `TokenBatch`; called in the thread.
+    to_batch: converts the dataloader's (input_dict, labels) to a `TokenBatch`; called in the thread, as is
+    denominator_of, which returns what a batch adds to the loss denominator.
     device: the current device of the thread, for which the dataloader pins memory.
     n_duplicates: the number of ranks that read the same data. None: all ranks read the same data, so
         counts are not summed. Otherwise the constructor creates a gloo group of all ranks for the sum.
@@ -94,11 +97,13 @@ class StepsAhead:
         batches_per_step: int,
         n_steps: int,
         to_batch: Callable[[Batch, Tensor], TokenBatch],
+        denominator_of: Callable[[TokenBatch], int],
         device: torch.device,
         n_duplicates: int | None,
         timeout: timedelta,
     ) -> None:
-        self._dataloader, self._device, self._to_batch = dataloader, device, to_batch
+        self._dataloader, self._device = dataloader, device
+        self._to_batch, self._denominator_of = to_batch, denominator_of
         self._batches_per_step, self._n_unread = batches_per_step, n_steps
         self._n_duplicates, self._group = n_duplicates, None
         if n_duplicates is not None and dist.get_backend() != "fake":
@@ -162,7 +167,11 @@ class StepsAhead:
         while self._wanted.get():
             try:
                 step = read_step(
-                    self._iterator, self._batches_per_step, self._to_batch, self._sum_over_ranks
+                    self._iterator,
+                    self._batches_per_step,
+                    self._to_batch,
+                    self._denominator_of,
+                    self._sum_over_ranks,
                 )
                 if step.counts.is_whole:
                     step.position = self._read_position()

@@ -40,7 +40,11 @@ class Packing:
     "none": one document per row; a document longer than T fills several rows.
 
     Rows are padded with `padding_id`. positions (from 0 in each document), document_ids, sources
-    (indices in the mixture): whether rows get these entries [T].
+    (indices in the mixture), pair_ids, ref_logprobs: whether rows get these entries [T].
+
+    pair_ids: documents are preference pairs, whose parts are two documents of the row. Labels of pair k of
+    the row, counted from 1, get k in the chosen part and -k in the rejected one; other labels get 0.
+    ref_logprobs: [T] fp32, an answer's sum at its last label, 0 elsewhere.
     """
 
     method: Literal["concat", "fit", "none"] = "concat"
@@ -49,12 +53,18 @@ class Packing:
     positions: bool = False
     document_ids: bool = False
     sources: bool = False
+    pair_ids: bool = False
+    ref_logprobs: bool = False
 
     def row(self, documents: Sequence[OpenDocument], parts: Sequence[Tokens]) -> Row:
         """Return a row made of parts of documents; without parts, a row of padding.
 
         parts: at most T + 1 tokens in total. Token T + 1 is used only as a label.
         """
+        if self.pair_ids:
+            documents = [document for document in documents for _ in range(2)]
+            reference = [x for pair in parts for x in pair.reference or ()]
+            parts = [part for pair in parts for part in pair.halves()]
         tokens = join(parts)
         labels = tokens.ids[1:].astype(np.int64)
         if tokens.trained is not None:
@@ -76,7 +86,17 @@ class Packing:
         ends_of_row = [documents[0].index, documents[-1].index] if documents else [-1, -1]
         # `from_numpy` is several times as fast as `torch.tensor`.
         row[SAMPLE_IDS] = torch.from_numpy(np.array(ends_of_row))
-        return row, self._filled(labels, IGNORE_INDEX)
+        row_labels = self._filled(labels, IGNORE_INDEX)
+        if self.pair_ids:
+            sides = np.arange(2, len(parts) + 2) // 2 * np.resize([1, -1], len(parts))
+            ids = self._filled(sides.repeat(lengths), 0)
+            row["pair_ids"] = ids.masked_fill(row_labels == IGNORE_INDEX, 0)
+        if self.ref_logprobs:
+            sums = np.zeros(self.seq_len, np.float32)
+            for part, start, value in zip(parts, ends - lengths, reference, strict=True):
+                sums[start + np.flatnonzero(part.trained)[-1] - 1] = value
+            row["ref_logprobs"] = torch.from_numpy(sums)
+        return row, row_labels
 
     def _filled(self, numbers: NDArray[Any], padding: int) -> Tensor:
         """Return numbers truncated or padded to [T] int64."""

@@ -130,10 +130,14 @@ def describe_row(
     yield f"{name}, {', '.join(facts)}"
     if differing := int((is_label[1:] & (labels[:-1] != tokens[1:])).sum()):
         yield f"  labels that are not the row's next token: {differing}"
+    of_pairs = "pair_ids" in batch.entries
     for number, run in enumerate(documents, 1):
         part = slice(run[0], run[-1] + 1)
+        document = f"document {number}"
+        if of_pairs:
+            document = f"pair {(number + 1) // 2}, {'chosen' if number % 2 else 'rejected'}"
         yield (
-            f"  document {number}, tokens {run[0]} to {run[-1]}, positions {positions[run[0]]} to "
+            f"  {document}, tokens {run[0]} to {run[-1]}, positions {positions[run[0]]} to "
             f"{positions[run[-1]]}, labels: {int(is_label[part].sum())}"
         )
         text = marked_text(tokens[part].tolist(), is_label[part].tolist(), tokenizer, marks)

@@ -17,6 +17,7 @@ from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.preference import PairTokens, load_pairs
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.row_streams import Packing
 from torchtitan.data.token_files import TokenDocuments
@@ -61,15 +62,17 @@ def _encode_tokens(data: TokenDocuments, tokenizer: BaseTokenizer, _: Training) 
     return Tokens
 
 
-def _encode_chats(_: Any, tokenizer: BaseTokenizer, training: Training) -> Encoder:
+def _encode_chats(
+    tokens: type[ChatTokens], _: Any, tokenizer: BaseTokenizer, training: Training
+) -> Encoder:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise ValueError(
-            "training.dataset = 'chat' needs a tokenizer of Hugging Face files, got "
+            "chats and preference pairs need a tokenizer of Hugging Face files, got "
             f"{type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
         )
     keys = parse_keys(training.chat_keys)
     encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "", keys)
-    return ChatTokens(encoder, training.seq_len, training.too_long)
+    return tokens(encoder, training.seq_len, training.too_long)
 
 
 # Looked up when a dataset is built, so entries may be added and removed until then.
@@ -84,7 +87,8 @@ DATASETS: dict[str, DatasetConfig] = {
         ("python_docs_validation", "", partial(_load_python_docs, split="validation")),
     ]
 }
-DATASETS["chat"] = DatasetConfig("", load_chats, _text_of, _encode_chats)
+DATASETS["chat"] = DatasetConfig("", load_chats, _text_of, partial(_encode_chats, ChatTokens))
+DATASETS["preference"] = DatasetConfig("", load_pairs, _text_of, partial(_encode_chats, PairTokens))
 DATASETS["tokens"] = DatasetConfig("", TokenDocuments, _text_of, _encode_tokens)
 
 
@@ -111,8 +115,8 @@ def open_source(
     name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
     path, loader, _ = _validate_dataset(name, dataset_path)
     logger.info(f"Preparing dataset {name}" + (f" from {path}" if path else ""))
-    if loader is load_chats:
-        loader = partial(load_chats, keys=parse_keys(options.chat_keys))
+    if loader in (load_chats, load_pairs):
+        loader = partial(loader, keys=parse_keys(options.chat_keys))
     data, make_encoder = loader(path), DATASETS[name].make_encoder
     encode = make_encoder(data, tokenizer, options) if make_encoder else text_encoder(name)
     return Source(name, data, encode, tokenizer, path, is_text=make_encoder is None, **fields)
@@ -194,6 +198,12 @@ def build_text_validation_dataloader(
     return _build(job_config, section, dp_world_size, dp_rank, tokenizer, infinite)
 
 
+_VALIDATION_AGAIN = (
+    "validation.steps takes more rows than the validation data have, so some documents count more than "
+    "once in its loss; validation.steps = -1 takes each once"
+)
+
+
 def _build(
     job_config: JobConfig,
     section: Any,
@@ -208,6 +218,7 @@ def _build(
     # Validation with steps = -1 reads its data once.
     epochs = training.epochs if is_training else None if infinite else 1.0
     parts = [MixtureSource(section.dataset, section.dataset_path, epochs=epochs)]
+    fields = {} if is_training else {"again": _VALIDATION_AGAIN}
     if training.mixture and is_training:
         parts = training.mixture
     sources = [
@@ -219,6 +230,7 @@ def _build(
             weight=part.weight,
             limit=part.epochs,
             seed=training.data_seed if is_training and training.shuffle else None,
+            **fields,
         )
         for part in parts
     ]
@@ -228,6 +240,9 @@ def _build(
             f"{sources[0].name!r} is a stream; set training.steps"
         )
     mask_type = job_config.model.attn_mask_type
+    of_pairs = [s.encode for s in sources if isinstance(s.encode, PairTokens)]
+    for encode in of_pairs:
+        encode.has_reference = job_config.loss.reference == "precomputed"
     packing = Packing(
         training.packing,
         section.seq_len,
@@ -239,6 +254,8 @@ def _build(
         or training.mask_boundary_loss is True
         or not all(s.is_text for s in sources),
         sources=len(sources) > 1,
+        pair_ids=bool(of_pairs),
+        ref_logprobs=any(encode.has_reference for encode in of_pairs),
     )
     planned = all(source.is_indexed and source.limit is not None for source in sources)
     rows = batch_size = section.local_batch_size

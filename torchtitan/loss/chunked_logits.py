@@ -146,7 +146,7 @@ class LogProbs(torch.autograd.Function):
         operands = Operands(*ctx.saved_tensors[:n])
         of_tokens = (*ctx.saved_tensors[n:], *grads)
         of_tokens = [None if t is None else t.flatten() for t in of_tokens]
-        gradients = _Gradients(operands, ctx.needs_input_grad[:n], call.scale)
+        gradients = Gradients(operands, ctx.needs_input_grad[:n], call.scale)
         gradient_of = _maybe_compiled(_gradient_of_logits, head.compile_backend)
         with torch.autocast(operands.x.device.type, enabled=False):
             for chunk in chunks_of(operands.x, head, call):
@@ -171,45 +171,61 @@ class LogProbs(torch.autograd.Function):
         return *gradients.sums(), None, None, None
 
 
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Callable[[], Tensor]]]
+"""(logits [n, v], rows of a chunk) -> sums [c] over its tokens, the first of which is the loss; and a function
+that returns the loss's gradient [n, v]. It may overwrite the logits."""
+
+
 class SummedLoss(torch.autograd.Function):
-    """(operands, labels [N]) -> the summed cross entropy, a scalar."""
+    """(operands, number c of sums, `ChunkLoss`) -> c scalars, of which the first has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, labels, head, call = args
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, n_sums, loss_of, head, call = args
         operands = Operands(*tensors)
-        gradients = _Gradients(operands, ctx.needs_input_grad[: len(operands)], call.scale)
-        losses = []
-        statistics_of = _maybe_compiled(_statistics, head.compile_backend)
-        gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
+        gradients = Gradients(operands, ctx.needs_input_grad[: len(operands)], call.scale)
+        sums = [torch.zeros(n_sums, device=operands.x.device)]
         for chunk in chunks_of(operands.x, head, call):
-            of_chunk = labels[chunk.rows]
-            own_labels, is_ignored = of_chunk - call.first, of_chunk == IGNORE_INDEX
-            logits, temperature, low_rank = logits_of(operands, head, call, chunk)
-            statistics = statistics_of(logits, temperature, own_labels, False)
-            highest = statistics[:, 0]
-            top, total, logprobs, _ = _over_ranks(statistics, of_chunk, call.group)
-            losses.append(-logprobs.sum())
+            logits, _, low_rank = logits_of(operands, head, call, chunk)
+            of_chunk, gradient = loss_of(logits, chunk.rows)
+            sums.append(of_chunk)
             if any(gradients.wanted):
-                scale = ((highest - top).exp() / total).masked_fill(is_ignored, 0)
-                grad_logits = gradient_of(logits, highest, scale, own_labels, is_ignored)
-                gradients.add(chunk, grad_logits, low_rank)
-                del grad_logits
-            del logits  # before the next chunk's exist
+                gradients.add(chunk, gradient(), low_rank)
+            del logits, gradient  # before the next chunk's exist
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
-        if not losses:
-            return operands.x.new_zeros((), dtype=torch.float32)
-        return torch.stack(losses).sum()
+        loss, *others = (x.clone() for x in torch.stack(sums).sum(0))
+        ctx.mark_non_differentiable(*others)
+        return loss, *others
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple:
         scaled = [None if t is None else t * grad for t in ctx.saved_tensors]
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
-class _Gradients:
+def cross_entropy_of(labels: Tensor, head: Any, call: Call) -> ChunkLoss:
+    """labels: [N]."""
+    statistics_of = _maybe_compiled(_statistics, head.compile_backend)
+    gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
+
+    def loss_of(logits: Tensor, rows: slice) -> tuple[Tensor, Callable[[], Tensor]]:
+        own_labels, is_ignored = labels[rows] - call.first, labels[rows] == IGNORE_INDEX
+        statistics = statistics_of(logits, head.temperature, own_labels, False)
+        highest = statistics[:, 0]
+        top, total, logprobs, _ = _over_ranks(statistics, labels[rows], call.group)
+
+        def gradient() -> Tensor:
+            scale = ((highest - top).exp() / total).masked_fill(is_ignored, 0)
+            return gradient_of(logits, highest, scale, own_labels, is_ignored)
+
+        return -logprobs.sum()[None], gradient
+
+    return loss_of
+
+
+class Gradients:
     """Sums the wanted gradients of operands over chunks. scale: the factor on the adapters' product."""
 
     def __init__(self, operands: Operands, wanted: tuple[bool, ...], scale: float):
@@ -339,6 +355,20 @@ def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Overwrite logits z [n, v] with e = exp(z - highest); return highest and the sum of e, both [n]."""
     highest = logits.amax(1)
     return highest, logits.sub_(highest[:, None]).exp_().sum(1)
+
+
+def hide_entries_(logits: Tensor, n_entries: int | None, call: Call) -> Tensor:
+    """Give the vocabulary's entries from `n_entries` on probability 0, in logits [n, v]; None: no entry."""
+    if n_entries is not None:
+        logits[
+            :, max(0, n_entries - call.first) :
+        ] = -1e30  # finite: a rank may have no other entries
+    return logits
+
+
+def log_of_sum(exps: Tensor) -> Tensor:
+    """Return the logarithm; finite for 0, so that a probability 0 times the result is 0."""
+    return exps.clamp(min=torch.finfo(exps.dtype).tiny).log()
 
 
 def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import is_dtensor
-from torchtitan.loss.chunked_logits import SummedLoss, check_chunk, operands_of
+from torchtitan.loss.chunked_logits import (
+    SummedLoss,
+    check_chunk,
+    cross_entropy_of,
+    operands_of,
+)
 from torchtitan.numerics.linear import linear
 from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools import torch_parts
@@ -85,7 +90,8 @@ class SummedCrossEntropy:
         """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
         with torch.autocast(h.device.type, enabled=False):
-            return SummedLoss.apply(*operands, labels.flatten(), self, call)
+            loss_of = cross_entropy_of(labels.flatten(), self, call)
+            return SummedLoss.apply(*operands, 1, loss_of, self, call)[0]
 
 
 def default_head(

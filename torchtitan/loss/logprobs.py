@@ -23,6 +23,8 @@ from torchtitan.loss.chunked_logits import (
     check_temperature,
     chunks_of,
     exponentials_,
+    hide_entries_,
+    log_of_sum,
     logits_of,
     logprobs_of_logits,
     of_all_ranks,
@@ -137,9 +139,13 @@ class TopTokens(TokenLogProbs):
     """A head: finds the k most probable tokens at each position, without gradients.
 
     Returns [B, T, 2 k] fp32: k token ids (below 2^24), the most probable first, then their log-probs.
+    with_rest: append the logarithm of all other tokens' probability, [B, T, 2 k + 1].
+    n_entries: the first entries of the vocabulary, which alone have a probability; None: all.
     """
 
     k: int = 1
+    with_rest: bool = False
+    n_entries: int | None = None
 
     def __call__(  # type: ignore[override]
         self,
@@ -154,25 +160,33 @@ class TopTokens(TokenLogProbs):
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
         head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom asked for
-        best = [labels.new_zeros(0, 2 * self.k, dtype=torch.float32)]
+        best = [labels.new_zeros(0, 2 * self.k + self.with_rest, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
             for chunk in chunks_of(operands.x, self, call):
                 logits, _, _ = logits_of(operands, head, call, chunk)
+                hide_entries_(logits, self.n_entries, call)
                 chosen, ids = logits.topk(min(self.k, logits.shape[1]))
                 sums = torch.stack(exponentials_(logits), dim=1)
-                own = torch.cat((sums, chosen, (ids + call.first).to(chosen.dtype)), dim=1)
+                others = logits.scatter_(1, ids, 0).sum(1, keepdim=True)
+                ids = (ids + call.first).to(chosen.dtype)
+                own = torch.cat((sums, others, chosen, ids), dim=1)
                 best.append(self._best_of_ranks(of_all_ranks(own, group)))
-            return torch.cat(best).float().view(*labels.shape, 2 * self.k)
+            return torch.cat(best).float().view(*labels.shape, -1)
 
     def _best_of_ranks(self, of_ranks: Tensor) -> Tensor:
-        """of_ranks: [ranks, n, highest logit + sum + k' logits + k' ids] -> [n, 2 k]."""
-        highest, sums = of_ranks[..., 0], of_ranks[..., 1]
+        """of_ranks: [ranks, n, highest logit + sum + sum of others + k' logits + k' ids] -> the result."""
+        highest, sums, others = of_ranks[..., :3].unbind(-1)
         top = highest.amax(0)
-        total = ((highest - top).exp() * sums).sum(0)
-        logits, ids = (part.transpose(0, 1).flatten(1) for part in of_ranks[..., 2:].chunk(2, -1))
+        scale = (highest - top).exp()
+        total = (scale * sums).sum(0)
+        logits, ids = (part.transpose(0, 1).flatten(1) for part in of_ranks[..., 3:].chunk(2, -1))
         chosen, places = logits.topk(self.k)
         logprobs = logprobs_of_logits(chosen, top[:, None], total[:, None])
-        return torch.cat((ids.gather(1, places), logprobs), dim=1)
+        # Not 1 - sum of the probabilities, which has no digits if that is close to 1.
+        not_chosen = (logits - top[:, None]).exp().scatter(1, places, 0).sum(1)
+        rest = log_of_sum((scale * others).sum(0) + not_chosen) - total.log()
+        rests = (rest[:, None],) if self.with_rest else ()
+        return torch.cat((ids.gather(1, places), logprobs, *rests), dim=1)
 
 
 def token_logprobs(

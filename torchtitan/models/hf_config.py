@@ -165,6 +165,11 @@ def _has_value_head(config: Config) -> bool:
 
 def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
     """Return name -> (a's value, b's) for fields that differ and affect the weights or the result."""
+    scalings = [getattr(args, "rope_scaling_args", None) for args in (a, b)]
+    if all(scalings):  # equal frequencies, given for another number of positions, are no difference
+        shortest = [dataclasses.astuple(scaling.shortened(1)) for scaling in scalings]
+        if shortest[0] == shortest[1]:
+            b = dataclasses.replace(b, rope_scaling_args=scalings[0])
     facts_a, facts_b = facts_of(a), facts_of(b)
     pairs = {name: (facts_a.get(name), facts_b.get(name)) for name in facts_a | facts_b}
     if a.value_head or b.value_head:

@@ -264,6 +264,8 @@ def _read_llama3_rope(config: Config) -> dict[str, Any]:
 
 def _write_llama3_rope(args: Any) -> dict[str, Any]:
     scaling = args.rope_scaling_args
+    if scaling is not None:  # transformers warns of as many or more positions than the model's
+        scaling = scaling.shortened(args.max_seq_len)
     return {"rope_scaling": scaling and {"rope_type": "llama3"} | give(scaling, _LLAMA3_ROPE)}
 
 

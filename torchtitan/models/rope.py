@@ -9,7 +9,8 @@ p * f_i, where f_i = theta ** (-2 i / D). Two conventions pair the D numbers dif
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ class RoPEScalingArgs:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def shortened(self, most: int) -> Self:
+        """Return equal frequencies with halved original_max_position_embeddings, if possible below `most`."""
+        n, share = self.original_max_position_embeddings, 1.0
+        while n >= most and n % 2 == 0:
+            n, share = n // 2, share / 2  # powers of two round no frequency
+        return replace(
+            self,
+            low_freq_factor=self.low_freq_factor * share,
+            high_freq_factor=self.high_freq_factor * share,
+            original_max_position_embeddings=n,
+        )
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
         """Return frequencies [D/2], in radians per token, stretched; theta is not used."""

@@ -297,7 +297,9 @@
     const legend = panel.curves.map((curve, i) => {
       curve.readout = element("b");
       const line = element("i", { class: `s${i % 6}` });
-      return element("span", { class: "key" }, line, curve.label, curve.readout);
+      // A panel without a label has one curve, which its title names.
+      const name = curve.label ? [line, curve.label] : [];
+      return element("span", { class: "key" }, ...name, curve.readout);
     });
     const box = element("section", { class: "panel" },
       element("header", {}, element("h2", {}, panel.title), ...legend), panel.svg);

@@ -35,6 +35,13 @@ PANELS = [
     ("Loss", "validation_metrics/loss", "validation"),
     ("Loss", "loss_metrics/global_max_loss", "highest rank"),
     ("Loss", "loss", "training"),
+    ("Accuracy of preferences", "loss_metrics/accuracy", "training"),
+    ("Accuracy of preferences", "validation_metrics/accuracy", "validation"),
+    ("Margin of preferences", "loss_metrics/margin", "training"),
+    ("Margin of preferences", "validation_metrics/margin", "validation"),
+    ("Divergence from the teacher", "loss_metrics/kl", "training"),
+    ("Divergence from the teacher", "validation_metrics/kl", "validation"),
+    ("Divergence from the teacher", "loss/kl_teacher", "own samples"),
     ("Reward", "rl/reward", "training"),
     ("Reward", "eval/greedy_reward", "held out, greedy"),
     ("Reward", "eval/sampled_reward", "held out, sampled"),
@@ -42,10 +49,10 @@ PANELS = [
     ("Exact answers", "eval/greedy_exact", "held out, greedy"),
     ("Exact answers", "eval/sampled_exact", "held out, sampled"),
     ("Staleness, weight updates", "rl/lag", "oldest episode"),
-    ("Gradient norm", "grad_norm", ""),
-    ("Learning rate", "lr", ""),
-    ("Tokens per second and device", "throughput(tps)", ""),
-    ("MFU, %", "mfu(%)", ""),
+    ("Gradient norm", "grad_norm", "before clipping"),
+    ("Learning rate", "lr", "of the step"),
+    ("Tokens per second and device", "throughput(tps)", "training"),
+    ("MFU, %", "mfu(%)", "of the bf16 peak"),
     ("Seconds per step", "time_metrics/end_to_end(s)", "whole step"),
     ("Seconds per step", "time/step(s)", "whole step"),
     ("Seconds per step", "time/generate(s)", "generation"),
@@ -53,9 +60,10 @@ PANELS = [
     ("Seconds per step", "time/update_generator(s)", "weights to the generator"),
     ("Memory, GiB", "memory/max_active(GiB)", "active"),
     ("Memory, GiB", "memory/max_reserved(GiB)", "reserved"),
-    ("Tokens per completion", "rl/completion_tokens", ""),
-    ("Entropy of the policy", "loss/entropy", ""),
+    ("Tokens per completion", "rl/completion_tokens", "training"),
+    ("Entropy of the policy", "loss/entropy", "training"),
 ]
+REWARD_PART = "rl/reward/"
 GROUPS = dict.fromkeys(("start", "training", "end", "stop"), "run")  # other kinds are warnings
 GROUPS |= {"fault": "fault", "lost": "fault", "validation": "validation"}
 GROUPS |= {"save": "save", "background save": "save"}
@@ -121,8 +129,8 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
     # start -> the lowest step of all later starts; from there on, the start's steps were redone
-    redone_from, lowest = {}, math.inf
-    for start, first_step in sorted(run.first_steps().items(), reverse=True):
+    redone_from, lowest, first_steps = {}, math.inf, run.first_steps()
+    for start, first_step in sorted(first_steps.items(), reverse=True):
         redone_from[start] = lowest
         lowest = min(lowest, first_step)
 
@@ -132,6 +140,10 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     mean, highest = (f"loss_metrics/global_{kind}_loss" for kind in ("avg", "max"))
     if {mean, highest} <= drawn and run.curves[mean].values == run.curves[highest].values:
         chosen = [entry for entry in chosen if entry[1] != highest]
+    # Scores of the reward function's own stand beside the reward that is made of them.
+    of_reward = [m for m in run.curves if m.startswith(REWARD_PART) and m not in drawn]
+    chosen += [("Reward", m, f"{m.removeprefix(REWARD_PART)}, training") for m in of_reward]
+    drawn.update(of_reward)
     chosen += [(metric[:100], metric, "") for metric in run.curves if metric not in drawn]
     chosen = chosen[:MAX_CURVES]
 
@@ -157,13 +169,15 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
         panel = {"title": title, "curves": [], "more": title not in known}
         panels.setdefault(title, panel)["curves"].append(columns)
 
-    # start -> [first, last] (step, time) of its steps that were done again
-    stretches: dict[int, list[tuple[int, float]]] = {}
-    for curve in run.curves.values():
-        for start, *place in zip(curve.starts, curve.steps, curve.times, strict=True):
-            if place[0] >= redone_from[start]:
-                low, high = stretches.get(start, [place, place])
-                stretches[start] = [min(low, place), max(high, place)]
+    # The first and the last (step, time) of each start's steps that were done again.
+    redone: list[list[tuple[float, float]]] = []
+    for start, points in run.points().items():
+        first = max(redone_from[start], first_steps[start])
+        if (i := bisect_left(points, (first, -math.inf))) < len(points):
+            (step, at), (before, began) = points[i], points[max(i - 1, 0)]
+            # The first redone step itself may not be logged.
+            at -= (at - began) * (step - first) / max(step - before, 1)
+            redone.append([(first, at), points[-1]])
     return {
         "t0": t0,
         "panels": list(panels.values()),
@@ -180,7 +194,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
         ],
         "redone": [
             {"x0": x0, "x1": x1, "t0": round(low - t0, digits), "t1": round(high - t0, digits)}
-            for (x0, low), (x1, high) in spread(list(stretches.values()), 100)
+            for (x0, low), (x1, high) in spread(redone, 100)
         ],
     }
 
@@ -315,8 +329,9 @@ def _event_table(events: list[dict[str, Any]]) -> str:
         step = "" if event["step"] is None else f"{event['step']:,}"
         rows.append(
             f'<tr class="{GROUPS.get(event["kind"], "warning")}"><td>{_clock(event["wall_time"])}</td>'
-            f'<td class="number">{step}</td><td><i></i>{_text(event["kind"], 40)}</td>'
-            f"<td>{_text(who + event['message'] + code)}{times}</td></tr>"
+            f'<td class="number" data-name="{step and "step"}">{step}</td>'
+            f"<td><i></i>{_text(event['kind'], 40)}</td>"
+            f'<td class="text">{_text(who + event["message"] + code)}{times}</td></tr>'
         )
     header_cells = "<th>time</th><th class='number'>step</th><th>event</th><th>message</th>"
     return _table("Events", rows, header_cells)
@@ -326,10 +341,10 @@ def _sample_table(samples: list[dict[str, Any]]) -> str:
     rows = []
     for sample in samples:
         cells = []
-        for key, (_, kind) in SAMPLE_COLUMNS.items():
+        for key, (name, kind) in SAMPLE_COLUMNS.items():
             value = sample.get(key)
             value = "" if value is None else f"{value:.3g}" if isinstance(value, float) else value
-            cells.append(f'<td class="{kind}">{_text(value)}</td>')
+            cells.append(f'<td class="{kind}" data-name="{name}">{_text(value)}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     header_cells = "".join(
         f'<th class="{kind if kind == "number" else ""}">{name}</th>'

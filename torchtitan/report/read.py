@@ -54,12 +54,29 @@ class Run:
     samples: list[dict[str, Any]]
     source: str  # the file or files of the curves
 
-    def first_steps(self) -> dict[int, int]:
-        """Return start -> the lowest step that it logged."""
-        first: dict[int, int] = {}
+    def points(self) -> dict[int, list[tuple[int, float]]]:
+        """Return start -> the (step, time) of all that it logged, sorted."""
+        found: set[tuple[int, int, float]] = set()
         for curve in self.curves.values():
-            for start, step in zip(curve.starts, curve.steps, strict=True):
-                first[start] = min(step, first.get(start, step))
+            found.update(zip(curve.starts, curve.steps, curve.times, strict=True))
+        points = defaultdict(list)
+        for start, *point in sorted(found):
+            points[start].append(tuple(point))
+        return points
+
+    def first_steps(self) -> dict[int, int]:
+        """Return start -> the step after its event "training"; without that, the lowest logged step."""
+        first, ended = {}, -math.inf
+        for start, points in self.points().items():
+            began = [
+                event["step"] + 1
+                for event in self.events
+                if event["kind"] == "training"
+                and ended < event["wall_time"] <= points[0][1]
+                and event["step"] is not None
+            ]
+            first[start] = min([*began[-1:], points[0][0]])
+            ended = points[-1][1]
         return first
 
 

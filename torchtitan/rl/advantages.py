@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# Squares, sums and fp32 products of larger rewards would overflow.
-LARGEST_REWARD = 1e18
+from torchtitan.rl.rewards import LARGEST_REWARD
 
 # A smaller standard deviation is rounding error: the rewards, or advantages, are equal.
 _SMALLEST_STD = 1e-8

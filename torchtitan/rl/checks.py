@@ -58,7 +58,9 @@ def check_trainer_config(job_config: JobConfig) -> None:
 def check_server_config(job_config: JobConfig) -> None:
     """As `check_rl_config`, for the keys that `torchtitan.rl.serve` reads."""
     check_trainer_config(job_config)
-    refuse(_serve(job_config), weight_sharing(job_config.rl))
+    why = "for clients, which send a loss of their own; take the section out"
+    without_teacher = no_effect(job_config, ("rl.teacher.",), why)
+    refuse(_serve(job_config), without_teacher, weight_sharing(job_config.rl))
 
 
 def check_not_divided(job_config: JobConfig) -> None:
@@ -151,6 +153,8 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
             f"rl.loss.count_empty is read by agg_modes of sequences and prompts, got {loss.agg_mode!r}; take "
             "it out, or choose another agg_mode"
         )
+    if not job_config.rl.teacher.folder:
+        yield from no_effect(job_config, ("rl.teacher.",), "without rl.teacher.folder; set that")
     yield from problem_in(loss_from_config, loss)
     yield from problem_in(check_context_parallel, loss_from_config(loss), cp)
 
@@ -173,7 +177,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
         yield from clash(
             "rl.batch.skip_zero_advantage",
             "leaves out samples whose policy loss is 0, with their KL and entropy terms",
-            {"rl.loss.kl_coef": loss.kl_coef, "rl.loss.entropy_coef": loss.entropy_coef},
+            {
+                "rl.loss.kl_coef": loss.kl_coef,
+                "rl.loss.entropy_coef": loss.entropy_coef,
+                "rl.teacher.folder": job_config.rl.teacher.folder,
+            },
         )
     if batch.packing and not reads_positions(job_config.model.attn_mask_type):
         yield (

@@ -20,6 +20,7 @@ from torchtitan.config.checks.common import value_of
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
+from torchtitan.objective.distillation import Distillation
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_not_divided, check_rl_config
@@ -27,7 +28,7 @@ from torchtitan.rl.critic import Critic, critic_config
 from torchtitan.rl.disaggregated import GeneratorRank, RemoteGenerator, join_role, task_of_job
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import JobConfig, longest_episode
-from torchtitan.rl.losses import metrics_of_updates
+from torchtitan.rl.losses import LossWithTeacher, metrics_of_updates
 from torchtitan.rl.metrics import MetricsWriter, describe, mean_scores, staleness
 from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.rollout import (
@@ -41,6 +42,7 @@ from torchtitan.rl.tasks import Task
 from torchtitan.rl.types import Episode, OptimStepOutput, TrainingSample
 from torchtitan.rl.weight_sync import TakesWeights
 from torchtitan.step.runner import on_error
+from torchtitan.tools.events import recorded
 from torchtitan.tools.files import read_text
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -103,6 +105,12 @@ class Controller:
                 draws = Draws(task, generator, engine.device, ahead=ahead)
             self.rollouts = Rollouts(task, self.config, draws, longest_episode(job_config))
             self.critic = Critic(job_config, engine) if job_config.has_critic else None
+            self.teacher, settings = None, self.config.teacher
+            if settings.folder:
+                given = engine, task.tokenizer, settings, self.config.sampling.temperature
+                self.teacher = Distillation("rl.teacher.folder", settings.folder, *given)
+                own = self.trainer.loss, settings.policy_weight
+                self.trainer.loss = LossWithTeacher(*own, self.teacher)
             # A critic computes advantages from the unchanged rewards.
             name = "none" if self.critic else self.config.advantage.name
             self.advantages = AdvantageEstimator(name, self.config.advantage.std)
@@ -155,6 +163,7 @@ class Controller:
         self.trainer.push_model_state_dict(self.generator)
         return True
 
+    @recorded
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to `training.steps`.
 
@@ -198,12 +207,9 @@ class Controller:
                         save_and_stop(self.trainer.engine, reason)
                         return
                     self._evaluate_if_due(before)
-                    # The loop decides when to save: without a dataloader the checkpointer saves at every call.
-                    is_first = before == 0 and config.checkpoint.enable_first_step_checkpoint
-                    if is_first or is_last or _passes(config.checkpoint.interval, before, step):
-                        started = time.monotonic()
-                        self.checkpointer.save(step, last_step=is_last)
-                        stop.saved(time.monotonic() - started)
+                    started = time.monotonic()
+                    self.checkpointer.save(step, last_step=is_last, since=before)
+                    stop.saved(time.monotonic() - started)
                     for recorder in (profiler, snapshot):
                         if recorder is not None:
                             recorder.step()
@@ -323,6 +329,8 @@ class Controller:
         self.trainer.close()
         if self.critic is not None:
             self.critic.close()
+        if self.teacher is not None:
+            self.teacher.close()
 
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
         """Return the episodes with log-probs under the reference policy."""

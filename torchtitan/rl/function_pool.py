@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
+from torchtitan.rl.rewards import scores_of
 from torchtitan.tools.host import signal_at_parents_death
 
 Call = tuple[Sequence[Any], dict[str, Any]]
@@ -58,7 +59,7 @@ class FunctionPool:
         n_processes: int,
         timeout_seconds: float,
         *,
-        convert: Callable[[Any], Any] = float,
+        convert: Callable[[Any], Any] = scores_of,
         what: str = "the reward function",
         keys: tuple[str, str] = ("rl.task.reward_fn", "rl.task.reward_timeout_seconds"),
     ):

@@ -130,6 +130,19 @@ class RLLoss(Section):
 
 
 @dataclass
+class RLTeacher(Section):
+    # Folder of a Hugging Face model with the policy's tokenizer; the policy's distribution after each sampled
+    # token moves to this model's. Empty: none
+    folder: str = ""
+    # KL(policy || teacher), or KL(teacher || policy)
+    divergence: Literal["reverse", "forward"] = "reverse"
+    # Compare the teacher's k most probable tokens, and the rest as one; 0: all tokens
+    top_k: Count = 0
+    kl_weight: PositiveFloat = 1.0  # Weight of the divergence
+    policy_weight: NotNegative = 1.0  # Weight of the loss in [rl.loss] beside it; 0 leaves that out
+
+
+@dataclass
 class RLBatch(Section):
     # Length limit of a row, in tokens; None takes training.seq_len
     seq_len: Annotated[int, Range(2, 10**9)] | None = None
@@ -266,6 +279,7 @@ class RL(Section):
     advantage: RLAdvantage = section(RLAdvantage, "From rewards to advantages")
     critic: RLCritic = section(RLCritic, "The model of values for gae")
     loss: RLLoss = section(RLLoss, "The policy loss and how it is summed")
+    teacher: RLTeacher = section(RLTeacher, "A model that the policy imitates on its own samples")
     batch: RLBatch = section(RLBatch, "How samples are put into rows")
     generator: RLGenerator = section(RLGenerator, "What draws completions")
     sampling: RLSampling = section(RLSampling, "How completions are drawn for training")

@@ -11,7 +11,6 @@ from typing import Any
 
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
-from torchtitan.rl.advantages import LARGEST_REWARD
 from torchtitan.rl.function_pool import Call, FunctionPool, Result
 from torchtitan.rl.tasks import Grade, Prompt, Task, Turn, explained, find_function
 from torchtitan.rl.tools import Toolbox, tool_calls
@@ -24,8 +23,9 @@ class JsonlTask(Task):
 
     Each pass over the file has a new random order. Arguments are those of `[rl.task]`, and:
 
-    reward_fn: (completion text, expected answer) -> reward. If it has parameters of these names, it
-        also gets `prompt` (the prompt's text), `row` (the line's JSON object) and `turns` (a list of
+    reward_fn: (completion text, expected answer) -> reward, or a dict of scores with the reward under
+        "total" (see `rewards.scores_of`). If it has parameters of these names, it also gets `prompt`
+        (the prompt's text), `row` (the line's JSON object) and `turns` (a list of
         each turn's text and reply; the last reply is None). The score `exact` is 1 for the exact answer.
     reward_pool: processes that call the reward function instead of this process. A call that hangs or
         dies gives reward 0, score `verifier_failed` 1, and a warning.
@@ -40,7 +40,7 @@ class JsonlTask(Task):
     def __init__(
         self,
         path: str,
-        reward_fn: Callable[..., float],
+        reward_fn: Callable[..., float | dict[str, float]],
         tokenizer: BaseTokenizer,
         *,
         reward_pool: FunctionPool | None = None,
@@ -218,12 +218,15 @@ class JsonlTask(Task):
         return (turns[-1].text, prompt.answer), by_name
 
     def _grade_of(self, result: Result, prompt: Prompt, turns: Sequence[Turn]) -> Grade:
-        text, reward = turns[-1].text, math.nan
+        text, error, own = turns[-1].text, result.error, Grade(0.0)
         about = f"the completion was {text!r}, the expected answer {prompt.answer!r}"
-        if result.error is not None:
-            raise ValueError(
-                f"grading failed: {result.error}; {about}; correct the reward function"
-            )
+        if error is None and result.failure is None:
+            try:
+                own = Grade.from_value(result.value)
+            except ValueError as wrong:
+                error = str(wrong)
+        if error is not None:
+            raise ValueError(f"grading failed: {error}; {about}; correct the reward function")
         scores = {"exact": float(text == prompt.answer)}
         if self.reward_pool is not None:
             scores["verifier_failed"] = float(result.failure is not None)
@@ -232,15 +235,7 @@ class JsonlTask(Task):
         if result.failure is not None:
             logger.warning("%s: reward 0; %s", result.failure, about)
             return Grade(0.0, scores | {"exact": 0.0})
-        with suppress(TypeError, ValueError, OverflowError):
-            reward = float(result.value)
-        if not abs(reward) <= LARGEST_REWARD:
-            raise ValueError(
-                f"the function rl.task.reward_fn must return a finite number, at most "
-                f"{LARGEST_REWARD:g} in size, got {result.value!r} for the completion {text!r} and the "
-                f"answer {prompt.answer!r}; correct it"
-            )
-        return Grade(reward, scores)
+        return Grade(own.reward, scores | own.scores)
 
     def close(self) -> None:
         for pool in (self.reward_pool, self.tools):

@@ -96,8 +96,11 @@ class Learner(ABC):
             return *loss_fn(*values, batch), values[0] if return_logprobs else None
 
         try:
+            batches = self._token_batches(batch)
+            if teacher := getattr(loss_fn, "teacher", None):
+                batches = teacher.prepare(batches)
             step = self.engine.forward_backward_step(
-                input_dict=self._token_batches(batch),
+                input_dict=batches,
                 loss_fn=loss_of,  # the batch's weights are shares of the whole step
                 head=self._output_layer(loss_fn),
                 metrics={

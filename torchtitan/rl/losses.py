@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.loss.aggregation import weighted_sum
+from torchtitan.loss.distillation import Distilled
 from torchtitan.rl.correction import ImportanceCorrection, sequence_sums
 from torchtitan.rl.types import LossInputs
 
@@ -386,6 +387,36 @@ class CrossEntropyLoss(PolicyLoss):
 
     def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         return -logprobs, {}
+
+
+@dataclass(frozen=True, eq=False)
+class LossWithTeacher:
+    """policy_weight * a policy loss, plus kl_weight * T^2 * KL between policy and teacher at each token.
+
+    Both models at T = `rl.sampling.temperature`. The policy sampled the tokens before it, which have no
+    gradient (Agarwal et al. 2024, arXiv:2306.13649, section 3.1). Takes the place of a `PolicyLoss`.
+    """
+
+    policy: PolicyLoss
+    policy_weight: float
+    teacher: Any  # an `objective.distillation.Distillation`
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)  # such as `needs_entropy`, `guard` and `check`
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return (*self.policy.metric_names, "kl_teacher", "teacher_loss")
+
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor | None, distilled: Distilled, batch: LossInputs
+    ) -> LossOutput:
+        loss, metrics = self.policy(logprobs, entropy, batch)
+        found = {"kl_teacher": distilled.kl, "teacher_loss": distilled.loss.detach()}
+        total = distilled.loss
+        if self.policy_weight:
+            total = total + self.policy_weight * loss
+        return LossOutput(total, metrics | found)
 
 
 # ---- by their names in `rl.loss.name` ----

@@ -46,7 +46,8 @@ class MetricsWriter:
         processor.logger.log(metrics | memory, step)
         seconds, last_step = metrics["time/step(s)"], self._config.training.steps
         fields = [f"{color.red}step: {step:2}/{last_step}"]
-        for name in ("reward", "exact", "completion_tokens"):
+        of_reward = [key.removeprefix("rl/") for key in metrics if key.startswith("rl/reward/")]
+        for name in ("reward", *of_reward, "exact", "completion_tokens"):
             if f"rl/{name}" in metrics:
                 fields.append(f"{color.green}{name}: {metrics[f'rl/{name}']:6.3f}")
         if "loss" in metrics:  # missing while only the critic learns
@@ -93,9 +94,9 @@ def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
 
 
 def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The means of the reward and of the task's scores."""
+    """The means of the reward and of the task's scores, each over the episodes that have the score."""
     names = sorted({name for episode in episodes for name in episode.scores})
-    means = {name: fmean(e.scores.get(name, 0.0) for e in episodes) for name in names}
+    means = {name: fmean(e.scores[name] for e in episodes if name in e.scores) for name in names}
     return means | {"reward": fmean(e.reward for e in episodes)}
 
 

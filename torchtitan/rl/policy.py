@@ -12,16 +12,18 @@ from torch import Tensor
 from torchtitan.adapters.lora import redraw_adapters
 from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.engine import TrainingEngine
+from torchtitan.loss.distillation import Distilled
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens
 from torchtitan.models.batch_invariant import use_batch_invariant
 from torchtitan.rl.advantages import mean_and_std
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.learner import Learner
-from torchtitan.rl.losses import PolicyLoss, loss_from_config
+from torchtitan.rl.losses import LossWithTeacher, PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import changing_weights, exchange
 from torchtitan.rl.types import TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
+from torchtitan.step.runner import Head
 from torchtitan.tools.logging import init_logger, logger
 
 
@@ -52,16 +54,21 @@ class PolicyTrainer(Learner):
         """Counts optimizer steps and replacements of the weights; a resumed run keeps counting."""
         return self.engine.weights_version
 
-    def _output_layer(self, loss_fn: PolicyLoss | None = None) -> TokenLogProbs:
+    def _output_layer(self, loss_fn: PolicyLoss | LossWithTeacher | None = None) -> Head:
         config = self.job_config
-        return TokenLogProbs(
+        head = TokenLogProbs(
             temperature=config.rl.sampling.temperature,
             entropy=loss_fn is not None and loss_fn.needs_entropy,
             compile_backend=config.compile.backend_of("loss"),
             batch_invariant=config.rl.generator.exact,
         )
+        if isinstance(loss_fn, LossWithTeacher):
+            return dataclasses.replace(loss_fn.teacher.head, of_tokens=head)
+        return head
 
-    def _values(self, outputs: TokenOutputs) -> TokenOutputs:
+    def _values(self, outputs: TokenOutputs | Distilled) -> tuple:
+        if isinstance(outputs, Distilled):
+            return outputs.logprobs, outputs.entropy, outputs
         return outputs
 
     def _metrics_of(self, passes: Sequence[Any]) -> dict[str, float]:

@@ -1,7 +1,16 @@
-"""Reward functions for `rl.task.reward_fn`."""
+"""What a reward function returns, and reward functions for `rl.task.reward_fn`."""
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+# Squares, sums and fp32 products of larger rewards would overflow.
+LARGEST_REWARD = 1e18
+
+TOTAL = "total"  # the key of the reward in a dict of scores
 
 # GSM8K's last line: "#### 1,200". A number may have a sign before or after a dollar sign, thousands
 # in groups of three, and decimals; text after it, such as a unit, is ignored.
@@ -10,6 +19,49 @@ _ANSWER = re.compile(
     rf"####[ \t]*({_SIGN}\$?{_SIGN}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)?(?:\.\d+)?)(?![\d,.]*\d)",
     re.ASCII,
 )
+
+
+def scores_of(value: Any) -> dict[str, float]:
+    """Return what a reward function returned as {"total": reward, name: another score, ...}.
+
+    value: the reward, or a dict with the reward under "total". NumPy and torch scalars are numbers.
+    Raises ValueError, naming the key, for a dict without "total" and for values that are no finite numbers.
+    """
+    if not isinstance(value, Mapping):
+        reward = None
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            reward = float(value)
+        if reward is None or not abs(reward) <= LARGEST_REWARD:
+            raise ValueError(
+                "the reward function must return a finite number, at most "
+                f"{LARGEST_REWARD:g} in size, or a dict of such numbers, got {value!r}"
+            )
+        return {TOTAL: reward}
+    if TOTAL not in value:
+        raise ValueError(
+            f"a dict from the reward function must have the reward under {TOTAL!r}, got the keys "
+            f"{', '.join(map(repr, value)) or 'of an empty dict'}"
+        )
+    scores = {}
+    for name, score in value.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the reward function's dict must have texts as keys, got {name!r}")
+        number = score
+        with suppress(ValueError, RuntimeError):  # an array has no single value
+            number = plain(score)
+        is_number = isinstance(number, Real) and not isinstance(number, bool)
+        if not (is_number and abs(number) <= LARGEST_REWARD):
+            raise ValueError(
+                f"the reward function's score {name!r} must be a finite number, at most "
+                f"{LARGEST_REWARD:g} in size, got {score!r}"
+            )
+        scores[name] = float(number)
+    return scores
+
+
+def plain(value: Any) -> Any:
+    """Return a scalar of NumPy or torch as a Python number, for JSON; other values unchanged."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def gsm8k_answer(text: str) -> Decimal | None:

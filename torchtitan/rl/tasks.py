@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.rl.rewards import TOTAL, plain, scores_of
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,20 @@ class Grade:
     scores: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reward", _plain(self.reward))
-        scores = {name: _plain(value) for name, value in self.scores.items()}
+        object.__setattr__(self, "reward", plain(self.reward))
+        scores = {name: plain(value) for name, value in self.scores.items()}
         object.__setattr__(self, "scores", scores)
 
+    @classmethod
+    def from_value(cls, value: Any) -> "Grade":
+        """Return the grade that a number or a dict of scores describes; see `rewards.scores_of`.
 
-def _plain(value: Any) -> Any:
-    """Return a scalar as a Python number, for the JSON of checkpoints and episodes.jsonl."""
-    return value.item() if hasattr(value, "item") else value
+        The dict's "total" is the reward; another key k becomes the score "reward/k".
+        """
+        if isinstance(value, Grade):
+            return value
+        scores = scores_of(value)
+        return cls(scores.pop(TOTAL), {f"reward/{name}": x for name, x in scores.items()})
 
 
 @contextmanager
@@ -101,15 +108,18 @@ class Task(ABC):
         """Return n prompts to evaluate on, the same each time; fewer if there are not enough."""
 
     @abstractmethod
-    def grade(self, prompt: Prompt, text: str) -> Grade:
-        """Grade a completion's text, which does not include the end-of-text token."""
+    def grade(self, prompt: Prompt, text: str) -> Grade | float | dict[str, float]:
+        """Grade a completion's text, which does not include the end-of-text token.
+
+        A number or a dict is read as a reward function's result; see `Grade.from_value`.
+        """
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Grade]:
         """Return the grade of each pair. Raises ValueError if grading fails."""
         grades = []
         for prompt, text in pairs:
             with explained("grading", "reward function", prompt, text, except_for=(ValueError,)):
-                grades.append(self.grade(prompt, text))
+                grades.append(Grade.from_value(self.grade(prompt, text)))
         return grades
 
     def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:

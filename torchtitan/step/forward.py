@@ -210,10 +210,9 @@ class LossOfOutputs:
     ):
         self._step, self._runner = step, step.runner
         self._loss_fn, self._denominator = loss_fn, denominator
-        sharding = self._runner.sharding
-        self._joins_rows = whole_rows and sharding is not None
+        self._joins_rows = whole_rows and self._runner.sharding is not None
         # The number of ranks that each compute the whole loss of the same rows.
-        self.n_copies = sharding.mesh.size() if self._joins_rows else 1
+        self.n_copies = self._runner.num_context_ranks if whole_rows else 1
         self.metrics = None
         if metrics is not None:
             self.metrics = StepMetrics(metrics, step.runner, step.loss_group, self.n_copies)

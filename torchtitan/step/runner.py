@@ -184,6 +184,11 @@ class Runner:
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
     more_follow: bool = dataclasses.field(default=False, init=False)  # more calls before the update
 
+    @property
+    def num_context_ranks(self) -> int:
+        """The number of ranks that share the tokens of each row."""
+        return 1 if self.sharding is None else self.sharding.mesh.size()
+
     # ---- before the model ----
 
     def prepare(

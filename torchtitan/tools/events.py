@@ -1,10 +1,11 @@
 """The history of a run: starts, saves, faults and ends, one JSON line each.
 
-The context `recording`, which `torchtitan.train.main` enters, listens to the package's logger. It
-records every warning, and every line that was logged with `extra=event(...)`.
+The context `recording`, which `torchtitan.train.main` and the `train` of trainers enter, listens to the
+package's logger. It records every warning, and every line that was logged with `extra=event(...)`.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -13,7 +14,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torchtitan
@@ -39,9 +40,13 @@ def recording(config: Any) -> Iterator[None]:
     """Append the events of the block, with its start and end, to `<dump_folder>/events.jsonl`.
 
     Rank 0 writes the events. If an exception leaves the block, the rank that raised it writes a
-    "fault" event. A failed write only logs a warning.
+    "fault" event. A failed write only logs a warning. Inside a recording of the same folder this does
+    nothing, because the outer one has the start and the end.
     """
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
+    if any(isinstance(other, _EventLog) and other.path == log.path for other in logger.handlers):
+        yield
+        return
     is_rank_zero = log.rank == 0
     if is_rank_zero:
         log.end_unfinished_line()
@@ -76,6 +81,17 @@ def recording(config: Any) -> Iterator[None]:
         raise
     finally:
         logger.removeHandler(log)
+
+
+def recorded(train: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Decorate a method without arguments: its call is a `recording` with the object's `job_config`."""
+
+    @functools.wraps(train)
+    def wrapper(self: Any) -> None:
+        with recording(self.job_config):
+            train(self)
+
+    return wrapper
 
 
 class _EventLog(logging.Handler):

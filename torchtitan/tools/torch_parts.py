@@ -252,7 +252,7 @@ def __getattr__(name: str) -> Any:
 
 def get(name: str) -> Any:
     """Return the part; None if it is missing and has an `instead`."""
-    owner, attribute = _find(name)
+    owner, attribute = place(name)
     if owner is None:
         return None
     value = getattr(owner, attribute, None) if attribute else owner
@@ -261,11 +261,6 @@ def get(name: str) -> Any:
     if not callable(value):
         return operator.attrgetter(attribute)
     return lambda x, *args, **options: getattr(x, attribute)(*args, **options)
-
-
-def place(name: str) -> tuple[Any, str]:
-    """Return (the module or class that holds a part, the attribute's name), for replacing the part."""
-    return _find(name)
 
 
 def attribute(name: str) -> str:
@@ -340,11 +335,11 @@ def check(job_config: Any, world_size: int = 1) -> None:
     used = {key for key, is_used in _IS_USED.items() if is_used(job_config, world_size)}
     for name, part in PARTS.items():
         if part.feature in used:
-            _find.__wrapped__(name)  # bypasses the cache
+            place.__wrapped__(name)  # bypasses the cache
 
 
 @functools.cache
-def _find(name: str) -> tuple[Any, str]:
+def place(name: str) -> tuple[Any, str]:
     """Return (the module or class that holds a part, the attribute's name; "" for a whole module).
 
     If this torch lacks the part, returns (None, "") if the part has an `instead`, or raises RunError.
@@ -425,7 +420,7 @@ def main() -> None:
     for name, part in PARTS.items():
         feature = _FEATURES[part.feature]
         try:
-            is_there = _find(name)[0] is not None
+            is_there = place(name)[0] is not None
         except RunError:
             is_there = False
         for spelling in part.spellings:

@@ -1,6 +1,7 @@
 """Adapters beside frozen weights: what trains, what they compute, and what is refused."""
 
 import json
+import os
 import re
 
 import pytest
@@ -9,12 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.layout_matrix import (
-    SHALLOW,
-    batch_flags,
-    build_engine,
-    global_batch,
-)
+from tests.distributed.layout_matrix import SHALLOW, batch_flags, build_engine, global_batch
 from torchtitan.adapters.lora import adapted_weights, add_adapter, fits
 from torchtitan.adapters.multi_lora import MultiLoRA
 from torchtitan.config import JobConfig
@@ -330,6 +326,14 @@ BAD_SETTINGS = {
         {"lora.adapter_path": "/nowhere"},
         "lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got '/now",
     ),
+    "adapter files without adapters": (
+        {"model.converters": [], "checkpoint.enable": True, "checkpoint.last_save_peft": True},
+        "checkpoint.last_save_peft = True has no effect without adapters, got model.converters = []",
+    ),
+    "adapter files without checkpoints": (
+        {"checkpoint.save_peft_interval": 5},
+        "checkpoint.save_peft_interval = 5 needs checkpoint.enable = True, got False",
+    ),
     "seed checkpoint": (
         {"checkpoint.create_seed_checkpoint": True, "checkpoint.enable": True},
         'remove "lora" from model.converters for this run',
@@ -427,6 +431,42 @@ def test_bad_file_is_refused_in_one_sentence(case, build, tmp_path):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         engine.load_peft(tmp_path / "adapters")
     assert "\n" not in str(error.value)
+
+
+def test_adapters_that_peft_cannot_store_are_refused_before_training(build):
+    flags = ["--checkpoint.enable", "--checkpoint.last_save_peft"]
+    with pytest.raises(ValueError, match=r"no place for the adapter of layers.*moe.experts"):
+        build("llama4", flags)
+
+
+@pytest.mark.parametrize("n_steps_survived", range(3))
+def test_writer_that_is_killed_leaves_adapters_whole_or_without_weights(
+    build, tmp_path, monkeypatch, n_steps_survived
+):
+    """Each step of writing changes a name in the folder, with os.replace or os.unlink."""
+    folder, survived = tmp_path / "adapters", []
+    build().save_peft(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    other = build(flags=["--lora.alpha=3"])
+
+    def killed_after_some(change):
+        def changed(*names, **options):
+            if len(survived) == n_steps_survived:  # from now on nothing in the folder changes
+                raise KeyboardInterrupt
+            survived.append(change(*names, **options))
+
+        return changed
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, killed_after_some(getattr(os, name)))
+    with pytest.raises(KeyboardInterrupt):
+        other.save_peft(folder)
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
+    assert weights not in after or (after[weights], after[config]) == (
+        before[weights],
+        before[config],
+    )
 
 
 def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):

@@ -16,6 +16,7 @@ from tests.unit.batch.document_runs import (
 )
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.mask import DocumentMask
+from torchtitan.step.objective import Tally
 
 pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 # Of logits of size 1.
@@ -36,7 +37,7 @@ def test_flex_varlen_and_a_dense_mask_have_equal_losses(tmp_path):
 def one_step(trainer):
     """Microbatches of the first step, as the loss gets them, with their counts."""
     step = trainer.next_step(trainer.batch_generator(trainer.dataloader))
-    return step.batches, step.num_valid_on_this_rank, step.counts.num_valid_tokens
+    return step.batches, step.own_denominator, step.counts.denominator
 
 
 def test_labels_after_end_of_text_count_neither_in_loss_nor_denominator(tmp_path):
@@ -88,7 +89,8 @@ def test_validation_leaves_out_the_same_labels(tmp_path):
     trainer = make_trainer(tmp_path, "flex", *training_data, *data, *options)
     input_dict, labels = next(iter(trainer.validator.validation_dataloader))
     trainer.validator.validation_context = nullcontext
-    loss, n_tokens = trainer.validator._forward(trainer.runner, input_dict, labels)
+    tally = Tally(trainer.validator.objective)
+    loss, n_tokens = trainer.validator._forward(trainer.runner, input_dict, labels, tally)
     n_ends = int((input_dict["input"] == trainer.tokenizer.eos_id).sum())
     assert n_ends > 0 and n_tokens == labels.numel() - n_ends
     masked = trainer.packing.mask_labels(input_dict, labels)

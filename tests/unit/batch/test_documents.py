@@ -34,19 +34,6 @@ def rows_of(elements):
     )
 
 
-def test_eos_belongs_to_the_document_it_closes():
-    tokens = torch.tensor([[5, 6, EOS, 7, EOS, 8]])
-    assert document_ids_from_eos(tokens, EOS).tolist() == [[0, 0, 0, 1, 1, 2]]
-
-
-def test_negative_positions_are_padding_and_take_no_number():
-    positions = torch.tensor([[-1, 0, 1, -1, -1, 0, 1], [-3, -2, -1, 0, 1, 2, -1]])
-    assert document_ids_from_positions(positions).tolist() == [
-        [PADDING, 0, 0, PADDING, PADDING, 1, 1],
-        [PADDING, PADDING, PADDING, 0, 0, 0, PADDING],
-    ]
-
-
 def slow_ids(row, begins, is_padding):
     ids, count, previous_was_padding = [], -1, False
     for i, value in enumerate(row):
@@ -103,23 +90,6 @@ def test_starts_allow_exactly_the_pairs_of_one_document(rows):
 P = "position_block_causal"
 
 
-@pytest.mark.parametrize(
-    "entry, mask_type",
-    [
-        ({}, "block_causal"),
-        ({"positions": [[0, 1, 0, 1]]}, P),
-        ({"seq_lens": [[2, 2]]}, P),
-        ({"cu_seqlens": [[0, 2, 4]]}, P),
-        ({"document_ids": [[0, 0, 1, 1]]}, P),
-    ],
-)
-def test_every_source_reads_the_same_documents(entry, mask_type):
-    batch = {"input": torch.tensor([[5, EOS, 7, 8]])}
-    batch |= {key: torch.tensor(value) for key, value in entry.items()}
-    found = read_document_ids(batch, mask_type, EOS)
-    assert found.dtype == torch.int32 and found.tolist() == [[0, 0, 1, 1]]
-
-
 def test_one_row_of_positions_serves_all_rows():
     batch = {"input": torch.ones(2, 3), "positions": torch.tensor([[0, 1, 0]])}
     assert read_document_ids(batch, P, EOS).tolist() == [[0, 0, 1]] * 2
@@ -160,11 +130,6 @@ def test_flat_cu_seqlens_count_through_the_rows_of_the_batch():
     assert starts.tolist() == [[0, 0, 2], [0, 0, 0]]
 
 
-def test_missing_positions_name_the_entry_and_what_the_batch_has():
-    with pytest.raises(ValueError, match=r"'positions'.*only \['input'\].*'block_causal'"):
-        read_document_ids({"input": torch.ones(1, 3)}, P, EOS)
-
-
 def test_explicit_boundaries_win_over_the_mask_type():
     sources = {
         "document_ids": torch.tensor([[0, 1, 1]]),
@@ -188,16 +153,21 @@ def test_explicit_boundaries_win_over_the_mask_type():
         del batch[key]
 
 
-def test_block_causal_without_an_end_of_text_id_says_what_to_do():
-    with pytest.raises(
-        ValueError, match="the tokenizer is None .*set the `tokenizer` of an engine.*position_block"
-    ):
-        read_document_ids({"input": torch.ones(1, 3)}, "block_causal", None)
-
-
-def test_unknown_mask_type_is_refused_and_not_read_from_end_of_text_tokens():
-    with pytest.raises(ValueError, match="model.attn_mask_type must be one of causal.*'blok'"):
-        read_document_ids({"input": torch.ones(1, 3)}, "blok", EOS)
+@pytest.mark.parametrize(
+    "mask_type, eos_id, match",
+    [
+        (P, EOS, r"'positions'.*only \['input'\].*'block_causal'"),
+        (
+            "block_causal",
+            None,
+            "the tokenizer is None .*set the `tokenizer` of an engine.*position_b",
+        ),
+        ("blok", EOS, "model.attn_mask_type must be one of causal.*'blok'"),
+    ],
+)
+def test_boundaries_that_cannot_be_read_are_named(mask_type, eos_id, match):
+    with pytest.raises(ValueError, match=match):
+        read_document_ids({"input": torch.ones(1, 3)}, mask_type, eos_id)
 
 
 def test_every_mask_type_of_the_config_has_a_source_of_boundaries():
@@ -265,62 +235,69 @@ def two_rows(*second_row_positions):
     }
 
 
-def test_second_source_that_agrees_is_warned_about_once(caplog):
-    batch = two_rows(0, 1, 2, 3) | {"cu_seqlens": torch.tensor([0, 2, 4, 8])}
-    for _ in range(3):
-        ids = read_document_ids(batch, "position_block_causal", None)
-    assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
-    # Positions that agree are there for RoPE.
-    assert caplog.messages == [
-        "document boundaries come from 'seq_lens'; the 'cu_seqlens' of the batch are ignored"
-    ]
+AGREES = two_rows(0, 1, 2, 3)  # positions that agree are there for RoPE
+TWO_ROWS = torch.tensor([[5, EOS, 7, 8], [EOS, 7, EOS, 8]])
+ROW = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
 
 
-def test_disagreement_names_row_index_and_both_readings(caplog):
-    ids = read_document_ids(two_rows(0, 1, 0, 1), "position_block_causal", None)
-    assert ids.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
-    assert caplog.messages == [
-        "document boundaries come from 'seq_lens'; the 'positions' of the batch are ignored, and "
-        "they disagree: in row 1 token 2 continues a document by 'seq_lens' and begins a document "
-        "by 'positions'"
-    ]
-
-
-def test_padding_by_one_source_alone_is_a_disagreement(caplog):
-    read_document_ids(two_rows(0, 1, 2, -1), "position_block_causal", None)
-    assert "row 1 token 3 continues a document by 'seq_lens' and is padding by" in caplog.text
-
-
-def test_disagreement_in_a_later_batch_is_found_once(caplog):
-    for last in (3, 3, 0, 0):
-        read_document_ids(two_rows(0, 1, 2, last), "position_block_causal", None)
-    assert ["disagree" in message for message in caplog.messages] == [True]
-
-
-def test_positions_are_a_second_source_beside_end_of_text_tokens(caplog):
-    batch = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[None]}
-    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 0, 1, 1]]
-    assert caplog.messages == [
-        "document boundaries come from 'end-of-text tokens'; the 'positions' of the batch are "
-        "ignored, and they disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and "
-        "continues a document by 'positions'"
-    ]
-
-
-def test_end_of_text_tokens_are_a_second_source_beside_positions(caplog):
-    agrees = {"input": torch.tensor([[5, EOS, 7]]), "positions": torch.tensor([[3, 4, 0]])}
-    read_document_ids(agrees, "position_block_causal", EOS)
-    assert caplog.messages == []
-    tokens = torch.tensor([[5, EOS, 7, 8], [EOS, 7, EOS, 8]])
-    batch = {"input": tokens, "positions": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])}
-    for _ in range(2):
-        ids = read_document_ids(batch, "position_block_causal", EOS)
-    assert ids.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
-    assert caplog.messages == [
-        "document boundaries come from 'positions'; the 'end-of-text tokens' of the batch are "
-        "ignored, and they disagree: in row 1 token 3 continues a document by 'positions' and begins "
-        "a document by 'end-of-text tokens'"
-    ]
+@pytest.mark.parametrize(
+    "batches, mask_type, eos_id, message",
+    [
+        pytest.param(
+            [AGREES | {"cu_seqlens": torch.tensor([0, 2, 4, 8])}],
+            P,
+            None,
+            "come from 'seq_lens'; the 'cu_seqlens' of the batch are ignored",
+            id="second source that agrees",
+        ),
+        pytest.param(
+            [AGREES, AGREES, two_rows(0, 1, 0, 1), two_rows(0, 0, 0, 0)],
+            P,
+            None,
+            "come from 'seq_lens'; the 'positions' of the batch are ignored, and they disagree: in row "
+            "1 token 2 continues a document by 'seq_lens' and begins a document by 'positions'",
+            id="disagreement in a later batch",
+        ),
+        pytest.param(
+            [two_rows(0, 1, 2, -1)],
+            P,
+            None,
+            "come from 'seq_lens'; the 'positions' of the batch are ignored, and they disagree: in row "
+            "1 token 3 continues a document by 'seq_lens' and is padding by 'positions'",
+            id="padding by one source alone",
+        ),
+        pytest.param(
+            [ROW],
+            "block_causal",
+            EOS,
+            "come from 'end-of-text tokens'; the 'positions' of the batch are ignored, and they "
+            "disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and continues a "
+            "document by 'positions'",
+            id="positions beside end-of-text tokens",
+        ),
+        pytest.param(
+            [
+                {"input": torch.tensor([[5, EOS, 7]]), "positions": torch.tensor([[3, 4, 0]])},
+                {"input": TWO_ROWS, "positions": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])},
+            ],
+            P,
+            EOS,
+            "come from 'positions'; the 'end-of-text tokens' of the batch are ignored, and they "
+            "disagree: in row 1 token 3 continues a document by 'positions' and begins a document by "
+            "'end-of-text tokens'",
+            id="end-of-text tokens beside positions",
+        ),
+    ],
+)
+def test_second_source_is_warned_about_once(caplog, batches, mask_type, eos_id, message):
+    for batch in batches * 2:
+        first, *_ = (key for key in ("seq_lens", "positions") if key in batch)
+        only = {"input": batch["input"]} | (
+            {} if eos_id and mask_type != P else {first: batch[first]}
+        )
+        ids = read_document_ids(batch, mask_type, eos_id)
+        assert torch.equal(ids, read_document_ids(only, mask_type, eos_id))
+    assert caplog.messages == [f"document boundaries {message}"]
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,15 @@ def test_only_the_newest_k_are_kept_as_set_at_run_time_and_after_a_last_save(tmp
     assert steps_in(tmp_path) == [3, 4]
 
 
+def test_save_that_was_due_since_the_last_call_is_made_now(tmp_path):
+    run = Run(tmp_path, interval=3, keep_latest_k=0, enable_first_step_checkpoint=True)
+    for since, step in ((0, 2), (2, 4), (4, 5), (5, 9), (9, 11)):
+        run.manager.save(step, since=since)
+    assert steps_in(tmp_path) == [2, 4, 9]
+    run.manager.save(12, last_step=True, since=11)
+    assert steps_in(tmp_path) == [2, 4, 9, 12]
+
+
 def test_only_rank_zero_purges_but_every_rank_saves(tmp_path):
     with mock.patch.object(torch.distributed, "get_rank", return_value=1):
         Run(tmp_path, keep_latest_k=2).save(1, 2, 3)

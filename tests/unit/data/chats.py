@@ -19,6 +19,21 @@ FORGETFUL = QWEN_LIKE.replace(
     "loop.index0 > ns.last_query_index and (loop.last or reasoning)", "loop.last"
 )
 
+# Writes nothing behind the token that ends a turn.
+SHORT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Preference pairs of both kinds.
+PAIRS = {
+    "texts": {"prompt": "1 + 2 =", "chosen": " 3", "rejected": " 40"},
+    "chats": {
+        "prompt": [{"role": "user", "content": "1 + 2?"}],
+        "chosen": [{"role": "assistant", "content": "It is 3."}],
+        "rejected": [{"role": "assistant", "content": "No idea"}],
+    },
+}
+
 
 def write_tokenizer(folder: Path, template: str | list | None = None, **entries) -> Path:
     """Return a folder with a tokenizer whose ids are bytes and three special tokens.

@@ -584,6 +584,20 @@ def test_builders_take_their_own_section():
     assert [labels.shape for _, labels in validation] == [(2, 9)] * 3  # a row is padding
 
 
+def test_only_training_data_is_said_to_be_read_again(caplog):
+    register(documents_of([50]), "read_again")
+    config = JobConfig()
+    for section in (config.training, config.validation):
+        section.dataset, section.seq_len, section.local_batch_size = "read_again", 9, 2
+    arguments = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}
+    validation = build_text_validation_dataloader(job_config=config, infinite=True, **arguments)
+    assert len(list(islice(validation, 9))) == 9
+    assert "being read again" not in caplog.text
+    assert "validation.steps takes more rows than the validation data have" in caplog.text
+    assert len(list(islice(build_text_dataloader(job_config=config, **arguments), 9))) == 9
+    assert "Dataset read_again is being read again from the beginning" in caplog.text
+
+
 def test_validation_without_data_of_its_own_takes_the_training_section(caplog):
     register(documents_of([100]), "numbers")
     config = JobConfig()

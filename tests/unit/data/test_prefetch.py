@@ -39,7 +39,8 @@ class Numbers(BaseDataLoader):
 
 def ahead(loader, n_steps=5, to_batch=TokenBatch.from_dict, n_duplicates=None):
     seconds = timedelta(seconds=5)
-    return StepsAhead(loader, 2, n_steps, to_batch, torch.device("cpu"), n_duplicates, seconds)
+    options = n_steps, to_batch, lambda batch: batch.num_valid, torch.device("cpu")
+    return StepsAhead(loader, 2, *options, n_duplicates, seconds)
 
 
 def numbers(step) -> list[int]:
@@ -60,7 +61,7 @@ def test_position_is_that_of_the_step_that_trains_while_the_next_one_is_read():
     for n in range(4):
         step = steps.next_step()
         assert numbers(step) == [2 * n + 1, 2 * n + 2]
-        assert step.counts.num_valid_tokens == step.num_valid_on_this_rank == 4 * n + 3
+        assert step.counts.denominator == step.own_denominator == 4 * n + 3
         wait_until_idle(steps)
         assert loader.last == 2 * n + 4
         assert steps.state_dict() == {"last": 2 * n + 2}

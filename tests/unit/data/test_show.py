@@ -56,6 +56,19 @@ def packed_row(tokenizer):
     return {"input": tokens, "positions": positions}, labels
 
 
+def test_parts_of_a_pair_are_named(folder, monkeypatch, capsys, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "2+2=", "chosen": "4", "rejected": "22"}\n')
+    flags = f"""
+        model.hf_assets_path={folder} model.attn_type=varlen model.attn_mask_type=block_causal
+        loss.name=dpo training.dataset=preference training.dataset_path={tmp_path}/pairs.jsonl
+        training.packing=fit training.seq_len=32 show.rows=1 training.epochs=1
+    """
+    code, out, _ = run(monkeypatch, capsys, *(f"--{flag}" for flag in flags.split()))
+    assert code == 0 and "  pair 1, chosen, tokens 0 to 6, positions 0 to 6, labels: 2\n" in out
+    assert "  pair 1, rejected, tokens 7 to 14, positions 0 to 7, labels: 3\n" in out
+    assert "    <|begin|>2+2=⟦22<|im_end|>⟧\n" in out
+
+
 SHOWN = """row 1, tokens: 19, documents: 2, padding: 3, labels: 8 (42.1%)
   document 1, tokens 0 to 6, positions 0 to 6, labels: 2
     <|begin|>2+2=[4<|im_end|>]

@@ -7,13 +7,7 @@ import torch
 
 from tests.unit.rl.toy import gradients, toy_config
 from torchtitan.experiments.rl_toy.tasks import CharTokenizer
-from torchtitan.rl.client import (
-    AdamParams,
-    Datum,
-    LocalTrainingClient,
-    ModelInput,
-    SamplingParams,
-)
+from torchtitan.rl.client import AdamParams, Datum, LocalTrainingClient, ModelInput, SamplingParams
 
 pytestmark = pytest.mark.long
 

@@ -5,13 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.unit.integrations.tinker_server import (
-    DATA,
-    LORA,
-    PROMPT,
-    Http,
-    forward_backward_message,
-)
+from tests.unit.integrations.tinker_server import DATA, LORA, PROMPT, Http, forward_backward_message
 from tests.unit.rl.neighbours import changes, files_of_at_most, train_on_full_disk
 from tests.unit.rl.together import largest_difference, train
 from tests.unit.rl.toy import toy_config
@@ -85,39 +79,6 @@ def test_parts_that_a_client_leaves_out_do_not_train(tmp_path):
                 rows = parameter if name.endswith("lora_a") else parameter.t()
                 assert not torch.any(rows[3:]), name
                 assert torch.any(rows[:3]) == ("attention" in name), name
-
-
-def test_clients_that_take_turns_train_as_if_each_were_alone(url, tmp_path):
-    """Gradients are added twice before a step, between those of the others; then one client leaves."""
-    calls_of = {0: [2, 2, 1, 1], 1: [2, 2], 2: [2, 2, 1, 1]}  # client -> calls before each step
-    data = {
-        n: [([n + 7, n + 8], {"target_tokens": [n + 8, 3], "weights": [1.0, 1.0]})]
-        for n in calls_of
-    }
-    runs = {n: Http(url).start() for n in calls_of}
-    losses = {n: [] for n in calls_of}
-    for n, run in runs.items():
-        run.start_model(rank=2 * n + 1, seed=n)
-    for step in range(4):
-        here = [n for n in calls_of if step < len(calls_of[n])]
-        for call in range(2):
-            for n in here:
-                if call < calls_of[n][step]:
-                    losses[n].append(runs[n].forward_backward(data[n])["metrics"]["loss:sum"])
-        for n in reversed(here):
-            runs[n].optim_step()
-            if step == len(calls_of[n]) - 1:
-                runs[n].finish()
-    for n, calls in calls_of.items():
-        own = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in data[n]]
-        with LocalTrainingClient(toy_config(tmp_path / str(n), *LORA)) as client:
-            client.start_adapters(n, 2 * n + 1, ["self_attn", "mlp"]).result()
-            alone = []
-            for n_calls in calls:
-                outputs = [client.forward_backward(own, "cross_entropy") for _ in range(n_calls)]
-                alone += [output.result().metrics["loss:sum"] for output in outputs]
-                client.optim_step(AdamParams(learning_rate=1e-2)).result()
-        assert losses[n] == alone, "bit for bit"
 
 
 def test_no_command_changes_the_model_of_another_client(tmp_path):

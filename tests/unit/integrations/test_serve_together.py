@@ -276,7 +276,8 @@ def test_model_beyond_the_limit_is_refused_with_the_setting(url):
     late = Http(url).begin()
     status, answer = late.create_model(rank=1)
     assert status == 429
-    assert "4 models train on this server, its rl.serve.max_models; close" in answer["detail"]
+    assert "4 models of 0." in (told := answer["detail"])
+    assert "MiB train on this server, the limit by rl.serve.max_models, or by max_device" in told
     for client in clients:
         client.finish()
     late.start_model(rank=1)

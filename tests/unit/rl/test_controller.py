@@ -1,11 +1,16 @@
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from tests.reliability.test_report import data_of
 from tests.unit.rl.toy import toy_config, toy_samples
+from torchtitan.experiments.rl_toy.tasks import CopyTask
+from torchtitan.report.page import page_of
+from torchtitan.report.read import read_run
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.types import Episode, SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError
@@ -15,6 +20,15 @@ pytestmark = pytest.mark.long
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class GradesInParts(CopyTask):
+    def grade(self, prompt, text):
+        scores = {
+            "total": super().grade(prompt, text).reward,
+            "first": text[:1] == prompt.answer[0],
+        }
+        return {name: float(x) for name, x in scores.items() if name == "total" or text}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +44,8 @@ def finished(tmp_path_factory):
             "--rl.eval_every=2",
             "--rl.eval_samples=8",
             "--rl.generator.rescore",
-        )
+        ),
+        task=GradesInParts(),
     )
     controller.train()
     controller.close()
@@ -54,6 +69,29 @@ def test_episodes_are_written_with_what_led_to_their_advantage(finished):
         mean = sum(episode["reward"] for episode in group) / 4
         for episode in group:
             assert episode["advantage"] == pytest.approx(episode["reward"] - mean)
+
+
+def test_scores_of_a_reward_are_averaged_over_the_episodes_that_have_them(finished):
+    episodes = rows_of(finished / "episodes.jsonl")
+    assert {"reward/first"} == {name for episode in episodes for name in episode["scores"]}
+    metrics = rows_of(finished / "metrics.jsonl")
+    for row in (row for row in metrics if "loss" in row):
+        of_step = [e for e in episodes if e["step"] == row["step"]]
+        scored = [e["scores"]["reward/first"] for e in of_step if e["text"]]
+        assert row["rl/reward/first"] == pytest.approx(sum(scored) / len(scored))
+    assert sum("eval/greedy_reward/first" in row for row in metrics) == 3
+    (file,) = finished.rglob("events.out.tfevents.*")
+    assert b"rl/reward/first" in file.read_bytes()
+    html = page_of(read_run(finished))
+    (panel,) = [p for p in data_of(html)["panels"] if p["title"] == "Reward"]
+    labels = ["training", "held out, greedy", "held out, sampled", "first, training"]
+    assert [curve["label"] for curve in panel["curves"]] == labels
+
+
+def test_run_from_python_has_its_start_and_end_on_record(finished):
+    kinds = [event["kind"] for event in rows_of(finished / "events.jsonl")]
+    assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("start") == 1
+    assert re.search(r'class="state good">ended<', page_of(read_run(finished)))
 
 
 def test_episodes_are_drawn_ahead_and_no_older_than_allowed(tmp_path):

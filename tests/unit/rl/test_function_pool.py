@@ -144,4 +144,4 @@ if __name__ == "__main__":
     print(pool.call_all([(("a", "a"), {{"prompt": "a=", "row": row}})]))
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
-    assert done.returncode == 0 and "value=1.0" in done.stdout, done.stderr
+    assert done.returncode == 0 and "'total': 1.0" in done.stdout, done.stderr

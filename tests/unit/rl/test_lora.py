@@ -42,6 +42,18 @@ def test_reference_is_the_model_without_adapters_and_copies_nothing(build):
     assert "rl_reference" not in controller.checkpointer.states
 
 
+def test_folders_for_peft_are_written_though_steps_come_two_at_a_time(tmp_path):
+    flags = ["--rl.minibatches=2", "--training.steps=10", "--checkpoint.enable"]
+    flags += ["--checkpoint.interval=4", "--checkpoint.save_peft_interval=3"]
+    controller = Controller(toy_config(tmp_path, *LORA, *flags))
+    controller.train()
+    controller.close()
+    found = {path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()}
+    # Steps 3, 6 and 9 are passed at the ends of the batches.
+    peft = {"peft-step-4", "peft-step-6", "peft-step-10"}
+    assert found == {"step-4", "step-8", "step-10"} | peft
+
+
 def test_critic_with_adapters_continues_with_the_policys_base(build, tmp_path):
     base = PolicyTrainer(toy_config(tmp_path / "base", "--debug.seed=8"))
     base.save_checkpoint(str(tmp_path / "base"))

@@ -1,6 +1,9 @@
 import json
+import re
 
+import numpy as np
 import pytest
+import torch
 
 from torchtitan.experiments.rl_toy.tasks import (
     CharTokenizer,
@@ -8,9 +11,10 @@ from torchtitan.experiments.rl_toy.tasks import (
     SortTask,
     SumDigitsTask,
 )
+from torchtitan.rl.function_pool import FunctionPool
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.jsonl_task import JsonlTask
-from torchtitan.rl.tasks import Task, build_task, register_task
+from torchtitan.rl.tasks import Grade, Task, build_task, find_function, register_task
 
 CHARACTER_TASKS = [SumDigitsTask, CopyTask, SortTask]
 
@@ -96,6 +100,63 @@ def test_file_task_is_judged_by_the_users_function_whose_reward_must_be_a_number
     while returned:
         with pytest.raises(ValueError, match="must return a finite number"):
             task.grade(task.prompt(0), "9")
+
+
+PARTS = "tests.unit.rl.reward_functions:in_parts"
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_reward_may_be_a_dict_with_its_total_and_named_scores(tmp_path, in_process):
+    lines = [{"prompt": "1+1=", "answer": "2", "more": {"length": np.float32(3).item()}}]
+    lines += [{"prompt": "1=", "answer": "1", "more": {"format": more}} for more in BAD_SCORES]
+    lines += [{"prompt": "2=", "answer": "2", "without": "total"}]
+    pool = FunctionPool(PARTS, 1, 60.0) if in_process else None
+    path = write_lines(tmp_path / "prompts.jsonl", *lines)
+    function = find_function(PARTS)
+    task = JsonlTask(path, function, CharTokenizer("0123456789+="), reward_pool=pool)
+    try:
+        first, *bad, without = task.held_out(9)
+        grade = task.grade(first, "2")
+        expected = {"exact": 1.0, "reward/format": 1.0, "reward/length": 3.0}
+        failed = {"verifier_failed": 0.0} if in_process else {}
+        assert (grade.reward, grade.scores) == (0.25, expected | failed)
+        for prompt, score in zip(bad, BAD_SCORES, strict=True):
+            words = f"score 'format' must be a finite number, .* got {re.escape(repr(score))}"
+            with pytest.raises(ValueError, match=words.replace("'nan'", "nan")):
+                task.grade(prompt, "1")
+        words = r"must have the reward under 'total', got the keys 'format'; the completion was '9'"
+        with pytest.raises(ValueError, match=words):
+            task.grade(without, "9")
+    finally:
+        task.close()
+
+
+BAD_SCORES = ["nan", True, [1.0], {"a": 1.0}, "much", None, 10**400]
+
+
+def test_task_may_grade_with_a_number_or_a_dict_and_scalars_of_libraries_are_numbers():
+    class Graded(CopyTask):
+        returns = None
+
+        def grade(self, prompt, text):
+            return self.returns
+
+    task = Graded()
+    for task.returns, expected in (
+        (0.5, Grade(0.5)),
+        (Grade(1.0, {"exact": 1.0}), Grade(1.0, {"exact": 1.0})),
+        ({"total": np.float64(2), "fluent": torch.tensor(0.5)}, Grade(2.0, {"reward/fluent": 0.5})),
+    ):
+        assert task.grade_all([(task.prompt(0), "abc")]) == [expected]
+    for task.returns in (
+        {"total": np.ones(2)},
+        {"total": 1.0, "ok": np.bool_(True)},
+        {"total": 1, 3: 1},
+    ):
+        with pytest.raises(
+            ValueError, match="must be a finite number|must have texts as keys, got 3"
+        ):
+            task.grade_all([(task.prompt(0), "abc")])
 
 
 def test_file_to_evaluate_on_is_read_or_the_first_lines_serve(tmp_path):

@@ -66,23 +66,3 @@ def test_lane_takes_the_workers_that_were_told_at_one_address_and_then_closes_it
     for stranger in server.strangers:
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-
-
-def test_second_program_with_a_workers_secret_is_not_taken():
-    def call(name, message):
-        if name == "get_world_size":
-            return {"world_size": 2}
-        info = SimpleNamespace(**message["init_info"])
-        connections.extend(join(info, worker, 30) for worker in (0, 0))
-        assert connections[1].recv(1) == b""
-        connections.append(join(info, 1, 30))
-
-    connections, server = [], Server()
-    WeightLane("gloo", call, server.url, timeout_seconds=60)
-    assert len(connections) == 3
-
-
-def test_worker_that_does_not_come_is_named_after_the_time_limit():
-    server = Server()
-    with pytest.raises(TimeoutError, match="2 expected programs did not connect within 1 s"):
-        WeightLane("gloo", lambda *_: {"world_size": 2}, server.url, timeout_seconds=1)

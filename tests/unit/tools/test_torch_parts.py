@@ -181,7 +181,7 @@ def test_a_part_with_a_replacement_may_be_missing(monkeypatch):
     spellings = {f"torch:{MISSING}": ("2.11", "2.15")}
     gone = torch_parts.PARTS[name]._replace(spellings=spellings)
     monkeypatch.setitem(torch_parts.PARTS, name, gone)
-    monkeypatch.setattr(torch_parts, "_find", torch_parts._find.__wrapped__)
+    monkeypatch.setattr(torch_parts, "place", torch_parts.place.__wrapped__)
     assert torch_parts.get(name) is None
     monkeypatch.setitem(torch_parts.PARTS, name, gone._replace(instead=""))
     with pytest.raises(RunError, match=f"needs torch.{MISSING}, which torch"):

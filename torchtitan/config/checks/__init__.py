@@ -32,6 +32,7 @@ def check_job_config(
         values.unavailable(job_config),
         values.data(job_config),
         values.lora(job_config),
+        values.loss(job_config, builds_data),
         values.optimizer(job_config),
         layout.degrees(job_config),
         layout.tensor_parallel(job_config),
@@ -40,6 +41,7 @@ def check_job_config(
         files.checkpoint_folders(job_config),
         files.output_paths(job_config, builds_data),
         files.dataset_paths(job_config) if builds_data else (),
+        files.preference_pairs(job_config) if builds_data else (),
     )
     if known_converters is not None:
         refuse(model.converters(job_config, known_converters))

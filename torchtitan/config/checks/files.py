@@ -11,7 +11,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.files import find_shipped
 
 # Datasets that have no default path.
-_READ_A_PATH = ("local", "tokens", "chat")
+_READ_A_PATH = ("local", "tokens", "chat", "preference")
 
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
@@ -105,7 +105,7 @@ def dataset_paths(job_config: JobConfig) -> Iterator[str]:
                 f"on the hub, got {path!r} (looked in {os.getcwd()}); correct the path"
             )
     template = job_config.training.chat_template
-    if template and any(part.dataset.lower() == "chat" for part in parts.values()):
+    if template and any(part.dataset.lower() in ("chat", "preference") for part in parts.values()):
         remedy = "correct the path, or leave it out for the template in model.hf_assets_path"
         yield from is_file("training.chat_template", template, " with a Jinja template", remedy)
 
@@ -124,6 +124,24 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
                 f"{section}.dataset = {name.lower()!r} reads the file or folder {section}.dataset_path, "
                 f"which must exist, got {path!r} (looked in {os.getcwd()}); set or correct the path"
             )
+
+
+def preference_pairs(job_config: JobConfig) -> Iterator[str]:
+    """Preference pairs and `loss.name = "dpo"` need each other, and rows that hold whole pairs."""
+    training, loss = job_config.training, job_config.loss
+    for section, data in _datasets(job_config).items():
+        if (data.dataset.lower() == "preference") != (loss.name == "dpo"):
+            yield (
+                f"{section}.dataset = {data.dataset!r} does not go with loss.name = {loss.name!r}: 'dpo' trains "
+                "on 'preference' pairs only, and nothing else does; change one of the two"
+            )
+    if loss.name == "dpo" and training.packing == "concat":
+        yield "training.packing = 'concat' tears preference pairs; set it to 'fit' or 'none'"
+    if loss.reference == "precomputed" and training.too_long == "cut":
+        yield (
+            "training.too_long = 'cut' changes answers whose log-probs loss.reference = 'precomputed' takes "
+            "from the data; set it to 'skip' or 'error'"
+        )
 
 
 def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torchtitan.config.checks.common import (
 )
 from torchtitan.config.checks.values import hf_conversion
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.mask_types import check_kernel
+from torchtitan.config.mask_types import check_kernel, separates_documents
 
 
 def model_sizes(model_args: Any) -> Iterator[str]:
@@ -37,6 +37,11 @@ def flavor(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
 def attention(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     mask_type = job_config.model.attn_mask_type or getattr(model_args, "attn_mask_type", "causal")
     yield from problem_in(check_kernel, attn_type_of(job_config, model_args), mask_type)
+    if job_config.loss.name == "dpo" and not separates_documents(str(mask_type)):
+        yield (
+            f"model.attn_mask_type must keep the two answers of a pair apart, got {mask_type!r}; set it to "
+            "'block_causal', with model.attn_type 'flex' or 'varlen'"
+        )
 
 
 def heads(

@@ -20,7 +20,7 @@ lr_scheduler: step_offset init_lr_factor if lr_scheduler.warmup_steps
 lr_scheduler: decay_type min_lr_factor if lr_scheduler.decay_ratio != 0
 training: data_seed if training.shuffle
 training: dataset if not training.mixture
-training: chat_keys too_long if 'chat' in datasets
+training: chat_keys too_long if 'chat' in datasets or 'preference' in datasets
 training.dataloader: persistent_workers prefetch_factor if training.dataloader.num_workers
 validation.dataloader: persistent_workers prefetch_factor if validation.dataloader.num_workers
 parallelism: disable_loss_parallel enable_async_tensor_parallel if

@@ -54,10 +54,11 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
 
 def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
     """A model without a state_dict_adapter has no Hugging Face files. model: its name in messages."""
-    for key in ("initial_load_in_hf", "last_save_in_hf"):
+    for key in ("initial_load_in_hf", "last_save_in_hf", "last_save_peft", "save_peft_interval"):
         is_used = checkpoint.enable or key.startswith("initial")
         if is_used and getattr(checkpoint, key):
-            yield f"checkpoint.{key} = True needs a state_dict_adapter, got {model}; turn it off"
+            value = getattr(checkpoint, key)
+            yield f"checkpoint.{key} = {value} needs a state_dict_adapter, got {model}; turn it off"
 
 
 def features(job_config: JobConfig) -> Iterator[str]:
@@ -160,13 +161,57 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
         )
 
 
+_OF_LOSS = {
+    "dpo": ("beta", "label_smoothing", "length_normalized", "reference"),
+    "distillation": ("teacher", "divergence", "top_k", "kl_weight", "label_weight", "temperature"),
+}
+
+
+def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
+    settings, lora, checkpoint = job_config.loss, job_config.lora, job_config.checkpoint
+    if settings.name and not builds_data:
+        yield (
+            f"loss.name = {settings.name!r} is for a trainer with data; leave it out, and give the engine's "
+            "forward_backward_step a loss_fn"
+        )
+    for loss_name, names in _OF_LOSS.items():
+        if settings.name != loss_name:
+            keys = tuple(f"loss.{name}" for name in names)
+            why = f"with loss.name = {settings.name!r}; set the name to {loss_name!r}"
+            yield from no_effect(job_config, keys, why)
+    if settings.name != "dpo":
+        return
+    converters, reference = job_config.model.converters, settings.reference
+    if reference == "adapters_off" and ("lora" not in converters or lora.also_train):
+        yield (
+            "loss.reference = 'adapters_off' needs adapters, and nothing else that trains, got "
+            f"model.converters = {converters} and lora.also_train = {lora.also_train}; set it to 'initial'"
+        )
+    has_weights = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
+    is_drawn_again = checkpoint.enable and not has_weights and job_config.debug.seed is None
+    if reference == "initial" and is_drawn_again:
+        yield (
+            "loss.reference = 'initial' with random weights, which a resumed run draws again, needs "
+            "debug.seed, got None; set it, or load weights with checkpoint.initial_load_path"
+        )
+    known = ("initial", "adapters_off", "precomputed")
+    if reference not in known and not os.path.isdir(reference):
+        yield (
+            "loss.reference must be initial, adapters_off, precomputed or a folder with weights, got "
+            f"{reference!r} (looked in {os.getcwd()}); correct it"
+        )
+
+
 def lora(job_config: JobConfig) -> Iterator[str]:
     """Rules that need no model; the LoRA converter checks names against the model's layers."""
     settings, converters = job_config.lora, job_config.model.converters
+    peft_keys = "checkpoint.last_save_peft", "checkpoint.save_peft_interval"
     if "lora" not in converters:
         why = f'without adapters, got model.converters = {converters}; add "lora" to it'
-        yield from no_effect(job_config, ("lora.",), why)
+        yield from no_effect(job_config, ("lora.", *peft_keys), why)
         return
+    for key in peft_keys:
+        yield from needs(job_config, key, "checkpoint.enable")
     if converters.index("lora") + 1 != len(converters):
         yield (
             f'model.converters must name "lora" once and last, because others replace layers, got '

@@ -40,11 +40,7 @@ from torchtitan.integrations.tinker.conversions import (
     output_of,
     training_sample,
 )
-from torchtitan.integrations.tinker.local_sampling import (
-    CallThread,
-    LocalSamplingClient,
-    on_thread,
-)
+from torchtitan.integrations.tinker.local_sampling import CallThread, LocalSamplingClient, on_thread
 from torchtitan.integrations.tinker.states import Limits, TrainingState
 from torchtitan.integrations.tinker.types import (
     AdamParams,
@@ -64,13 +60,7 @@ from torchtitan.rl.generator import build_generator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import CrossEntropyLoss, PolicyLoss
 from torchtitan.rl.policy import PolicyTrainer
-from torchtitan.rl.snapshots import (
-    Snapshots,
-    WeightsKey,
-    changing_weights,
-    host_copy,
-    swap_memory,
-)
+from torchtitan.rl.snapshots import Snapshots, WeightsKey, changing_weights, host_copy, swap_memory
 from torchtitan.rl.types import OptimParams, TrainingSample
 from torchtitan.step.forward import scalar_loss
 from torchtitan.step.runner import on_error

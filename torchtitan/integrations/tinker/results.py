@@ -3,9 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import math
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +17,8 @@ if TYPE_CHECKING:
 
 _MAX_WAITING = 8192  # requests without a result
 _SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
-# A fetched result is kept for a while, because the client may have lost the connection. A result that
-# is never fetched is dropped later, or when results take too much memory. Request ids are kept even
-# longer, so a request that is sent twice does not run twice.
-_SECONDS_AFTER_FETCHING = 120
-_SECONDS_UNFETCHED = 3600
-_SECONDS_BETWEEN_DROPS = 10
+# Results stay until they take too much memory, because a client may lose the connection while it fetches
+# one; fetched results go first. Ids are kept longer, so a request that is sent twice does not run twice.
 _MAX_BYTES = 2**30  # of results
 _MAX_KNOWN = 2**16  # requests whose ids are kept
 
@@ -51,7 +45,7 @@ class _Request:
     channel: Any  # key under which `retrieve_many` finds the finished request
     accepted: Answer
     result: Answer | Exception | None = None
-    forget_at: float = math.inf
+    is_fetched: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -73,7 +67,6 @@ class Results:
         self._all: dict[str, _Request] = {}
         self._n_waiting = self._n_bytes = 0
         self._is_closed = False
-        self._next_drop_at = 0.0
         # channel -> cursor -> finished request; later finished requests have larger cursors
         self._done: defaultdict[Any, dict[int, _Request]] = defaultdict(dict)
         self._cursors = count(1)
@@ -109,7 +102,8 @@ class Results:
         answer = Answer({"request_id": request_id} | extra)
         request = _Request(request_id, _digest(content), channel, answer)
         with self._changed:
-            self._drop_old()
+            if len(self._all) >= _MAX_KNOWN:
+                self._forget_old()
             if (known := self.known(request_id, content)) is not None:
                 return known
             if self._n_waiting >= _MAX_WAITING:
@@ -131,14 +125,12 @@ class Results:
             if request.result is not None:
                 return
             request.result = result
-            request.forget_at = time.monotonic() + _SECONDS_UNFETCHED
             self._n_waiting -= 1
             self._n_bytes += request.n_bytes
             if self._n_bytes > _MAX_BYTES:
-                # Fetched results expire first, so they are dropped first. Drop a quarter: sorting is slow.
-                held = (r for r in self._all.values() if r.forget_at < math.inf)
-                held = sorted(held, key=lambda r: r.forget_at)[:-1]
-                self._drop(held[: max(len(held) // 4, 1)])
+                held = [r for r in self._all.values() if r.n_bytes and r is not request]
+                held.sort(key=lambda r: not r.is_fetched)  # stable: the oldest first
+                self._drop(held[: max(len(held) // 4, 1)])  # several, because sorting is slow
             if request.channel is not None:
                 self._done[request.channel][next(self._cursors)] = request
             self._changed.notify_all()
@@ -147,17 +139,13 @@ class Results:
         """Drop results, but keep the requests' ids."""
         for request in dropped:
             self._n_bytes -= request.n_bytes
-            request.result, request.forget_at = _DROPPED, math.inf
+            request.result = _DROPPED
 
-    def _drop_old(self) -> None:
-        now = time.monotonic()
-        if now < self._next_drop_at:
-            return
-        self._next_drop_at = now + _SECONDS_BETWEEN_DROPS
-        self._drop([r for r in self._all.values() if r.forget_at < now])
-        dropped = [k for k, r in self._all.items() if r.result is _DROPPED]
-        for old in dropped[: max(len(self._all) - _MAX_KNOWN, 0)]:
-            del self._all[old]
+    def _forget_old(self) -> None:
+        """Drop the older half of the finished requests, and their ids."""
+        finished = [r for r in self._all.values() if r.result is not None]
+        self._drop(finished[: len(finished) // 2])
+        self._all = {k: r for k, r in self._all.items() if r.result is not _DROPPED}
         for channel, done in list(self._done.items()):
             self._done[channel] = {c: r for c, r in done.items() if r.result is not _DROPPED}
 
@@ -175,7 +163,7 @@ class Results:
             if result is None:
                 waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
                 return Answer(waiting, status=408)
-            request.forget_at = time.monotonic() + _SECONDS_AFTER_FETCHING
+            request.is_fetched = True
         if isinstance(result, ValueError):
             return Answer({"error": str(result), "category": "user"})
         if isinstance(result, Exception):
@@ -189,7 +177,7 @@ class Results:
         fetched = take(values, "retrieved_request_ids", list, [])
         with self._changed:
             own = (self._all.get(str(request_id)) for request_id in fetched)
-            self._drop([r for r in own if r and r.channel == channel and r.forget_at < math.inf])
+            self._drop([r for r in own if r and r.channel == channel and r.result is not None])
             self._done[channel] = {c: r for c, r in self._done[channel].items() if c > cursor}
             self._changed.wait_for(
                 lambda: self._done[channel] or self._is_closed,

@@ -32,9 +32,8 @@ from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger
 
-SECONDS_UNTIL_GONE = (
-    20  # a session ends after this time without a request; clients send a heartbeat every 10 s
-)
+# A session ends after this time without a request; clients send a heartbeat every 10 s.
+SECONDS_UNTIL_GONE = 20
 _MAX_SESSIONS = 4096
 _MAX_SAMPLES = 4096  # per request
 _MAX_TOP_K = 1024
@@ -80,9 +79,6 @@ class Sessions:
         """Return the seconds until the session ends without another request; 0 if it has ended."""
         until = self._alive_until.get(id_in_session.partition(":")[0], 0.0)
         return max(0.0, until - time.monotonic())
-
-    def is_alive(self, id_in_session: str) -> bool:
-        return self.seconds_left(id_in_session) > 0
 
     def finish(self, session_id: str) -> None:
         self.check(session_id)
@@ -248,7 +244,7 @@ class Service:
 
     def _make_room(self, model_id: str) -> None:
         """Drop models whose session has ended; raise Refused if no further model fits."""
-        gone = [old for old in self._models if not self._sessions.is_alive(old)]
+        gone = [old for old in self._models if not self._sessions.seconds_left(old)]
         if self._lora is None:
             for old in set(self._models) - set(gone):
                 if old.partition(":")[0] != model_id.partition(":")[0]:

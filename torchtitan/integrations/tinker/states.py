@@ -83,14 +83,12 @@ class Limits:
             n_device, n_host = n_host, 0
         n_places = n_device + n_host + n_file
         n_models = max(1, min(serve.max_models, n_places))
-        full = f"{n_models} models train on this server, its rl.serve.max_models"
-        if n_places < serve.max_models:
-            full = (
-                f"{n_models} models train on this server, and a further one's "
-                f"{state_bytes / 2**20:.1f} MiB of adapters and optimizer state would pass "
-                "rl.serve.max_device_mib, max_host_mib and max_file_mib together"
-            )
-        return cls(n_models, n_device, n_host, f"{full}; close the ServiceClient of one of them")
+        full = (
+            f"{n_models} models of {state_bytes / 2**20:.1f} MiB train on this server, the limit by "
+            "rl.serve.max_models, or by max_device_mib, max_host_mib and max_file_mib together; close "
+            "the ServiceClient of one of them"
+        )
+        return cls(n_models, n_device, n_host, full)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from verl.workers.config import TorchtitanEngineConfig
 from torchtitan.adapters.peft_files import read_config
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import refuse
+from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
@@ -85,7 +86,6 @@ def job_config_of(
     model_config: Any,
     checkpoint_config: Any,
     model_type: str,
-    world_size: int,
 ) -> tuple[JobConfig, TrainSpec]:
     """Return the job that verl's four configs describe, and the train spec of the model.
 
@@ -95,7 +95,7 @@ def job_config_of(
     Raises ConfigError for settings that cannot run, before anything is built.
     """
     refuse(
-        _engine_problems(engine_config, world_size),
+        _engine_problems(engine_config),
         _optimizer_problems(engine_config, optimizer_config),
         _model_problems(model_config, model_type),
         _checkpoint_problems(checkpoint_config),
@@ -229,17 +229,11 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
 # ---- what is refused ----
 
 
-def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
+def _engine_problems(config: Any) -> Iterator[str]:
     if not isinstance(config, TorchtitanEngineConfig):
         yield (
             f"torchtitan's engine is configured by verl's TorchtitanEngineConfig or a subclass, "
             f"got {type(config).__name__}; set engine=torchtitan on the command line"
-        )
-    yield from choice_problems(config)
-    if config.dtype not in ("bfloat16", "float32"):
-        yield (
-            f"engine.dtype, the type of matrix products, must be 'bfloat16' or 'float32', got "
-            f"{config.dtype!r}; choose 'bfloat16'"
         )
     if config.router_replay.mode not in ("disabled", "R3"):
         yield (
@@ -247,49 +241,12 @@ def _engine_problems(config: Any, world_size: int) -> Iterator[str]:
             f"engine.router_replay.mode = {config.router_replay.mode!r}; set it to 'R3', and "
             "rollout.enable_rollout_routing_replay=true, or to 'disabled'"
         )
-    sizes = {  # their product is the number of processes
-        name: getattr(config, name)
-        for key, name in _ENGINE_FIELDS.items()
-        if key.startswith("parallelism.") and name.endswith("_size") and "expert" not in name
-    }
-    for name, size in sizes.items():
-        if size < 1 and not (name == "data_parallel_shard_size" and size == -1):
-            yield f"engine.{name} must be at least 1, got {size}; 1 turns it off"
-    others = config.data_parallel_replicate_size
-    others *= config.tensor_parallel_size * config.pipeline_parallel_size
-    others *= config.context_parallel_size
-    shards = config.data_parallel_shard_size
-    if shards == -1:
-        shards = max(world_size // others, 1)
-    if others * shards != world_size:
-        listed = ", ".join(f"{name} = {size}" for name, size in sizes.items() if size != 1)
-        remedy = f"start {others * shards} processes"
-        if world_size % others == 0:
-            remedy += f", or set engine.data_parallel_shard_size = {world_size // others}"
-        yield (
-            f"the sizes of the engine must multiply to the number of processes, got {world_size} "
-            f"processes and a product of {others * shards} ({listed or 'all sizes are 1'}); {remedy}"
-        )
-    data_parallel = config.data_parallel_replicate_size * shards
+    others = config.tensor_parallel_size * config.pipeline_parallel_size
+    data_parallel = num_ranks() // max(others * config.context_parallel_size, 1)
     if config.data_parallel_size not in (1, data_parallel):
         yield (
-            f"engine.data_parallel_size must be 1, which does not set it, or "
-            f"data_parallel_replicate_size * data_parallel_shard_size = {data_parallel}, got "
-            f"{config.data_parallel_size}; correct one of them"
-        )
-
-
-def choice_problems(config: Any) -> Iterator[str]:
-    """Yield problems of the fields of a `TorchtitanEngineConfig` that allow only certain words."""
-    if config.attn_type not in ("flex", "varlen"):
-        yield (
-            f"engine.attn_type must be 'flex' or 'varlen', got {config.attn_type!r}, whose kernel "
-            "torchtitan's engine does not call; choose 'flex'"
-        )
-    if config.activation_checkpoint not in ("selective", "full", "none"):
-        yield (
-            f"engine.activation_checkpoint must be 'selective', 'full' or 'none', got "
-            f"{config.activation_checkpoint!r}; choose 'selective'"
+            f"engine.data_parallel_size must be 1, which does not set it, or {data_parallel}, the number "
+            f"of processes that read different data, got {config.data_parallel_size}; correct it"
         )
 
 
@@ -308,8 +265,6 @@ def _optimizer_problems(engine_config: Any, config: Any) -> Iterator[str]:
             f"{type(config).__name__} without {', '.join(missing)}; set optim=torchtitan on the "
             "command line"
         )
-    if config.name not in ("Adam", "AdamW"):
-        yield f"optim.name must be 'Adam' or 'AdamW', got {config.name!r}; choose 'AdamW'"
 
 
 def _model_problems(config: Any, model_type: str) -> Iterator[str]:

@@ -21,7 +21,6 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 
 from torchtitan.batch.batch import Batch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.verl import samples
 from torchtitan.integrations.verl.config import (
@@ -108,7 +107,6 @@ class VerlEngine(BaseEngine):
             self.model_config,
             self.checkpoint_config,
             self.model_type,
-            num_ranks(),
         )
 
     # ---- this rank's place in the job ----
@@ -349,16 +347,6 @@ class VerlEngine(BaseEngine):
     def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
         """Return (iterator over changes since the last call, see `WeightDeltas`; None)."""
         return iter(self._deltas), None
-
-    def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: verl's format allows one block of each weight per rank.
-
-        verl 0.9.1 calls this method only for its own engines.
-        """
-        raise NotImplementedError(
-            "torchtitan's engine gives rollouts whole weights or their changes, not shards; call "
-            "get_per_tensor_param or get_per_tensor_param_delta_shard"
-        )
 
 
 @contextlib.contextmanager

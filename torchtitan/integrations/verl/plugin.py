@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
 
 from torchtitan.tools.logging import logger
 
@@ -24,27 +23,6 @@ def register_engines(workers_engine: ModuleType) -> None:
     for engine in (LanguageModelEngine, ValueModelEngine):
         register = workers_engine.EngineRegistry.register
         register(engine.model_type, "torchtitan", device=["cpu", "cuda"])(engine)
-
-
-def explain_wrong_choices(workers_config: ModuleType) -> None:
-    """Raise ConfigError with a remedy where verl's engine config only asserts."""
-    config_cls = getattr(workers_config, "TorchtitanEngineConfig", None)
-    if config_cls is None:
-        return  # a verl without a torchtitan engine
-    check = config_cls.__post_init__
-
-    def check_and_explain(self: Any) -> None:
-        try:
-            check(self)
-        except AssertionError:
-            # Imported here, because the import is slow and needed only after a mistake.
-            from torchtitan.config.checks.common import refuse
-            from torchtitan.integrations.verl.config import choice_problems
-
-            refuse(choice_problems(self))
-            raise
-
-    config_cls.__post_init__ = check_and_explain
 
 
 _actions: dict[str, Callable[[ModuleType], None]] = {}
@@ -84,7 +62,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 try:
     sys.meta_path.insert(0, _AfterImport())
     after_import("verl.workers.engine", register_engines)
-    after_import("verl.workers.config", explain_wrong_choices)
 except Exception as error:
     # verl ignores plug-ins that fail, and logs it only at the level DEBUG.
     logger.error(

@@ -1,0 +1,170 @@
+"""DPO in the trainer: the same on every layout, with every kind of reference, and after a resume."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_hf import tiny_hf_model
+from tests.unit.data.chats import SHORT, write_tokenizer
+from torchtitan.config import ConfigManager
+from torchtitan.data.chats import ChatEncoder
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.testing.gloo import run_ranks
+from torchtitan.trainer import Trainer
+
+STEPS, PAIRS, HELD_OUT = 4, 40, 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, training pairs and held-out pairs with the model's log-probs by transformers."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("preference")
+    tokenizer = HuggingFaceTokenizer(str(write_tokenizer(folder / "model", SHORT)))
+    model = tiny_hf_model("llama3", vocab_size=260)
+    model.save_pretrained(folder / "model")
+    encode = ChatEncoder.of_tokenizer(tokenizer)
+
+    @torch.no_grad()
+    def logprob(prompt, answer):
+        ids, is_answer = encode({"prompt": prompt, "completion": answer})
+        ids, places = torch.tensor(ids)[None].long(), torch.tensor(is_answer).nonzero().flatten()
+        logprobs = model(input_ids=ids).logits[0].double().log_softmax(-1)
+        return sum(float(logprobs[i - 1, ids[0, i]]) for i in places.tolist())
+
+    for name, numbers in (("train", range(PAIRS)), ("held_out", range(100, 100 + HELD_OUT))):
+        with open(folder / f"{name}.jsonl", "w") as file:
+            for n in numbers:
+                answers = [f"{2 * n}", f"not {n % 5 * 'so '}{n}"]
+                chosen, rejected = answers if n % 3 else answers[::-1]
+                pair = {"prompt": f"{n}+{n}=", "chosen": chosen, "rejected": rejected}
+                for key in ("chosen", "rejected"):
+                    pair[f"ref_{key}_logps"] = logprob(pair["prompt"], pair[key])
+                file.write(json.dumps(pair) + "\n")
+    return folder
+
+
+def train(folder: str, output: str, ranks: dict[str, int], *flags: str) -> dict[str, Any]:
+    """Return the metrics of this rank's training steps and validations."""
+    fixed = f"""
+        job.dump_folder={output} model.name=llama3 model.hf_config={folder}/model
+        model.hf_assets_path={folder}/model checkpoint.initial_load_in_hf model.attn_type=varlen
+        model.attn_mask_type=block_causal activation_checkpoint.mode=none loss.name=dpo
+        training.dataset=preference training.dataset_path={folder}/train.jsonl training.packing=fit
+        training.seq_len=128 training.mixed_precision_param=float32 training.global_batch_size=4
+        training.local_batch_size=4 training.steps={STEPS} metrics.log_freq=1 optimizer.lr=3e-4
+        optimizer.eps=1e-4 lr_scheduler.warmup_steps=0 debug.seed=3 training.shuffle
+        validation.enable validation.freq=2 validation.dataset_path={folder}/held_out.jsonl
+        validation.dataset=preference validation.local_batch_size=1
+    """.split()
+    fixed += [f"parallelism.{name}_degree={n}" for name, n in ranks.items()]
+    config = ConfigManager().parse_args([f"--{flag}" for flag in (*fixed, *flags)])
+    steps, validations, names = [], [], ("accuracy", "margin")
+    with Trainer(config) as trainer:
+
+        def log(step, loss, max_loss, grad_norm, extra_metrics):
+            extra = (extra_metrics[f"loss_metrics/{name}"] for name in names)
+            steps.append((loss, *extra, grad_norm))
+
+        def log_validation(loss, step, extra_metrics):
+            extra = (extra_metrics[f"validation_metrics/{name}"] for name in names)
+            validations.append((loss, *extra))
+
+        trainer.metrics_processor.log = log
+        trainer.metrics_processor.log_validation = log_validation
+        trainer.train()
+    return {"steps": steps, "validations": validations}
+
+
+def run(folder, output, ranks: dict[str, int], *flags: str) -> dict[str, Any]:
+    options = {"timeout_seconds": 600, "init_process_group": False}
+    arguments = str(folder), str(output), ranks, *flags
+    return run_ranks(train, math.prod(ranks.values()), *arguments, **options)[0]
+
+
+@pytest.fixture(scope="module")
+def one_process(folder, tmp_path_factory):
+    return run(folder, tmp_path_factory.mktemp("one"), {})
+
+
+def difference(ours, theirs) -> float:
+    """Return the largest difference of numbers up to about 1."""
+    return (torch.tensor(ours) - torch.tensor(theirs)).abs().max().item()
+
+
+LORA = ("model.converters=lora", "optimizer.lr=1e-2")
+LAYOUTS: dict[str, tuple] = {
+    "FSDP 2, accumulation 2": ({"data_parallel_shard": 2}, "training.local_batch_size=1"),
+    "TP 2": ({"tensor_parallel": 2},),
+    "PP 2": ({"pipeline_parallel": 2}, "parallelism.pipeline_parallel_schedule=1F1B"),
+    "CP 2": ({"context_parallel": 2},),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_and_validates_like_one_process(layout, folder, one_process, tmp_path):
+    ranks, *flags = LAYOUTS[layout]
+    got = run(folder, tmp_path, ranks, *flags)
+    assert len(got["validations"]) == 3  # after steps 1, 2 and 4
+    assert difference(got["steps"], one_process["steps"]) <= 1e-5
+    assert difference(got["validations"], one_process["validations"]) <= 1e-5
+
+
+def test_adapters_are_left_out_of_the_reference_on_every_rank(folder, tmp_path):
+    one = train(str(folder), str(tmp_path / "one"), {}, *LORA)
+    two = run(
+        folder, tmp_path / "two", {"data_parallel_shard": 2}, *LORA, "training.local_batch_size=2"
+    )
+    assert difference(two["steps"], one["steps"]) <= 1e-5
+    assert difference(two["validations"], one["validations"]) <= 1e-5
+
+
+def test_config_of_the_page_trains_a_model_that_transformers_opens(folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    blocks = re.findall(r"```toml\n(.*?)```", Path("docs/datasets.md").read_text(), re.DOTALL)
+    (job,) = (block for block in blocks if 'name = "dpo"' in block)
+    assert len(job.splitlines()) <= 25
+    job = job.replace("/models/sft", f"{folder}/model").replace("/data/pairs", f"{folder}/train")
+    (tmp_path / "job.toml").write_text(job.replace("./outputs/dpo", str(tmp_path)))
+    with Trainer(ConfigManager().parse_args([f"--job.config_file={tmp_path}/job.toml"])) as trainer:
+        trainer.train()
+        tokens = torch.randint(0, 260, (1, 16))
+        trainer.eval_mode()
+        (logits,) = trainer.forward_step({"input": tokens})
+    (saved,) = tmp_path.glob("checkpoint/step-*")
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    assert (model(tokens).logits - logits).abs().max() <= 0.05  # of 4, in bf16
+
+
+@pytest.mark.parametrize("adapters", [(), LORA], ids=["all weights", "LoRA"])
+def test_every_reference_with_the_initial_weights_is_one(adapters, folder, tmp_path):
+    references = [
+        "initial",
+        "precomputed",
+        f"{folder}/model",
+        *(["adapters_off"] if adapters else []),
+    ]
+    runs = [
+        train(str(folder), str(tmp_path / str(n)), {}, f"loss.reference={reference}", *adapters)
+        for n, reference in enumerate(references)
+    ]
+    for own in runs[1:]:
+        assert own["steps"][-1][0] != own["steps"][0][0]
+        # In the first step the sign of the margins, 0, is rounding.
+        first, (loss, _, margin, norm) = own["steps"][0], runs[0]["steps"][0]
+        assert difference([(first[0], *first[2:])], [(loss, margin, norm)]) <= 1e-5
+        assert difference(own["steps"][1:], runs[0]["steps"][1:]) <= 1e-5
+        assert difference(own["validations"], runs[0]["validations"]) <= 1e-5
+
+
+def test_resumed_run_has_the_bits_of_an_uninterrupted_one(folder, tmp_path):
+    flags = ["checkpoint.enable", "checkpoint.interval=2"]
+    whole = train(str(folder), str(tmp_path), {}, *flags)
+    resumed = train(str(folder), str(tmp_path), {}, *flags, "checkpoint.load_step=2")
+    assert resumed["steps"] == whole["steps"][2:]
+    assert resumed["validations"] == whole["validations"][2:]

@@ -1,0 +1,231 @@
+"""Packed documents are isolated: hypothesis looks for a counterexample.
+
+A packing is written into a batch in six ways, which all have to read as its documents. Kernels get the
+documents that were read: their outputs and gradients, and those of a decoder, have to be those of each
+document alone, by torch's own causal attention.
+
+B rows, T tokens, H query heads, K key/value heads, D head size, V vocabulary entries.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from tests.isolation.packings import (
+    EOS_ID,
+    LARGEST_FIRST_POSITION,
+    SEPARATORS,
+    VOCAB_SIZE,
+    Segment,
+    make_batch,
+    row_length,
+    spans_of,
+)
+from torchtitan.batch.documents import document_starts, read_document_ids
+from torchtitan.batch.mask import DocumentMask
+from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.models.attention import attend, build_inner_attention
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.testing import isolation
+from torchtitan.testing.isolation import KERNELS, run_alone, run_packed
+
+MAX_TOKENS = 24
+
+
+@st.composite
+def packings(draw):
+    """Draw rows of one length, cut anywhere; any piece may be padding."""
+    seq_len = draw(st.integers(1, MAX_TOKENS))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = draw(st.sets(st.integers(1, seq_len)))
+        bounds = sorted(cuts | {0, seq_len})
+        firsts = st.one_of(st.just(0), st.none(), st.integers(0, LARGEST_FIRST_POSITION))
+        pieces = zip(bounds, bounds[1:], strict=False)
+        rows.append(tuple(Segment(end - start, draw(firsts)) for start, end in pieces))
+    return tuple(rows)
+
+
+@given(packing=packings(), seed=st.integers(0, 1000))
+@settings(max_examples=100, deadline=None)
+def test_every_way_to_write_a_packing_reads_as_its_documents(packing, seed):
+    expected = [[a for a, b in row for _ in range(b - a)] for row in spans_of(packing)]
+    for separator, mask_type in SEPARATORS.items():
+        batch = make_batch(packing, separator, random.Random(seed))
+        starts = document_starts(read_document_ids(batch, mask_type, EOS_ID))
+        assert starts.tolist() == expected, separator
+
+
+# ---- kernels ----
+
+
+def attend_by_block_mask(q, k, v, document_ids):
+    """Flex as if a client had built the mask: block structure and mask function alone."""
+    mask = DocumentMask.from_documents(document_ids).block_mask(block_size=16)
+    return attend(build_inner_attention("flex"), q, k, v, mask)
+
+
+@given(
+    packing=packings(),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)]),
+    head_dim=st.sampled_from([8, 16]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_packed_documents_give_outputs_and_gradients_of_documents_alone(
+    packing, heads, head_dim, seed
+):
+    generator, (h, k) = torch.Generator().manual_seed(seed), heads
+    inputs = [
+        torch.randn(len(packing), row_length(packing), n, head_dim, generator=generator)
+        for n in (h, k, k, h)
+    ]
+    inputs = [x.transpose(1, 2).requires_grad_(i < 3) for i, x in enumerate(inputs)]
+    ids = make_batch(packing, "document_ids", random.Random(seed))["document_ids"].int()
+    alone, exact = (
+        run_alone([x.detach().to(dtype) for x in inputs], spans_of(packing))
+        for dtype in (torch.float32, torch.float64)
+    )
+    for kernel in (KERNELS["flex"], KERNELS["varlen"], attend_by_block_mask):
+        packed = run_packed(kernel, inputs, ids)
+        for ours, single, theirs in zip(packed, alone, exact, strict=True):
+            assert kernel is attend_by_block_mask or torch.equal(ours, single)
+            torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5)
+
+
+def problems_of(n_packings, device="cpu"):
+    """Problems that the shipped certificate finds in its first packings."""
+    return [x for i in range(n_packings) for x in isolation.check_packing(i, device=device)[0]]
+
+
+def test_sixty_packings_of_the_certificate_are_isolated_bitwise():
+    assert problems_of(60) == []
+
+
+def attend_causal(q, k, v, document_ids):
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def keys_leak(q, k, v, document_ids):
+    """The right output; the gradient of keys is that of plain causal attention."""
+    leaky = attend_causal(q.detach(), k, v.detach(), document_ids)
+    return KERNELS["varlen"](q, k.detach(), v, document_ids) + leaky - leaky.detach()
+
+
+def nan_in_the_gradient_of_values(q, k, v, document_ids):
+    v = v.clone()
+    v.register_hook(lambda grad: grad * torch.nan)
+    return KERNELS["varlen"](q, k, v, document_ids)
+
+
+def boundaries_a_token_late(*batch):
+    return read_document_ids(*batch).roll(1, dims=1)
+
+
+@pytest.mark.parametrize("broken", [attend_causal, keys_leak, nan_in_the_gradient_of_values, None])
+def test_certificate_reports_a_broken_kernel_and_boundaries_that_are_late(
+    broken, monkeypatch, capsys
+):
+    if broken:
+        monkeypatch.setattr(isolation, "KERNELS", {"broken": broken})
+    else:
+        monkeypatch.setattr(isolation, "read_document_ids", boundaries_a_token_late)
+    assert isolation.main(["--packings=20"]) == 1
+    printed = capsys.readouterr().out
+    assert "documents are not isolated in packing" in printed and "row 0: positions" in printed
+
+
+def test_certificate_prints_what_it_has_checked(capsys):
+    assert isolation.main(["--packings=3"]) == 0
+    assert "0 failures in 3 packings: under flex and varlen" in capsys.readouterr().out
+
+
+# ---- the whole decoder ----
+
+
+def build_decoder(attn_type, attn_mask_type):
+    """Two layers of llama3, the same weights for every kind of attention."""
+    sizes = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
+    args = TransformerModelArgs(
+        vocab_size=VOCAB_SIZE,
+        max_seq_len=LARGEST_FIRST_POSITION + 64,
+        attn_type=attn_type,
+        attn_mask_type=attn_mask_type,
+        **sizes,
+    )
+    decoder = Transformer(args)
+    with torch.no_grad(), seeded_init(decoder, 0):
+        decoder.init_weights()
+        for parameter in decoder.parameters():
+            if parameter.dim() == 2:  # as drawn, attention would hardly look at anything
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    return decoder
+
+
+def factors(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def gradients_of(decoder, logits, cotangent):
+    return torch.autograd.grad(logits, list(decoder.parameters()), cotangent)
+
+
+def run_decoder(decoder, batch):
+    """Logits [B, T, V] and the gradient of every parameter."""
+    tokens, boundaries = batch["input"], {k: x for k, x in batch.items() if k != "input"}
+    masks = decoder.get_attention_masks(tokens, SimpleNamespace(eos_id=EOS_ID), boundaries)
+    logits = decoder(tokens, attention_masks=masks, positions=batch.get("positions"))
+    return [logits.detach(), *gradients_of(decoder, logits, factors(logits.shape))]
+
+
+def run_decoder_alone(plain, batch, spans):
+    """The same, each document in a call of its own, with the positions it has in the batch."""
+    tokens = batch["input"]
+    positions = batch.get("positions", torch.arange(tokens.shape[1]).expand(tokens.shape))
+    logits = torch.empty(*tokens.shape, VOCAB_SIZE)
+    cotangent = factors(logits.shape)
+    gradients = [torch.zeros_like(p) for p in plain.parameters()]
+    for row, row_spans in enumerate(spans):
+        for start, end in row_spans:
+            part = slice(row, row + 1), slice(start, end)
+            out = plain(tokens[part], positions=positions[part])
+            logits[part] = out.detach()
+            added = gradients_of(plain, out, cotangent[part])
+            gradients = [x + y for x, y in zip(gradients, added, strict=True)]
+    return [logits, *gradients]
+
+
+def largest_error(packing, separator, attn_type, prepare=lambda decoder: None):
+    batch = make_batch(packing, separator, random.Random(0))
+    decoder = build_decoder(attn_type, SEPARATORS[separator])
+    prepare(decoder)
+    alone = run_decoder_alone(build_decoder("sdpa", "causal"), batch, spans_of(packing))
+    pairs = zip(run_decoder(decoder, batch), alone, strict=True)
+    # Gradients are sums over all tokens: measured against the parameter's largest gradient.
+    return max(float((x - y).abs().max()) / max(1.0, float(y.abs().max())) for x, y in pairs)
+
+
+@given(packings(), st.sampled_from(list(SEPARATORS)), st.sampled_from(["flex", "varlen"]))
+@settings(max_examples=25, deadline=None)
+def test_packed_documents_give_logits_and_parameter_gradients_of_documents_alone(
+    packing, separator, attn_type
+):
+    assert largest_error(packing, separator, attn_type) <= 1e-5
+
+
+def test_layer_that_ignores_the_mask_is_noticed():
+    def ignore_the_mask_in_the_second_layer(decoder):
+        attention = decoder.layers["1"].attention
+        forward = attention.forward
+        attention.forward = lambda x, rope, masks=None: forward(
+            x, rope, DocumentMask.from_rows(*x.shape[:2], x.device)
+        )
+
+    packing = ((Segment(5), Segment(3)),)
+    assert largest_error(packing, "eos", "flex", ignore_the_mask_in_the_second_layer) > 1e-3

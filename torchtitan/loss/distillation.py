@@ -1,0 +1,213 @@
+"""Distillation: a student's divergence from a teacher, without whole logits of either.
+
+z [V] are a token's logits by the student, u by the teacher; T is the temperature, p = softmax(z / T),
+q = softmax(u / T):
+
+    forward  KL(q || p) = sum_j q_j (log q_j - log p_j)    d/dz_j = (p_j - q_j) / T
+    reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)    d/dz_j = p_j (log p_j - log q_j - KL) / T
+
+In the loss the divergence is multiplied by T^2, so that its gradient is about as large for every T. Forward,
+and T^2: Hinton et al. 2015, arXiv:1503.02531, section 2. Reverse: Gu et al. 2024, arXiv:2306.08543, eq. 1.
+
+From the teacher's k most probable tokens, the divergence is that of k + 1 outcomes: these tokens, and any
+other token, with probabilities p_r and q_r. It is at most the divergence over all tokens, by the log sum
+inequality (Cover and Thomas 2006, theorem 2.7.1), and equal for k = V. d/dz_j is p_j / p_r times the formula
+for p_r and q_r if j is another token.
+
+B rows, T tokens, M and M_t model dims of student and teacher, V vocabulary entries, v = V / tp entries on
+this rank; n tokens in a chunk, N tokens in all chunks. A divergence is a pair: KL [n], and a function that
+returns T d KL / d logits, [n, v].
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.loss.chunked_logits import (
+    Call,
+    SummedLoss,
+    hide_entries_,
+    log_of_sum,
+    of_all_ranks,
+    operands_of,
+)
+from torchtitan.loss.logprobs import TokenLogProbs
+from torchtitan.numerics.linear import linear
+from torchtitan.numerics.low_rank import LowRank
+
+Divergence = tuple[Tensor, Callable[[], Tensor]]
+
+
+class Distilled(NamedTuple):
+    """loss: the weighted sum over tokens, a scalar with a gradient. kl, label_loss: the sums over labels of
+    the divergence and of the cross entropy, without weights, T^2 and gradient. logprobs, entropy: see
+    `TokenOutputs`."""
+
+    loss: Tensor
+    kl: Tensor
+    label_loss: Tensor
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class TeacherStates:
+    """A head for the teacher: returns its hidden states [B, T, M_t], and keeps its output weight.
+
+    weight: this rank's rows of the student's vocabulary, [v, M_t], from the first call on.
+    n_student: the student's vocabulary entries V.
+    """
+
+    def __init__(self, n_student: int):
+        self.n_student = n_student
+        self.weight: Tensor | None = None
+
+    def __call__(self, h: Tensor, weight: Tensor, bias: None = None, **given: Any) -> Tensor:
+        """The arguments are those of `TokenLogProbs`."""
+        operands, call = operands_of(h, weight, bias, given["labels"], given.get("group"), None)
+        if self.weight is None:
+            # A rank's rows are not the student's if one of the two pads its vocabulary.
+            of_ranks = of_all_ranks(operands.weight, call.group)
+            n_own = self.n_student // len(of_ranks)
+            first = call.first // len(weight) * n_own
+            own = of_ranks.flatten(0, 1)[first : first + n_own]
+            self.weight = F.pad(own, (0, 0, 0, n_own - len(own)))  # a copy: FSDP frees the weight
+        return operands.x.view_as(h)
+
+
+@dataclass(frozen=True, eq=False)
+class DistillationLoss:
+    """A head: sums kl_weight * T^2 * KL + label_weight * cross entropy over the labels, to `Distilled`.
+
+    The batch's "teacher" is the teacher's hidden states [B, T, M_t] if there are `states`, else the result
+    [B, T, 2 k + 1] of `TopTokens(T, k=k, with_rest=True)`. Its "loss_weights" [B, T], if any, multiply
+    the loss of a token.
+
+    temperature_of_kl: T; the cross entropy is at temperature 1.
+    n_entries: the vocabulary's first entries, which alone have a probability in the divergence, if the models
+        pad it to different sizes. None: all entries.
+    chunk_tokens: as in `TokenLogProbs`; a chunk stores about six tensors [n, v] in fp32.
+    of_tokens: a second head, for `Distilled.logprobs`; None: leave them out.
+    """
+
+    temperature: ClassVar[float] = 1.0
+    compile_backend: ClassVar[None] = None
+    product = staticmethod(linear)
+
+    divergence: Literal["forward", "reverse"] = "forward"
+    kl_weight: float = 1.0
+    label_weight: float = 0.0
+    temperature_of_kl: float = 1.0
+    states: TeacherStates | None = None
+    n_entries: int | None = None
+    chunk_tokens: int | None = None
+    of_tokens: TokenLogProbs | None = None
+    teacher: Tensor | None = None  # this and `weights` are set by `with_batch`
+    weights: Tensor | None = None
+
+    def with_batch(self, batch: Mapping[str, Any]) -> Self:
+        return replace(self, teacher=batch["teacher"], weights=batch.get("loss_weights"))
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+        low_rank: LowRank | None = None,
+    ) -> Distilled:
+        """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
+        operands, call = operands_of(h, weight, bias, labels, group, low_rank)
+        assert self.teacher is not None, "with_batch was not called"
+        of_tokens, temperature = labels.flatten(), self.temperature_of_kl
+        is_ignored, scores = of_tokens == IGNORE_INDEX, self.teacher.flatten(0, 1)
+        weights = (~is_ignored).to(torch.promote_types(h.dtype, torch.float32))
+        weights = weights if self.weights is None else weights * self.weights.flatten()
+        # The cross entropy is KL(q || p), where q is 1 for the label and 0 for the rest.
+        certain = log_of_sum(weights.new_tensor([[1.0, 0.0]]))
+
+        def loss_of(logits: Tensor, rows: slice) -> tuple[Tensor, Callable[[], Tensor]]:
+            kl, gradient_of_kl = self._compare(logits, scores[rows], call)
+            given = _log_probs(logits, call), of_tokens[rows, None], certain
+            ce, gradient_of_ce = _divergence_of_top(*given, True, call)
+            kl, ce = (x.masked_fill(is_ignored[rows], 0) for x in (kl, ce))
+            of_kl, of_label = (
+                factor * weights[rows]
+                for factor in (self.kl_weight * temperature, self.label_weight)
+            )
+            loss = of_kl * temperature * kl + of_label * ce
+
+            def gradient() -> Tensor:
+                result = gradient_of_kl().mul_(of_kl[:, None])
+                if self.label_weight:
+                    result.add_(gradient_of_ce().mul_(of_label[:, None]))
+                return result
+
+            return torch.stack((loss, kl, ce)).sum(1), gradient
+
+        with torch.autocast(h.device.type, enabled=False):
+            sums = SummedLoss.apply(*operands, 3, loss_of, self, call)
+        if self.of_tokens is None:
+            return Distilled(*sums)
+        given: Any = {"labels": labels, "group": group, "low_rank": low_rank}
+        return Distilled(*sums, *self.of_tokens(h, weight, bias, **given))
+
+    def _compare(self, logits: Tensor, scores: Tensor, call: Call) -> Divergence:
+        """logits: [n, v]. scores: the teacher's of these tokens, [n, ...]."""
+        how = self.temperature_of_kl, self.n_entries
+        log_p, is_forward = _log_probs(logits, call, *how), self.divergence == "forward"
+        if self.states is not None:
+            log_q = _log_probs(linear(scores, self.states.weight), call, *how)
+            return _divergence(log_p, log_q, is_forward, call.group)
+        k = scores.shape[1] // 2
+        return _divergence_of_top(log_p, scores[:, :k].long(), scores[:, k:], is_forward, call)
+
+
+def _log_probs(
+    logits: Tensor, call: Call, temperature: float = 1.0, n_entries: int | None = None
+) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    hide_entries_(logits, n_entries, call)
+    return logits - of_all_ranks(logits.logsumexp(1, keepdim=True), call.group).logsumexp(0)
+
+
+def _divergence(
+    log_p: Tensor, log_q: Tensor, is_forward: bool, group: dist.ProcessGroup | None
+) -> Divergence:
+    """log_p, log_q: [n, v], or [n, k + 1] of outcomes that no rank shares."""
+    a, b = (log_q, log_p) if is_forward else (log_p, log_q)
+    kl = of_all_ranks((a.exp() * (a - b)).sum(1, keepdim=True), group).sum(0)
+    if is_forward:
+        return kl[:, 0], lambda: log_p.exp() - log_q.exp()
+    return kl[:, 0], lambda: log_p.exp() * (log_p - log_q - kl)
+
+
+def _divergence_of_top(
+    log_p: Tensor, ids: Tensor, log_q: Tensor, is_forward: bool, call: Call
+) -> Divergence:
+    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: of them and of the rest, [n, k + 1]."""
+    k, ids = ids.shape[1], ids - call.first
+    is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
+    ids = ids.masked_fill(is_elsewhere, 0)
+    others = log_p.exp()
+    # Not `scatter`: the column 0, which stands for other ranks' ids, may be one of the ids.
+    others.scatter_add_(1, ids, -others.gather(1, ids).masked_fill(is_elsewhere, 0))
+    chosen = log_p.gather(1, ids).masked_fill(is_elsewhere, 0)
+    of_ranks = of_all_ranks(torch.cat((chosen, others.sum(1, keepdim=True)), dim=1), call.group)
+    chosen, rest = of_ranks.sum(0).split((k, 1), dim=1)
+    outcomes = torch.cat((chosen, log_of_sum(rest)), dim=1)
+    kl, derivative = _divergence(outcomes, log_q, is_forward, None)
+
+    def gradient() -> Tensor:
+        of_chosen, of_rest = derivative().to(log_p.dtype).split((k, 1), dim=1)
+        of_others = others * (of_rest / outcomes[:, k:].exp())
+        return of_others.scatter_add_(1, ids, of_chosen.masked_fill(is_elsewhere, 0))
+
+    return kl, gradient
