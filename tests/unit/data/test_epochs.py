@@ -187,10 +187,8 @@ def test_model_reads_each_document_as_often_as_there_are_epochs(method, tmp_path
     assert embedded.keys() == read.keys() and (method == "concat" or embedded == read)
 
 
-@pytest.mark.parametrize(
-    ("method", "is_mixture"),
-    [*((method, False) for method in METHODS), ("fit", True), ("none", True)],
-)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("is_mixture", [False, True])
 def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
     method, is_mixture, tmp_path
 ):
