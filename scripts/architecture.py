@@ -41,6 +41,8 @@ LAYERS = (
     ("rl",),
     ("experiments", "testing"),
     ("integrations", "report"),
+    ("commands",),
+    ("estimate",),
 )
 # Programs, and other paths of modules above, for other programs: nothing of the package imports them.
 REFERENCE_PATHS = (
@@ -71,7 +73,7 @@ def arrows() -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
-        if file.startswith(REFERENCE_PATHS) or file == "__init__.py":
+        if file.startswith(REFERENCE_PATHS) or file in ("__init__.py", "__main__.py"):
             continue
         part = file.partition("/")[0].removesuffix(".py")
         ends = found.setdefault(part, {})

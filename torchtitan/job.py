@@ -11,7 +11,12 @@ import torch
 
 import torchtitan.protocols.train_spec as train_spec_module
 from torchtitan.config import JobConfig
-from torchtitan.config.checks import check_against_spec, check_datasets, check_job_config
+from torchtitan.config.checks import (
+    check_against_spec,
+    check_datasets,
+    check_job_config,
+    check_ranks,
+)
 from torchtitan.config.checks.common import import_named, refuse
 from torchtitan.config.checks.model import model_sizes
 from torchtitan.config.fields import freeze, resolved_job
@@ -49,13 +54,15 @@ def resolve_job(
     job_config = copy.deepcopy(job_config)
     # Before the checks, because the module may register converters.
     _import_custom_module(job_config)
-    check_job_config(job_config, world_size, known_converter_names(), builds_data)
-    torch_parts.check(job_config, world_size)
+    check_job_config(job_config, None, known_converter_names(), builds_data)
     if train_spec is None:
         train_spec = find_train_spec(job_config)
     else:
         train_spec = _with_sizes(train_spec, job_config)
     check_against_spec(job_config, train_spec, builds_data)
+    # Last: a degree that does not divide the model's sizes needs another degree, not more processes.
+    check_ranks(job_config, world_size)
+    torch_parts.check(job_config, world_size)
     if builds_data:
         # Skip builders made with functools.wraps: these have the wrapped builder's attribute, but may
         # take other datasets.
@@ -81,19 +88,6 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return _with_sizes(spec, job_config)
-
-
-def model_of_file(config_file: str) -> dict[str, Any]:
-    """Return model_name, model_flavor, hf_assets_path and spec of the model in a job's TOML file."""
-    from torchtitan.config import ConfigManager  # slow: loads the command-line parser
-
-    try:
-        config = ConfigManager().parse_args([f"--job.config_file={config_file}"])
-    except ConfigError as error:
-        raise ConfigError(error.sentence) from error
-    facts = {f"model_{name}": getattr(config.model, name) for name in ("name", "flavor")}
-    spec = find_train_spec(config)
-    return facts | {"hf_assets_path": config.model.hf_assets_path, "spec": spec}
 
 
 def _with_sizes(spec: Any, job_config: JobConfig) -> Any:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 # Torch's harmless warnings, which are hidden: regexes for their beginnings.
 _NOISE = (
     "Torchinductor does not support code generation for complex operators",  # RoPE
+    "FSDP2-wrapped module .* returned a view tensor",  # no operator here writes to it in place
     "(?s).*Mismatch dtype between input and weight",  # norms with fp32 weights take another kernel
 )
 

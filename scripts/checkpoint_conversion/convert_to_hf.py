@@ -12,8 +12,8 @@ from torchtitan.checkpoint.conversion import load_weights, prepare_conversion, r
 from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.hf import save_to_hf
 from torchtitan.checkpoint.hf_assets import untrained_parts
+from torchtitan.commands.source import with_model
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.job import model_of_file
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.logging import init_logger, logger
@@ -61,15 +61,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("input_dir", help="step folder of a training run")
     parser.add_argument("output_dir", help="folder to write *.safetensors to")
-    parser.add_argument("--hf_assets_path", default="./assets/hf/Llama-3.1-8B")
-    parser.add_argument(
-        "--config", help="the job's TOML file: takes the place of name, flavor and hf_assets_path"
-    )
-    parser.add_argument("--model_name", default="llama3")
-    parser.add_argument("--model_flavor", default="8B")
+    parser.add_argument("--hf_assets_path", help="default: the job's")
+    parser.add_argument("--config", help="the job's TOML file: takes the place of name and flavor")
+    parser.add_argument("--model_name", help="default: as the input's config.json or run says")
+    parser.add_argument("--model_flavor", help="of --model_name")
     parser.add_argument(
         "--hf_config",
         help="the model's config.json, or its folder: takes the place of name and flavor",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the weights in output_dir; its other files are kept",
     )
     parser.add_argument("--export_dtype", default="float32", choices=list(TORCH_DTYPE_MAP))
     parser.add_argument(
@@ -78,17 +81,10 @@ def main() -> None:
         choices=("copy", "drop"),
         help="what to do with parts of the Hugging Face model that are not trained",
     )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace the weights in output_dir; its other files are kept",
-    )
-    options = vars(parser.parse_args())
+    options = parser.parse_args()
     init_logger()
     try:
-        if (config := options.pop("config")) is not None:
-            options |= model_of_file(config)
-        convert_to_hf(**options)
+        convert_to_hf(**with_model(vars(options)))
     except (ValueError, OSError, RunError) as error:
         raise SystemExit(f"error: {error}") from error
 

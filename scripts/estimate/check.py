@@ -13,19 +13,10 @@ import sys
 import tempfile
 from typing import Any
 
-from scripts.estimate.estimation import prepare_device
-from scripts.estimate.plan import RESERVED_GIB, USABLE, Layout, plan_of
-from scripts.estimate.scale import (
-    FULL,
-    LLAMA,
-    MODELS,
-    PP,
-    TP,
-    Machine,
-    bound_of,
-    depths_of,
-    without_memory,
-)
+from scripts.estimate.scale import FULL, LLAMA, MODELS, PP, TP
+from torchtitan.estimate.bounds import Machine, bound_of, depths_of, without_memory
+from torchtitan.estimate.device import prepare_device
+from torchtitan.estimate.plan import RESERVED_GIB, USABLE, Layout, plan_of
 from torchtitan.testing.gloo import run_ranks
 
 GIB, MIB = 2**30, 2**20
@@ -137,8 +128,8 @@ def _step_of(engine: Any) -> Any:
 
 
 def check_memory(only: str) -> None:
-    from scripts.estimate.step import estimate_from_depths
     from torchtitan.config import ConfigManager
+    from torchtitan.estimate.step import estimate_from_depths
 
     print(
         "| model | ranks | GiB of each | layout | rows at once | predicted, MiB | measured | ratio |"
@@ -192,8 +183,8 @@ def _words(flags: str) -> str:
 
 
 def check_published(only: str) -> None:
-    from scripts.estimate.step import estimate_from_depths
     from torchtitan.config import ConfigManager
+    from torchtitan.estimate.step import estimate_from_depths
 
     estimates: dict[Any, list[Any]] = {}
     for case, *_ in PUBLISHED:

@@ -2,22 +2,28 @@
 
     python -m scripts.estimate.scale [--only 70b]
 
-Each row is one rank at full width and batch (`scripts.estimate.step`), of a pipeline one of the
+Each row is one rank at full width and batch (`torchtitan.estimate.step`), of a pipeline one of the
 first and one of the last stage. Models of two depths are rehearsed, and all layers follow from
 them; `--whole` rehearses all, which takes minutes for each row and gives the same. Nothing is measured: bytes and FLOPs are counted, and the
 times are bounds that follow from them and from the peaks given as options.
 """
 
 import argparse
-import dataclasses
-import math
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from scripts.estimate.estimation import prepare_device
+from torchtitan.estimate.bounds import (
+    IN_LINE,
+    Machine,
+    add_machine_options,
+    bound_of,
+    depths_of,
+    machine_of,
+)
+from torchtitan.estimate.device import prepare_device
 
 MODELS = Path(__file__).resolve().parents[2] / "torchtitan/models"
 _P = "--parallelism."
@@ -48,111 +54,6 @@ CASES = [
         f"{EP}64 {FULL}",
     ),
 ]
-# Axes whose collectives the next operator waits for; the others' can run beside computation.
-_IN_LINE = ("tp", "cp", "ep", "etp")
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction.
-
-    memory: bytes/s read and written.
-    """
-
-    flops: float
-    nvlink: float
-    network: float
-    gpus_per_node: int
-    memory: float = math.inf
-
-
-def without_memory(machine: Machine) -> Machine:
-    """For compiled steps, whose fused operators move less than was counted: the bound leaves it out."""
-    return dataclasses.replace(machine, memory=math.inf)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """Seconds of a step that it cannot go below on that machine.
-
-    compute: its FLOPs at peak. memory: what all other operators read and write, each by itself; a
-    compiler that fuses them moves less. in_line: collectives that the next operator waits for.
-    beside: the longer one of NVLink and network for all others, which can run at the same time as
-    the rest. step: max(compute + memory + in_line, beside), plus the pipeline's bubble.
-    """
-
-    compute: float
-    memory: float
-    in_line: float
-    beside: float
-    step: float
-    mfu: float
-
-
-def bound_of(estimate: Any, machine: Machine) -> Bound:
-    """estimate: a `StepEstimate`, made for `machine.gpus_per_node`."""
-
-    def seconds(in_line: bool) -> float:
-        on_nvlink = on_network = 0.0
-        for (axis, _), traffic in estimate.counts.traffic.items():
-            if (axis in _IN_LINE) == in_line:
-                on_nvlink += traffic.sent / machine.nvlink
-                on_network += traffic.network / machine.network
-        return max(on_nvlink, on_network)
-
-    flops = estimate.counts.flops
-    compute = (flops["matrix products"] + flops["attention"]) / machine.flops
-    memory = estimate.counts.moved / machine.memory
-    in_line, beside = seconds(True), seconds(False)
-    busy = (compute + memory + in_line) * (1 + estimate.bubble)
-    step = max(busy, beside)
-    mfu = estimate.model_flops / (estimate.world_size * step * machine.flops)
-    return Bound(compute, memory, in_line, beside, step, mfu)
-
-
-def depths_of(config: Any) -> tuple[int, int] | None:
-    """Numbers of layers to rehearse, of which each stage of a pipeline has as many as the others."""
-    from torchtitan.config.pipeline_layout import SINGLE_STAGE_SCHEDULES, is_one_of
-
-    parallelism = config.parallelism
-    pp = parallelism.pipeline_parallel_degree
-    option = config.activation_checkpoint.selective_ac_option
-    is_by_layers = config.activation_checkpoint.mode == "selective" and option.isdigit()
-    period = int(option) if is_by_layers else 1  # layers until they repeat
-    if pp == 1:
-        # First layers may be unlike others, and every second one unlike the one before.
-        return 4, 4 + math.lcm(2, period)
-    if parallelism.pipeline_parallel_layers_per_stage or parallelism.module_fqns_per_model_part:
-        return None
-    is_single = is_one_of(parallelism.pipeline_parallel_schedule, SINGLE_STAGE_SCHEDULES)
-    n_stages = pp if is_single else 2 * pp
-    # As many layers as embeddings and logits count for.
-    first = parallelism.pipeline_parallel_first_stage_less_layers
-    last = parallelism.pipeline_parallel_last_stage_less_layers
-    low = 1 + max(1, first, last)
-    return low * n_stages - first - last, (low + period) * n_stages - first - last
-
-
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peak-tflops", type=float, default=989, help="of one GPU in bf16")
-    parser.add_argument(
-        "--nvlink-gbs", type=float, default=450, help="GB/s of a GPU, one direction"
-    )
-    parser.add_argument("--network-gbs", type=float, default=50, help="GB/s of a GPU's share")
-    parser.add_argument("--memory-gbs", type=float, default=3350, help="GB/s of a GPU's memory")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-
-
-def machine_of(args: argparse.Namespace) -> Machine:
-    return Machine(
-        flops=args.peak_tflops * 1e12,
-        nvlink=args.nvlink_gbs * 1e9,
-        network=args.network_gbs * 1e9,
-        gpus_per_node=args.gpus_per_node,
-        memory=args.memory_gbs * 1e9,
-    )
-
-
 _HEADERS = (
     "| model | GPUs | layout | tokens | states | peak | sends: fsdp, replicas | tp, cp, ep | pp "
     "| out of the node | collectives |\n|" + "---|" * 11,
@@ -180,7 +81,7 @@ def rows_of(name: str, layout: str, estimate: Any, machine: Machine) -> tuple[st
         f"{states / gib:.1f}",
         f"{estimate.peak / gib:.1f}",
         sent("fsdp", "efsdp", "dp_replicate"),
-        sent(*_IN_LINE),
+        sent(*IN_LINE),
         sent("pp"),
         f"{network / gib:.1f}" if network else "",
         f"{calls:.0f}",
@@ -209,8 +110,8 @@ def main() -> None:
     machine = machine_of(args)
     os.environ["LOCAL_RANK"] = "0"
     prepare_device()
-    from scripts.estimate.step import estimate_from_depths
     from torchtitan.config import ConfigManager
+    from torchtitan.estimate.step import estimate_from_depths
 
     tables: tuple[list[str], list[str]] = ([], [])
     for preset, n_gpus, layout, flags in CASES:

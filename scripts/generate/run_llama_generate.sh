@@ -5,19 +5,18 @@
 #
 # --prompt=TEXT_OR_FILE   the text, or a file that holds it
 # PROMPT          the same, where there is no --prompt
-# CHECKPOINT_DIR  step folder, folder of these, or of safetensors (default ./outputs/checkpoint/)
-# CONFIG_FILE     TOML file (default torchtitan/models/llama3/train_configs/python_docs.toml)
+# CHECKPOINT_DIR  step folder, folder of these, or of safetensors (default ./outputs/model)
+# CONFIG_FILE     TOML file (default: the model's config.json, or what its run recorded)
 # NGPU            processes (default 1; more are not available yet)
 # PYTHON, VENV    see scripts/setup_env.sh
-# Other options go to scripts/generate/test_generate.py, whose --help lists them.
+# Other options go to `torchtitan generate`, whose --help lists them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup_env.sh
 prepare_python ""
 
 NGPU="${NGPU:-1}"
-CONFIG_FILE="${CONFIG_FILE:-torchtitan/models/llama3/train_configs/python_docs.toml}"
-CHECKPOINT_DIR="${CHECKPOINT_DIR:-./outputs/checkpoint/}"
+CHECKPOINT_DIR="${CHECKPOINT_DIR:-./outputs/model}"
 prompt="${PROMPT:-}"
 
 options=()
@@ -32,5 +31,6 @@ if [ -f "$prompt" ]; then
 fi
 
 # Where there is more than one process, the program says that it cannot.
-WORLD_SIZE="$NGPU" exec "$PYTHON" -m scripts.generate.test_generate --config="$CONFIG_FILE" \
+[ "$NGPU" = 1 ] || export WORLD_SIZE="$NGPU"
+exec "$PYTHON" -m scripts.generate.test_generate ${CONFIG_FILE:+--config="$CONFIG_FILE"} \
   --checkpoint="$CHECKPOINT_DIR" --prompt="$prompt" ${options[@]+"${options[@]}"}

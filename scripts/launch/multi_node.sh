@@ -48,6 +48,8 @@ command=(
   -m "${TRAIN_FILE:-torchtitan.train}"
   --job.config_file "${CONFIG_FILE:-torchtitan/models/llama3/train_configs/python_docs.toml}" "$@"
 )
+# Each rank's file gets all of its lines; the filter above chooses what is shown.
+export LOG_RANK=all
 if [ -n "${DRY_RUN:-}" ]; then
   printf '%q ' "${command[@]}"
   echo

@@ -19,7 +19,7 @@ import time
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.cuda_rehearsal.device import load_device, patch_cuda
+from torchtitan.estimate.device import load_device, patch_cuda
 
 load_device()
 

@@ -12,14 +12,14 @@ import json
 import time
 import traceback
 
-from tests.cuda_rehearsal.device import load_device, patch_cuda
+from torchtitan.estimate.device import load_device, patch_cuda
 
 load_device()
 
 from tests.cuda_lowering.cases import CASES
 from tests.cuda_lowering.step import add_small_model, lower
 from tests.cuda_lowering.target import patch_compiler
-from tests.cuda_rehearsal.rehearsal import patch_kernels
+from torchtitan.estimate.rehearsal import patch_kernels
 
 patch_cuda()
 patch_kernels()

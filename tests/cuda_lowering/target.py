@@ -1,7 +1,7 @@
 """An H100 that inductor and Triton compile for, on a machine without one.
 
-    load_device(); patch_cuda()      # of tests.cuda_rehearsal.device, before torch is imported
-    patch_kernels()                  # of tests.cuda_rehearsal.rehearsal
+    load_device(); patch_cuda()      # of torchtitan.estimate.device, before torch is imported
+    patch_kernels()                  # of torchtitan.estimate.rehearsal
     target = patch_compiler()
 
 Inductor then writes the kernels that it would write on the card, Triton compiles each of them, and
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cuda_rehearsal import device
+from torchtitan.estimate import device
 from torchtitan.tools.torch_versions import TESTED
 
 SHARED_MEMORY = 227 * 1024  # bytes that a block of threads can have on an H100

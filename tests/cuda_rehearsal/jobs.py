@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 
 from tests.cuda_rehearsal.cases import CASES
-from tests.cuda_rehearsal.rehearsal import Rehearsal
 from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.estimate.rehearsal import Rehearsal
 
 # A case's time goes with its layers: as many of the debug models as show each kind of layer.
 LAYERS = {"llama3": 2, "deepseek_v3": 3, "llama4": 2, "gpt_oss": 2}

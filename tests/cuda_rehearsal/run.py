@@ -12,14 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 
-from tests.cuda_rehearsal.device import load_device, patch_cuda
+from torchtitan.estimate.device import load_device, patch_cuda
 
 load_device()
 
 from tests.cuda_rehearsal.cases import CASES
 from tests.cuda_rehearsal.jobs import make_models_shallow, rehearse
-from tests.cuda_rehearsal.rehearsal import patch_kernels
 from tests.cuda_rehearsal.scenarios import SCENARIOS
+from torchtitan.estimate.rehearsal import patch_kernels
 
 patch_cuda()
 patch_kernels()

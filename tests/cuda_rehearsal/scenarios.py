@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tests.cuda_rehearsal.jobs import common_flags, config_of, engine_of, ranks
-from tests.cuda_rehearsal.rehearsal import Rehearsal
 from tests.reliability.jobs import flags_in
+from torchtitan.estimate.rehearsal import Rehearsal
 
 Notes = dict[str, dict[str, int]]
 """Part of the scenario -> what the host waited for there -> how often."""

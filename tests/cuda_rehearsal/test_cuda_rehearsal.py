@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_rehearsal.cases import ALLOWED, CASES, QUICK
-from tests.cuda_rehearsal.device import why_not
 from tests.cuda_rehearsal.scenarios import SCENARIOS
+from torchtitan.estimate.device import why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 reason = why_not()

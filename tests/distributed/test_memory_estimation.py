@@ -7,16 +7,16 @@ import sys
 import pytest
 import torch
 
-from scripts.estimate._memory_tracker import OTHER, PARAMETERS, MemoryTracker
-from tests.cuda_rehearsal.device import why_not
+from torchtitan.estimate.device import why_not
+from torchtitan.estimate.memory_tracker import OTHER, PARAMETERS, MemoryTracker
 
 CONFIG = "torchtitan/models/llama3/train_configs/debug_model.toml"
 # A process of its own: the stand-in for a device has to be there before torch.
 ESTIMATE = """
 import os, pickle, sys
-from scripts.estimate.estimation import prepare_device
+from torchtitan.estimate.device import prepare_device
 prepare_device()
-from scripts.estimate.step import estimate_step
+from torchtitan.estimate.step import estimate_step
 from torchtitan.config import ConfigManager
 jobs, estimates = pickle.load(sys.stdin.buffer), {}
 os.environ["LOCAL_RANK"] = "0"

@@ -1,12 +1,15 @@
-"""docs/quickstart.md, block by block: from an installed wheel, in an empty folder."""
+"""The command and docs/quickstart.md, block by block: from an installed wheel, in an empty folder."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from torchtitan.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/quickstart.md"
@@ -33,12 +36,11 @@ def page_with_steps_divided_by(divisor: int) -> str:
     return re.sub(steps, lambda m: f"{m[1]}{int(m[2]) // divisor}", PAGE.read_text())
 
 
-# The last loss: 6.9 is a uniform guess.
-def test_every_block_of_the_quickstart_runs_from_a_wheel_in_an_empty_folder(tmp_path):
-    """With a fifth of its steps."""
-    divisor, largest_loss = 5, 6.0
-    site, folder = tmp_path / "site", tmp_path / "mine"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> dict[str, str]:
+    """The variables with which Python finds a wheel of this tree, and a shell its command."""
+    tmp_path = tmp_path_factory.mktemp("wheel")
+    site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     source = tmp_path / "source"  # a build leaves files behind
     source.mkdir()
@@ -47,13 +49,50 @@ def test_every_block_of_the_quickstart_runs_from_a_wheel_in_an_empty_folder(tmp_
     run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", "dist", str(source)], tmp_path)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], tmp_path)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{site}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {"PYTHONPATH": str(site), "PATH": path, "OMP_NUM_THREADS": "1"}
-    where = run(
-        [sys.executable, "-c", "import torchtitan; print(torchtitan.__file__)"], folder, **variables
-    )
-    assert where.startswith(str(site))
+    where = [sys.executable, "-c", "import torchtitan; print(torchtitan.__file__)"]
+    assert run(where, tmp_path, **variables).startswith(str(site))
+    return variables
 
+
+def test_installed_command_lists_its_tools_without_importing_torch(installed, tmp_path):
+    lines = run(["torchtitan", "--help"], tmp_path, **installed).splitlines()
+    for name in COMMANDS:
+        (line,) = (line for line in lines if line.startswith(f"  {name} "))
+        assert len(line) < 100
+    code = "import sys; sys.argv[1:] = ['-h']; from torchtitan.commands import main; main()"
+    code += (
+        "; sys.exit(any(name.split('.')[0] in ('torch', 'tyro', 'numpy') for name in sys.modules))"
+    )
+    run([sys.executable, "-c", code], tmp_path, **installed)
+
+
+@pytest.mark.parametrize("name", ["train", "rl", "plan"])
+def test_each_tool_of_the_wheel_has_its_options(name, installed, tmp_path):
+    assert "usage: torchtitan" in run(["torchtitan", name, "--help"], tmp_path, **installed)
+
+
+@pytest.mark.slow
+def test_default_job_of_an_empty_folder_leaves_a_model_that_the_printed_command_continues(
+    installed, tmp_path
+):
+    options = ["--training.steps=60", "--metrics.log_freq=5"]
+    said = run(["torchtitan", "train", *options], tmp_path, **installed)
+    assert re.search("the model continues: .Return a list of", said)
+    (command,) = re.findall("go on with: (.*)", said)
+    assert run(shlex.split(command), tmp_path, **installed).startswith("Return a list of")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "outputs/model")
+    assert 6e6 < model.num_parameters() < 7e6
+    run(["torchtitan", "compare", "outputs/model"], tmp_path, **installed)
+
+
+# With a fifth of its steps. The last loss: 6.9 is a uniform guess.
+def test_every_block_of_the_quickstart_runs_from_a_wheel_in_an_empty_folder(installed, tmp_path):
+    divisor, largest_loss = 5, 6.0
+    folder, variables = tmp_path, installed
     page, outputs = page_with_steps_divided_by(divisor), []
     for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S):
         if kind == "toml":

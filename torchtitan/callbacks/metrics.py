@@ -207,7 +207,9 @@ def ensure_pp_loss_visible(
     shown_ranks = os.environ.get("LOG_RANK")
     loss_rank = _get_metrics_rank(parallel_dims, job_config)
     # In V-shaped schedules rank 0 computes the loss.
-    if not shown_ranks or is_one_of(job_config.parallelism.pipeline_parallel_schedule, V_SCHEDULES):
+    if shown_ranks in (None, "", "all") or is_one_of(
+        job_config.parallelism.pipeline_parallel_schedule, V_SCHEDULES
+    ):
         return
     if str(loss_rank) not in shown_ranks.split(","):
         logger.warning(

@@ -1,4 +1,4 @@
-"""Weights on the CPU, without a training engine, for the scripts that convert and generate."""
+"""Weights on the CPU, converted without a training engine."""
 
 import os
 import shutil
@@ -11,7 +11,8 @@ import torch
 import torch.nn as nn
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import GIB, UNFINISHED_MARKER, WEIGHT_FILES
+from torchtitan.checkpoint.folder import GIB, UNFINISHED_MARKER, WEIGHT_FILES, HashingWriter
+from torchtitan.checkpoint.hf import load_from_hf
 from torchtitan.checkpoint.hf_assets import NAMED_TEMPLATES
 from torchtitan.checkpoint.selection import at_path
 from torchtitan.checkpoint.states import check_same_model, keys_outside_model, shapes_of
@@ -19,6 +20,7 @@ from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.host import total_ram_bytes
+from torchtitan.tools.logging import logger
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
@@ -86,6 +88,34 @@ def load_weights(weights: dict[str, Any], path: str, model_description: str) -> 
     check_same_model(shapes_of(weights), saved_weights, path, model_description)
     with dcp.one_error(f"The checkpoint {path} could not be read"):
         dcp.load(weights, checkpoint_id=path)
+
+
+@torch.no_grad()
+def convert_from_hf(
+    input_dir: str,
+    output_dir: str,
+    model_name: str,
+    model_flavor: str,
+    hf_config: str | None = None,
+    overwrite: bool = False,
+    spec: TrainSpec | None = None,
+) -> None:
+    """Read the safetensors files in `input_dir`, write a checkpoint to `output_dir`. On the CPU.
+
+    hf_config: a config.json that says which model it is, in place of name and flavor.
+    spec: in place of the registered train spec of `model_name`.
+    overwrite: `output_dir` may hold weights, which are replaced.
+    Raises ValueError if the files are not those of this model and flavor.
+    """
+    with replacing(output_dir, overwrite, [input_dir]) as folder:
+        weights, adapter, description = prepare_conversion(
+            model_name, model_flavor, hf_config=hf_config, spec=spec
+        )
+        chosen = None if hf_config or spec else ()
+        load_from_hf(weights, adapter, input_dir, False, description, chosen)
+        with dcp.one_error(f"The checkpoint {output_dir} could not be written"):
+            dcp.save(weights, storage_writer=HashingWriter(folder), checkpoint_id=folder)
+    logger.info(f"Wrote {output_dir}")
 
 
 @contextmanager

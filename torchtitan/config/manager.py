@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
 import io
@@ -47,15 +48,18 @@ class ConfigManager:
         self.config: JobConfig = config_cls()
         self.register_tyro_rules(custom_registry)
 
-    def parse_args(self, args: list[str] | None = None) -> JobConfig:
+    def parse_args(
+        self, args: list[str] | None = None, values: dict[str, Any] | None = None
+    ) -> JobConfig:
         """Return the config that `args` (default: this process's arguments) describe.
 
+        values: section -> key -> value, in place of a TOML file.
         Flags override the TOML file, which overrides the defaults. Calls are independent.
         Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file. For a mistake in the flags,
         prints a message (with several ranks `exit_on_config_error` prints it) and raises SystemExit(2).
         """
         args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
-        toml_values = self._maybe_load_toml(args)
+        toml_values = self._maybe_load_toml(args) if values is None else values
         config_cls = self._maybe_add_custom_config(args, toml_values)
         try:
             base = self._dict_to_dataclass(config_cls, toml_values or {})
@@ -190,7 +194,7 @@ class ConfigManager:
             raise ConfigError(
                 f"model.hf_assets_path must be a folder with Hugging Face tokenizer files, got "
                 f"the file {model.hf_assets_path!r}; fetch the folder with "
-                f"scripts/download_hf_assets.py --assets tokenizer"
+                "`hf download OWNER/NAME --local-dir FOLDER`"
             )
 
     @staticmethod
@@ -271,7 +275,9 @@ def exit_on_config_error(tell: Callable[[str], None] | None = None) -> Iterator[
 def _program() -> str:
     """Return the command of this program, for messages that point to its --help."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return sys.argv[0] if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    if spec is None or sys.argv[0].startswith("torchtitan "):
+        return sys.argv[0]
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 class _FlagMistake(SystemExit):
@@ -301,11 +307,18 @@ def _sentence_in(box: str) -> str:
     problem, *others = parts or [[box]]
     known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
     sentence, is_typo = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", " ".join(problem))
+    typed = sentence.partition(" ")[0].partition("=")[0]
+
+    def nearest(line: str) -> str:
+        """Return, of the flags in a line such as `--a.enable, --a.no_enable`, the one like the typed flag."""
+        flags = re.findall(r"--[\w.-]+", line)
+        return max(flags, key=lambda flag: difflib.SequenceMatcher(None, typed, flag).ratio())
+
     hint = f"; usage: {', '.join(known)}" if known else ""
     if sentence in ("True is unknown", "False is unknown"):
         hint = "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
     elif is_typo and known:
-        hint = f", did you mean {', '.join(line.split()[0] for line in known)}?"
+        hint = f", did you mean {', '.join(map(nearest, known))}?"
     return f"config error: {sentence}{hint} (`{_program()} --help` lists all keys)"
 
 

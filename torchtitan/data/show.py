@@ -1,6 +1,6 @@
 """Prints the first rows of a job's training data as the model sees them.
 
-    python -m torchtitan.data.show --job.config_file job.toml --show.rows 3
+    torchtitan show job.toml --show.rows 3
 
 For each document of a row, prints its tokens, the positions that the model gets, and the text. Tokens
 that are labels of the loss stand between ⟦ and ⟧, or are green on a terminal. The rows are those of a
@@ -48,7 +48,7 @@ class Show:
 class ShowConfig(JobConfig):
     """A job's config and the section of this program."""
 
-    show: Show = section(Show, "For python -m torchtitan.data.show")
+    show: Show = section(Show, "For torchtitan show")
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _DOCUMENTS_CHECKED = 100  # how many documents `check_tokenizer` reads
 _AGAIN = (
-    "copy the folder again, or run the same `python -m torchtitan.data.tokenize` again, which writes "
+    "copy the folder again, or run the same `torchtitan tokenize` again, which writes "
     "damaged parts again"
 )
 
@@ -60,7 +60,7 @@ class TokenDocuments(JoinedDocuments):
         if self._about is not None and self._about["finished"] is not True:
             raise ValueError(
                 f"{folder / ABOUT_FILE} says that the folder is unfinished; run the same "
-                "`python -m torchtitan.data.tokenize` again, which goes on where it was stopped"
+                "`torchtitan tokenize` again, which goes on where it was stopped"
             )
         self._has_sums = self._about is not None and bool(self._about.get("check_sums"))
         super().__init__([Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)])
@@ -149,7 +149,7 @@ class Pair:
                 lack, needed = f"{prefix}: no pair there", f"a folder with pairs, or {needed},"
             raise ValueError(
                 f"{lack} (looked in {os.getcwd()}), and {needed} is needed; write pairs with "
-                "`python -m torchtitan.data.tokenize`, or correct the path"
+                "`torchtitan tokenize`, or correct the path"
             )
         self._map_index(files[0])
         self._data, last_byte = _mapped(files[1]), 0

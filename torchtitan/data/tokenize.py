@@ -1,7 +1,7 @@
 """Writes a dataset's documents as token ids, for training.dataset = "tokens".
 
-    python -m torchtitan.data.tokenize /data/books /data/books_tokens --tokenizer assets/hf/NAME
-    python -m torchtitan.data.tokenize --check /data/books_tokens
+    torchtitan tokenize /data/books /data/books_tokens --tokenizer assets/hf/NAME
+    torchtitan tokenize --check /data/books_tokens
 
 The ids equal those of training on the text itself; `token_files` describes the format. After an
 interruption, run the same command again: complete parts are kept.
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.data.tokenize",
+        prog="torchtitan tokenize",
         usage="%(prog)s SOURCE OUT --tokenizer FOLDER [options]",
         description="Write a dataset's documents as token ids, for training.dataset = 'tokens'.",
     )

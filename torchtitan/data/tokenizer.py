@@ -57,7 +57,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"tokenizer folder {tokenizer_path!r} does not exist: set model.hf_assets_path to a folder "
-                "that holds tokenizer.json, such as assets/hf/<model name> of scripts/download_hf_assets.py"
+                "that holds tokenizer.json; `hf download OWNER/NAME --local-dir FOLDER` fetches one"
             )
         try:
             self._read(folder)

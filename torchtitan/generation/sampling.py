@@ -4,8 +4,8 @@ B rows, T tokens, V vocabulary.
 """
 
 import os
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,8 +125,13 @@ def end_ids(folder: str) -> list[int]:
     return []
 
 
+def generate(model: nn.Module, input_ids: Tensor, **options: Any) -> Tensor:
+    """Return the prompts and their continuations: [T] or [B, T] -> [B, T + new]. options: see `stream`."""
+    return torch.cat([torch.atleast_2d(input_ids), *stream(model, input_ids, **options)], dim=1)
+
+
 @torch.no_grad()
-def generate(
+def stream(
     model: nn.Module,
     input_ids: Tensor,
     *,
@@ -135,8 +140,8 @@ def generate(
     top_k: int | None = None,
     seed: int | None = None,
     eos_id: int | Sequence[int] | None = None,
-) -> Tensor:
-    """Return the prompts and their continuations: [T] or [B, T] -> [B, T + new].
+) -> Iterator[Tensor]:
+    """Yield the next token of each row, [B, 1], one after another; input_ids: [T] or [B, T].
 
     seed: None draws from torch's default generator.
     eos_id: a row that has drawn this token, or one of these, is padded with it, and generation
@@ -147,22 +152,22 @@ def generate(
     for name, (value, at_least) in (least | {"top_k": (top_k, 1)}).items():
         if value is not None and value < at_least:
             raise ValueError(f"{name} must be at least {at_least}, got {value}; raise it")
-    prompt = torch.atleast_2d(input_ids)
+    token = prompt = torch.atleast_2d(input_ids)
     if prompt.shape[1] == 0:
         raise ValueError("a prompt must have at least one token, got none")
     rng = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
 
-    pieces, ends = [prompt], None if eos_id is None else prompt.new_tensor(eos_id)
+    ends = None if eos_id is None else prompt.new_tensor(eos_id)
     is_finished = torch.zeros_like(prompt[:, :1], dtype=torch.bool)
     with kv_cache(model, prompt.shape[1] + max_new_tokens) as cached_forward:
         for _ in range(max_new_tokens):
+            before = token[:, -1:]
             token = generate_next_token(
-                cached_forward, pieces[-1], temperature=temperature, top_k=top_k, rng=rng
+                cached_forward, token, temperature=temperature, top_k=top_k, rng=rng
             )
             if ends is not None:
-                token = torch.where(is_finished, pieces[-1][:, -1:], token)
+                token = torch.where(is_finished, before, token)
                 is_finished |= torch.isin(token, ends)
-            pieces.append(token)
+            yield token
             if ends is not None and is_finished.all():
                 break
-    return torch.cat(pieces, dim=1)

@@ -1,1 +1,1 @@
-"""One HTML page about a run: `python -m torchtitan.report RUN_FOLDER`."""
+"""One HTML page about a run: `torchtitan report RUN_FOLDER`."""

@@ -1,7 +1,7 @@
 """Write one HTML page about a run, finished or not. The page needs no network and no server.
 
-    python -m torchtitan.report outputs                # writes outputs/report.html
-    python -m torchtitan.report outputs -o page.html
+    torchtitan report outputs                # writes outputs/report.html
+    torchtitan report outputs -o page.html
 
 Exit code 2: there is no run in the folder, or the page cannot be written.
 """
@@ -16,7 +16,7 @@ from torchtitan.tools.files import whole_file
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.report",
+        prog="torchtitan report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

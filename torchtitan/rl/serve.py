@@ -1,6 +1,6 @@
 """A policy behind Tinker's HTTP interface, for programs that use the `tinker` client.
 
-    python -m torchtitan.rl.serve --job.config_file job.toml             # one process
+    torchtitan serve job.toml --nproc 8              # or one process, without --nproc
     torchrun --nproc-per-node 8 -m torchtitan.rl.serve --job.config_file job.toml
     TINKER_API_KEY=tml-local python my_loop.py base_url=http://127.0.0.1:8000
 

@@ -1,6 +1,6 @@
 """Reinforcement learning from the command line.
 
-    python -m torchtitan.rl.train --job.config_file job.toml             # one process
+    torchtitan rl job.toml --nproc 8              # or one process, without --nproc
     torchrun --nproc-per-node 8 -m torchtitan.rl.train --job.config_file job.toml
 
 The config is that of `torchtitan.train` plus `[rl]` sections (`torchtitan.rl.job_config`); exit codes are the

@@ -30,22 +30,33 @@ class _StdoutHandler(logging.StreamHandler):
 
 
 class _LineFormatter(logging.Formatter):
-    """Formats a line as `[titan] 12:34:56 message`, and adds the level from WARNING up."""
+    """Formats a line as `[titan] 12:34:56 message`, and adds the rank above 0, and the level from WARNING up."""
+
+    def __init__(self, rank: str) -> None:
+        super().__init__()
+        self._rank = "" if rank == "0" else f"[rank {rank}] "
 
     def format(self, record: logging.LogRecord) -> str:
-        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        return f"[titan] {self.formatTime(record, '%H:%M:%S')} {level}{super().format(record)}"
+        mark = self._rank + (f"{record.levelname}: " if record.levelno >= logging.WARNING else "")
+        return f"[titan] {self.formatTime(record, '%H:%M:%S')} {mark}{super().format(record)}"
 
 
 def init_logger() -> None:
-    """Print the package's log records from INFO up on the current stdout, marked with [titan]."""
+    """Print the package's log records on the current stdout, marked with [titan].
+
+    Rank 0, and the ranks that the variable LOG_RANK lists ("all" is every rank), print records from
+    INFO up; the other ranks print warnings and errors.
+    """
     if sys.stdout is None:
         # stdout was closed by `>&-`: the next opened file would get its number and all printed text.
         sys.stdout = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C it may accept only ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = _StdoutHandler(sys.stdout)
-    handler.setFormatter(_LineFormatter())
+    rank, shown = os.environ.get("RANK", "0"), os.environ.get("LOG_RANK") or "0"
+    handler.setFormatter(_LineFormatter(rank))
+    if rank not in ("0", *shown.split(",")) and shown != "all":
+        handler.setLevel(logging.WARNING)
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     # Otherwise a library's handler on the root logger would print each line a second time.

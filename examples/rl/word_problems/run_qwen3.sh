@@ -4,7 +4,7 @@
 #
 # Once, on each node or in a folder that they share:
 #   pip install vllm
-#   python scripts/download_hf_assets.py --repo_id Qwen/Qwen3-0.6B --assets tokenizer config safetensors
+#   hf download Qwen/Qwen3-0.6B --local-dir assets/hf/Qwen3-0.6B
 #   # GSM8K's train.jsonl and test.jsonl, from grade_school_math/data of github.com/openai/grade-school-math
 #
 # One GPU:

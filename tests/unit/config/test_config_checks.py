@@ -414,7 +414,7 @@ def test_folder_of_hugging_face_files_is_needed_for_a_tokenizer_and_for_weights(
     with_tokenizer = spec_of(build_tokenizer_fn=object)
     message = message_of(check_against_spec, config, with_tokenizer)
     assert "model.hf_assets_path" in message and "'nowhere'" in message
-    assert "download_hf_assets" in message
+    assert "hf download" in message
     config.checkpoint.initial_load_in_hf = True
     assert "model.hf_assets_path" in message_of(check_against_spec, config, spec_of())
     config.checkpoint.initial_load_path = "elsewhere"

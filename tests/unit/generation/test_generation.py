@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from scripts.checkpoint_conversion.convert_to_hf import convert_to_hf
-from scripts.generate._loading import find_checkpoint, load_model
-from scripts.generate.test_generate import main
 from tests.reliability import jobs
 from torchtitan.checkpoint.folder import mark_unfinished
+from torchtitan.commands.generate import main
+from torchtitan.commands.source import open_engine, weights_in
 from torchtitan.config import JobConfig
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.sampling import (
@@ -253,7 +253,7 @@ def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(
     monkeypatch.chdir(ROOT)
     reports = []
     for folder in (checkpoints, tmp_path):
-        monkeypatch.setattr(sys, "argv", ["test_generate", f"--checkpoint={folder}", *arguments])
+        monkeypatch.setattr(sys, "argv", ["generate", str(folder), *arguments])
         main()
         reports.append(json.loads(capsys.readouterr().out))
     report, from_hf = reports
@@ -300,21 +300,24 @@ def test_text_alone_is_on_stdout(checkpoints):
 @pytest.mark.parametrize(
     ("arguments", "world_size", "message"),
     [
-        (["--checkpoint=/nowhere"], 1, "error: --checkpoint must be a step folder of a run"),
+        (["/nowhere"], 1, "error: SOURCE must be a step folder of a run"),
         (["--max_new_tokens=300"], 1, "RoPE table holds 256 positions"),
         (["--batch_size=0"], 1, "--batch_size must be at least 1, got 0"),
         (["--model.flavor=9B"], 1, "model.flavor of 'llama3' must be one of"),
         ([], 2, "one process, got 2: tensor parallelism is not available yet"),
     ],
 )
-def test_mistakes_are_one_sentence(checkpoints, monkeypatch, arguments, world_size, message):
-    program = ["test_generate", f"--config={CONFIG}", f"--checkpoint={checkpoints}", *arguments]
-    monkeypatch.setattr(sys, "argv", program)
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+def test_mistakes_are_one_sentence(
+    checkpoints, monkeypatch, capsys, arguments, world_size, message
+):
+    source = [] if arguments[:1] == ["/nowhere"] else [str(checkpoints)]
+    monkeypatch.setattr(sys, "argv", ["generate", *source, f"--config={CONFIG}", *arguments])
+    if world_size > 1:
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit):
         main()
-    assert message in stopped.value.code
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["dcp", "hf"])
@@ -329,10 +332,11 @@ def test_model_with_tied_embeddings_is_loaded_as_it_was(tmp_path, kind):
         save_file({name: t.contiguous() for name, t in hf.items()}, tmp_path / "model.safetensors")
     config = JobConfig()
     config.model.name, config.model.flavor = "qwen3", "tiny"
-    loaded = load_model(config, spec, str(tmp_path), torch.device("cpu"))
-    assert loaded.output.weight is loaded.tok_embeddings.weight
-    tokens = random_tokens(1, 8)
-    assert torch.equal(loaded(tokens), saved(tokens))
+    with open_engine(config, str(tmp_path), spec) as engine:
+        (loaded,) = engine.model_parts
+        assert loaded.output.weight is loaded.tok_embeddings.weight
+        tokens = random_tokens(1, 8)
+        assert torch.equal(loaded(tokens), saved(tokens))
 
 
 def test_newest_finished_step_is_taken(tmp_path):
@@ -340,5 +344,5 @@ def test_newest_finished_step_is_taken(tmp_path):
         (tmp_path / f"step-{step}").mkdir()
         save_file({"weight": torch.ones(1)}, tmp_path / f"step-{step}" / "model.safetensors")
     mark_unfinished(str(tmp_path / "step-11"))
-    assert find_checkpoint(str(tmp_path)) == str(tmp_path / "step-10")
-    assert find_checkpoint(str(tmp_path / "step-9")) == str(tmp_path / "step-9")
+    assert weights_in(str(tmp_path)) == str(tmp_path / "step-10")
+    assert weights_in(str(tmp_path / "step-9")) == str(tmp_path / "step-9")

@@ -1,6 +1,7 @@
 """The planner's choice of layouts; what a rehearsal tells is made up here."""
 
 import dataclasses
+import tomllib
 from collections import Counter
 from types import SimpleNamespace
 
@@ -8,11 +9,19 @@ import pytest
 import torch
 
 import torchtitan.models.attention_cpu  # noqa: F401 (registers its operators)
-from scripts.estimate._step_counter import StepCounter
-from scripts.estimate.plan import Layout, Planned, layouts, least_states, plan_of, table_of
-from scripts.estimate.scale import Bound, Machine, bound_of, depths_of, without_memory
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.pipeline_layout import modules_of_stages
+from torchtitan.estimate.bounds import Bound, Machine, bound_of, depths_of, without_memory
+from torchtitan.estimate.plan import (
+    Layout,
+    Planned,
+    layouts,
+    least_states,
+    plan_of,
+    table_of,
+    winner_of,
+)
+from torchtitan.estimate.step_counter import StepCounter
 
 GIB = 2**30
 
@@ -75,6 +84,10 @@ def test_fastest_layout_comes_first():
     rows = table_of(plans, memory_gib=80).splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == ["| HSDP 2 x 8, TP 2", "| HSDP 2 x 8"]
     assert "50 %" in rows[0] and rows[0].endswith("| 500 |")
+    flags, toml = winner_of(plans).split("\n\nand as TOML:\n")
+    read = ConfigManager().parse_args(flags.splitlines()[1].split())
+    assert read.to_dict() == ConfigManager().parse_args([], tomllib.loads(toml)).to_dict()
+    assert read.to_dict() == plans[1].layout.config(JobConfig(), 1).to_dict()
 
 
 @pytest.mark.parametrize("option", ["1", "2", "3", "op"])

@@ -235,6 +235,7 @@ OPENED_OTHERWISE = {
     "testing/gloo.py": "",
     "tools/files.py": "",
     "tools/host.py": 'open("/proc/self/',
+    "tools/torch_parts.py": "path.read_text()",
     "tools/utils.py": 'Path("/proc/meminfo")',
     "train.py": 'with open(path, "w")',  # torchrun's file for errors
     "report/page.py": 'f"page.{name}"',

@@ -36,6 +36,29 @@ def test_init_logger_prints_each_record_once_with_the_titan_mark(untouched_logge
     assert logging.getLogger().handlers == root_handlers
 
 
+@pytest.mark.parametrize(
+    "rank, log_rank, expected",
+    [
+        ("0", None, ["hello", "WARNING: hot"]),
+        ("3", None, ["[rank 3] WARNING: hot"]),
+        ("3", "0,3", ["[rank 3] hello", "[rank 3] WARNING: hot"]),
+        ("3", "all", ["[rank 3] hello", "[rank 3] WARNING: hot"]),
+    ],
+)
+def test_other_ranks_print_warnings_only_and_their_number(
+    untouched_logger, monkeypatch, capsys, rank, log_rank, expected
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    if log_rank is not None:
+        monkeypatch.setenv("LOG_RANK", log_rank)
+    titan_logging.init_logger()
+    untouched_logger.info("hello")
+    untouched_logger.warning("hot")
+    lines = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == expected
+
+
 def test_device_is_asked_for_at_use_and_can_be_pinned(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert utils.device_type is None

@@ -27,6 +27,10 @@ OF_LIBRARIES = {
 }
 
 
+# Replaces parts of torch by those of a device that is not there, in a process of its own.
+STANDS_FOR_A_DEVICE = "estimate/"
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -88,9 +92,11 @@ def private_names_outside_the_table(trees: dict[str, ast.Module]) -> dict[str, s
 
 
 def test_private_names_of_torch_are_reached_through_torch_parts():
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {
-        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
-        for path in sorted(PACKAGE.rglob("*.py"))
+        file: ast.parse(path.read_text())
+        for file, path in files.items()
+        if not file.startswith(STANDS_FOR_A_DEVICE)
     }
     assert private_names_outside_the_table(trees) == {}
 

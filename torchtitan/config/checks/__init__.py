@@ -46,13 +46,18 @@ def check_job_config(
     if known_converters is not None:
         refuse(model.converters(job_config, known_converters))
     if world_size is not None:
-        refuse(
-            layout.world_size(job_config, world_size),
-            layout.ranks_for_experts(job_config, world_size),
-            layout.global_batch_size(job_config, world_size),
-            files.checkpoint_ranks(job_config, world_size),
-            layout.early_step_with_ddp(job_config, world_size),
-        )
+        check_ranks(job_config, world_size)
+
+
+def check_ranks(job_config: JobConfig, world_size: int) -> None:
+    """Raise ConfigError for the first broken rule that depends on the number of processes."""
+    refuse(
+        layout.world_size(job_config, world_size),
+        layout.ranks_for_experts(job_config, world_size),
+        layout.global_batch_size(job_config, world_size),
+        files.checkpoint_ranks(job_config, world_size),
+        layout.early_step_with_ddp(job_config, world_size),
+    )
 
 
 def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool = True) -> None:

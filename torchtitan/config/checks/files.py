@@ -152,7 +152,7 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
         yield (
             f"model.hf_assets_path must be a folder with Hugging Face files, got {path!r} (looked in "
-            f"{os.getcwd()}); correct the path, or fetch them with scripts/download_hf_assets.py"
+            f"{os.getcwd()}); correct the path, or fetch them with `hf download OWNER/NAME --local-dir FOLDER`"
         )
 
 

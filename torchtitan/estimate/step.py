@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from scripts.estimate._memory_tracker import (
+from torchtitan import build
+from torchtitan.config import JobConfig
+from torchtitan.config.checks import ConfigError
+from torchtitan.config.job_config import Parallelism
+from torchtitan.engine import TrainingEngine
+from torchtitan.estimate.memory_tracker import (
     GRADIENTS,
     OPTIMIZER_STATE,
     OTHER,
     PARAMETERS,
     MemoryTracker,
 )
-from scripts.estimate._step_counter import StepCounter, StepCounts
-from torchtitan import build
-from torchtitan.config import JobConfig
-from torchtitan.config.checks import ConfigError
-from torchtitan.config.job_config import Parallelism
-from torchtitan.engine import TrainingEngine
+from torchtitan.estimate.step_counter import StepCounter, StepCounts
 from torchtitan.job import resolve_job
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -309,7 +309,7 @@ def _real_device() -> Iterator[None]:
 
 @contextmanager
 def _rehearsal() -> Iterator[Any]:
-    from tests.cuda_rehearsal.rehearsal import Rehearsal, patch_kernels
+    from torchtitan.estimate.rehearsal import Rehearsal, patch_kernels
 
     with (
         # `patch_kernels` replaces it; this puts it back.

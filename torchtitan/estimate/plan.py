@@ -1,16 +1,15 @@
 """Which layout to take for a model on some GPUs: those that fit, by the time that a step takes at least.
 
-    python -m scripts.estimate.plan --gpus 64 --memory 80 --job.config_file X.toml [config overrides]
+    torchtitan plan X.toml --gpus 64 --memory 80 [config overrides]
 
 Tries data, tensor and pipeline parallelism of all sizes, keeps the config's context and expert
 parallelism, and its global batch: `training.global_batch_size`, or `local_batch_size` rows on each GPU.
 A rank works on as many rows at once as fit, and accumulates gradients over the rest. Each layout is
-rehearsed without a GPU, at two depths of the model (`scripts.estimate.step`), which takes a quarter
+rehearsed without a GPU, at two depths of the model (`torchtitan.estimate.step`), which takes a quarter
 of a minute; what its states alone leave no room for is not. Times are bounds from the peaks given
 as options, see docs/scale.md: they rank layouts that differ by much.
 """
 
-import argparse
 import copy
 import dataclasses
 import os
@@ -18,8 +17,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from scripts.estimate.estimation import prepare_device
-from scripts.estimate.scale import (
+from torchtitan.commands import SourceParser
+from torchtitan.estimate.bounds import (
     Bound,
     add_machine_options,
     bound_of,
@@ -27,6 +26,7 @@ from scripts.estimate.scale import (
     machine_of,
     without_memory,
 )
+from torchtitan.estimate.device import prepare_device
 
 # Of the memory, left to the allocator, CUDA and NCCL: see docs/estimate.md.
 USABLE, RESERVED_GIB = 0.9, 1.0
@@ -53,15 +53,27 @@ class Layout:
         kept = [part for part in parts if not part.endswith(" 1")]
         return ", ".join(kept) or "one GPU"
 
+    def settings(self, rows_at_once: int) -> dict[str, dict[str, int]]:
+        """Return section -> key -> value."""
+        return {
+            "parallelism": {
+                "data_parallel_replicate_degree": self.replicas,
+                "data_parallel_shard_degree": self.shards,
+                "tensor_parallel_degree": self.tp,
+                "pipeline_parallel_degree": self.pp,
+                "context_parallel_degree": self.cp,
+            },
+            "training": {
+                "local_batch_size": rows_at_once,
+                "global_batch_size": self.rows * self.replicas * self.shards,
+            },
+        }
+
     def config(self, base: Any, rows_at_once: int) -> Any:
         config = copy.deepcopy(base)
-        parallelism, training = config.parallelism, config.training
-        parallelism.data_parallel_replicate_degree = self.replicas
-        parallelism.data_parallel_shard_degree = self.shards
-        parallelism.tensor_parallel_degree = self.tp
-        parallelism.pipeline_parallel_degree = self.pp
-        training.local_batch_size = rows_at_once
-        training.global_batch_size = self.rows * self.replicas * self.shards
+        for section, values in self.settings(rows_at_once).items():
+            for key, value in values.items():
+                setattr(getattr(config, section), key, value)
         return config
 
 
@@ -150,23 +162,37 @@ def table_of(plans: list[Planned], memory_gib: float) -> str:
     return "\n".join(lines)
 
 
+def winner_of(plans: list[Planned]) -> str:
+    """Return the settings of the fastest layout, as flags and as TOML."""
+    best = min(plans, key=lambda plan: plan.bound.step)
+    tables = best.layout.settings(best.rows_at_once)
+    flags = [f"--{table}.{key} {n}" for table, keys in tables.items() for key, n in keys.items()]
+    toml = [
+        "\n".join([f"[{table}]", *(f"{key} = {n}" for key, n in keys.items())])
+        for table, keys in tables.items()
+    ]
+    joined = "\n\n".join(toml)
+    return (
+        f"The fastest is {best.layout.name}, as flags:\n{' '.join(flags)}\n\nand as TOML:\n{joined}"
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = SourceParser("torchtitan plan", __doc__)
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--memory", type=float, default=80, help="GiB of one GPU")
     parser.add_argument("--most", type=int, default=16, help="layouts to rehearse")
     add_machine_options(parser)
-    args, config_args = parser.parse_known_args()
+    args, config_args = parser.options_and_overrides()
     machine = machine_of(args)
     os.environ["LOCAL_RANK"], os.environ["NGPU"] = "0", str(args.gpus)
     prepare_device()
-    from scripts.estimate.step import estimate_from_depths, num_params_of
-    from torchtitan.config import ConfigManager
-    from torchtitan.config.checks import ConfigError
-    from torchtitan.config.manager import exit_on_config_error
+    from torchtitan.commands.source import errors_as_sentences, job_of
+    from torchtitan.estimate.step import estimate_from_depths, num_params_of
+    from torchtitan.tools.errors import ConfigError
 
-    with exit_on_config_error():
-        base = ConfigManager().parse_args(config_args)
+    with errors_as_sentences():
+        base = job_of(args.source, args.config, config_args)
         num_params = num_params_of(base)
     base.model.converters = []  # in bf16, whose peak is given
     if base.compile.applies_to("model"):
@@ -211,7 +237,7 @@ def main() -> None:
             f"no layout of {args.gpus} GPUs with {args.memory:g} GiB fits; give more GPUs, shorter "
             "rows (training.seq_len), or activation_checkpoint.mode = 'full'"
         )
-    print(table_of(plans, args.memory))
+    print(f"{table_of(plans, args.memory)}\n\n{winner_of(plans)}")
 
 
 def _tell(text: str) -> None:

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
-from tests.cuda_rehearsal import device
+from torchtitan.estimate import device
 
 aten = torch.ops.aten
 
@@ -338,7 +338,8 @@ def place() -> tuple[str, Any]:
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
         in_project = "/torchtitan/" in name or ("/tests/" in name and "site-packages" not in name)
-        if in_project and "/cuda_rehearsal/" not in name and function not in _SKIPPED:
+        is_own = "/cuda_rehearsal/" in name or "/torchtitan/estimate/" in name
+        if in_project and not is_own and function not in _SKIPPED:
             file = name.rpartition("/torchtitan/" if "/torchtitan/" in name else "/tests/")[2]
             return f"{file} {function}", frame
         frame = frame.f_back

@@ -1,6 +1,6 @@
 """A CUDA device that computes nothing, for a torch that was built without CUDA.
 
-    from tests.cuda_rehearsal.device import load_device
+    from torchtitan.estimate.device import load_device
     load_device()          # before the first `import torch` of the process
     import torch
     patch_cuda()
@@ -27,6 +27,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from torchtitan.tools.files import read_text
 
 # Autograd wants a guard: one device, with one stream whose work is always done. The pinned
 # allocator knows its own memory, so that `Tensor.is_pinned()` tells the truth in every thread.
@@ -119,6 +121,22 @@ def why_not() -> str | None:
     return None
 
 
+def prepare_device() -> None:
+    """Provide a device to rehearse on: this machine's GPU, or the stand-in; torch must not be imported."""
+    reason = why_not()
+    if reason is None:
+        load_device()
+        patch_cuda()
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(
+            f"there is no GPU to stand for those of the job, and none can be invented: {reason}; "
+            "install torch's CPU build and g++ on Linux, or run this on a machine with a GPU"
+        )
+
+
 def load_device() -> None:
     """Compile the stand-in (2 s, once per torch version) and load it; torch must not be imported.
 
@@ -127,7 +145,7 @@ def load_device() -> None:
     if "torch" in sys.modules:
         raise RuntimeError("load_device() has to come before the first `import torch`")
     root = Path(importlib.util.find_spec("torch").origin).parent
-    digest = hashlib.sha1((_SOURCE + (root / "version.py").read_text()).encode()).hexdigest()[:12]
+    digest = hashlib.sha1((_SOURCE + read_text(root / "version.py")).encode()).hexdigest()[:12]
     library = Path(tempfile.gettempdir()) / f"cuda_rehearsal_{os.getuid()}_{digest}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -279,24 +297,29 @@ def patch_cuda(memory_gib: int = 141) -> None:
         shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
         shared_memory_per_multiprocessor=233472, gcnArchName="",
     )  # fmt: skip
-
-    def answering(names: str, value: Any) -> dict[str, Any]:
-        """A function for each name, as the compiler has a rule for each."""
-        return {name: lambda *_, **__: value for name in names.split()}
-
     for name, value in {
-        **answering("init _lazy_init set_device set_rng_state manual_seed_all empty_cache", None),
-        **answering("is_available is_initialized is_bf16_supported", True),
-        **answering("current_device memory_allocated memory_reserved max_memory_allocated", 0),
-        "reset_peak_memory_stats": lambda device=None: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
         "device_count": lambda: 8,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
         "synchronize": _synchronize,
         "get_device_name": lambda device=None: card.name,
         "get_device_properties": lambda device=None: card,
         "get_device_capability": lambda device=None: (card.major, card.minor),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "manual_seed_all": lambda seed: None,
         "memory_stats": lambda device=None: {},
         "mem_get_info": lambda device=None: (card.total_memory, card.total_memory),
+        "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "is_bf16_supported": lambda including_emulation=True: True,
         "Stream": stream_class,
         "Event": Event,
         "current_stream": current_stream,

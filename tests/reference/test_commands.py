@@ -1,0 +1,295 @@
+"""The commands on models from outside, against transformers and peft."""
+
+import io
+import json
+import shutil
+import sys
+from importlib.resources import files
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_hf import tiny_hf_model
+from torchtitan import commands
+from torchtitan.commands.generate import pieces_of
+from torchtitan.commands.source import job_of, with_model
+from torchtitan.config import ConfigManager
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.job import resolve_job
+from torchtitan.tools import events
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.long
+TOKENIZER = files("torchtitan") / "assets/tokenizer"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory):
+    """A tiny Qwen 3 with a tokenizer, a chat template and two tokens that end a text."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = tiny_hf_model("qwen3", vocab_size=2050)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(TOKENIZER))
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]},
+        replace_extra_special_tokens=False,
+    )
+    tokenizer.chat_template = CHATML
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 1999]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function: runs a command in this process; returns (exit code, stdout, stderr)."""
+
+    def run_command(*arguments, stdin=""):
+        monkeypatch.setattr(sys, "argv", ["torchtitan", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = 0
+        try:
+            commands.main()
+        except SystemExit as stopped:
+            code = stopped.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run_command
+
+
+@pytest.fixture(autouse=True)
+def untouched_logger():
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
+
+
+def greedy(folder, ids, n, **options):
+    """Return the new tokens of transformers' greedy generation."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = model.generate(torch.tensor([ids]), max_new_tokens=n, do_sample=False, **options)
+    return tokens[0, len(ids) :].tolist()
+
+
+def encode(folder, text):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer, [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
+
+
+def test_greedy_text_of_each_prompt_is_that_of_transformers(hf_folder, run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("A class\n")
+    options = [
+        f"--prompts={tmp_path}/prompts.txt",
+        "--max_new_tokens=12",
+        "--temperature=0",
+        "--out",
+    ]
+    code, out, _ = run("generate", hf_folder, "--prompt=Return a list", *options)
+    assert code == 0
+    responses = json.loads(out)["responses"]
+    for response, prompt in zip(responses, ["Return a list", "A class"], strict=True):
+        tokenizer, ids = encode(hf_folder, prompt)
+        new = greedy(hf_folder, ids, 12)
+        whole = tokenizer.decode(ids + new, skip_special_tokens=True)
+        assert response["input_text"] + response["output_text"] == whole
+
+
+def test_generation_ends_at_each_token_of_generation_config(hf_folder, run, tmp_path):
+    folder = shutil.copytree(hf_folder, tmp_path / "model")
+    _, ids = encode(folder, "Return a list")
+    new = greedy(folder, ids, 8)
+    assert len(new) == 8
+    config = json.loads((folder / "generation_config.json").read_text())
+    config["eos_token_id"] = [1, new[4]]
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    expected = greedy(folder, ids, 8)
+    arguments = [folder, "--prompt=Return a list", "--max_new_tokens=8", "--temperature=0", "--out"]
+    metadata = json.loads(run("generate", *arguments)[1])["metadata"]
+    assert metadata["generated_n_tokens"] == len(expected) == 1 + new.index(new[4])
+    config["eos_token_id"] = 1
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    metadata = json.loads(run("generate", *arguments)[1])["metadata"]
+    assert metadata["generated_n_tokens"] == 8
+
+
+def test_chat_renders_all_turns_with_the_folder_s_template(hf_folder, run):
+    code, out, err = run(
+        "generate",
+        hf_folder,
+        "--chat",
+        "--temperature=0",
+        "--max_new_tokens=5",
+        stdin="Hello\nAnd now?\n",
+    )
+    assert code == 0, err
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hf_folder)
+    messages, expected = [], ""
+    for question in ("Hello", "And now?"):
+        messages.append({"role": "user", "content": question})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        new = greedy(hf_folder, ids, 5, eos_token_id=[tokenizer.eos_token_id, 1999, end])
+        start = tokenizer.decode(ids, skip_special_tokens=True)
+        reply = tokenizer.decode(ids + new, skip_special_tokens=True)[len(start) :]
+        messages.append({"role": "assistant", "content": reply})
+        expected += reply + "\n"
+    assert out == expected
+
+
+def test_text_is_shown_once_its_characters_are_whole(hf_folder):
+    tokenizer = HuggingFaceTokenizer(str(hf_folder))
+    ids = tokenizer.encode("a naïve 日本", add_special_tokens=False)
+    pieces = list(pieces_of(tokenizer, ids[:1], ids[1:]))
+    assert "".join(pieces) == "a naïve 日本"
+    assert len(pieces) > 3 and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_comparison_with_transformers_passes_and_fails_above_the_tolerance(
+    hf_folder, run, tmp_path
+):
+    code, out, _ = run("compare", hf_folder, "--seq_len=24")
+    assert code == 0 and "same likeliest token                    48 of 48 positions" in out
+    changed = shutil.copytree(hf_folder, tmp_path / "changed")
+    weights = load_file(changed / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0] += 1.0
+    save_file(weights, changed / "model.safetensors", {"format": "pt"})
+    code, out, _ = run("compare", hf_folder, f"--checkpoint={changed}", "--tokens=3,1,4,1,5")
+    assert code == "the models differ by more than 0.001"
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder)(
+            torch.tensor([[3, 1, 4, 1, 5]])
+        ).logits
+        for folder in (changed, hf_folder)
+    )
+    assert f"largest difference of logits            {(ours - theirs).abs().max():.2e}" in out
+
+
+def test_imported_folder_is_a_checkpoint_of_the_same_model(hf_folder, run, tmp_path):
+    assert run("import", hf_folder, tmp_path / "dcp")[0] == 0
+    code, out, err = run("compare", hf_folder, f"--checkpoint={tmp_path / 'dcp'}", "--seq_len=8")
+    assert code == 0, err
+    code, _, err = run("generate", tmp_path / "dcp")
+    assert code == 1 and "give the job's TOML file with --config" in err
+
+
+@pytest.fixture(scope="module")
+def lora_run(hf_folder, tmp_path_factory):
+    """The folder of a run of two LoRA steps, and the PEFT folder that its engine wrote."""
+    folder = tmp_path_factory.mktemp("lora")
+    flags = {
+        "job.dump_folder": folder,
+        "model.name": "qwen3",
+        "model.hf_config": hf_folder,
+        "model.hf_assets_path": hf_folder,
+        "model.converters": "lora",
+        "lora.rank": 4,
+        "training.dataset": "python_docs",
+        "training.seq_len": 32,
+        "training.local_batch_size": 2,
+        "training.steps": 2,
+        "training.mixed_precision_param": "float32",
+        "optimizer.lr": 0.1,
+        "lr_scheduler.warmup_steps": 0,
+        "activation_checkpoint.mode": "none",
+        "checkpoint.interval": 2,
+    }
+    switches = [
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        "--checkpoint.no_last_save_model_only",
+    ]
+    config = ConfigManager().parse_args([f"--{k}={v}" for k, v in flags.items()] + switches)
+    with events.recording(config), Trainer(config) as trainer:
+        trainer.train()
+        trainer.save_peft(folder / "peft")
+    return folder
+
+
+def test_exported_adapters_are_those_of_the_engine(lora_run, run, tmp_path):
+    code, _, err = run("export", lora_run, tmp_path / "peft", "--peft")
+    assert code == 0, err
+    written, expected = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "peft", lora_run / "peft")
+    )
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[key], expected[key]) for key in expected)
+    assert any(tensor.any() for key, tensor in written.items() if "lora_B" in key)
+    configs = (folder / "adapter_config.json" for folder in (tmp_path / "peft", lora_run / "peft"))
+    one, other = (json.loads(path.read_text()) for path in configs)
+    assert one == other
+
+
+def test_merged_export_computes_what_peft_computes(hf_folder, lora_run, run, tmp_path):
+    peft = pytest.importorskip("peft")
+    step = lora_run / "checkpoint/step-2"
+    code, _, err = run("export", step, tmp_path / "merged")
+    assert code == 0, err
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
+    tokens = torch.randint(0, 2050, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = base(tokens).logits
+        expected = peft.PeftModel.from_pretrained(base, str(lora_run / "peft"))(tokens).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(
+            tokens
+        ).logits
+    assert (expected - plain).abs().max() > 0.1
+    torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)  # logits of about 10
+    code, out, _ = run(
+        "generate", step, "--prompt=A", "--max_new_tokens=4", "--temperature=0", "--out"
+    )
+    _, ids = encode(hf_folder, "A")
+    new = greedy(tmp_path / "merged", ids, 4)
+    assert json.loads(out)["metadata"]["generated_n_tokens"] == len(new)
+
+
+def test_export_has_the_tokens_and_the_template_that_the_job_chose(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    flags = ["--training.steps=1", "--training.seq_len=16", "--checkpoint.enable"]
+    flags += ["--training.eos_token=<|begin_of_text|>", "--training.chat_template=chat.jinja"]
+    config = ConfigManager().parse_args(["--training.dataset=python_docs", *flags])
+    with events.recording(config), Trainer(config) as trainer:
+        trainer.train()
+    code, _, err = run("export", "outputs", "model")
+    assert code == 0, err
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    assert tokenizer.eos_token == "<|begin_of_text|>" and tokenizer.chat_template == CHATML
+
+
+def test_model_of_a_folder_is_that_of_its_config(hf_folder):
+    config = job_of(str(hf_folder), None, ["--training.local_batch_size=3"])
+    args = resolve_job(config, builds_data=False).train_spec.model_args[config.model.flavor]
+    assert (args.dim, args.n_layers, args.vocab_size) == (32, 2, 2050)
+    assert (config.model.name, config.training.local_batch_size) == ("qwen3", 3)
+    nothing = dict.fromkeys(["config", "model_name", "model_flavor", "hf_config"])
+    chosen = with_model({"input_dir": str(hf_folder), **nothing})
+    assert chosen["spec"].model_args[chosen["model_flavor"]].dim == 32
+    chosen = with_model({"input_dir": "nowhere", **nothing})  # as in 0.2.x
+    assert (chosen["model_name"], chosen["model_flavor"]) == ("llama3", "8B")
+    with pytest.raises(ValueError, match="'nowhere' is none; correct the path"):
+        job_of("nowhere", None, [])
+
+
+def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path):
+    for arguments, message in (
+        (["export", lora_run, hf_folder], "holds files already"),
+        (["export", hf_folder, tmp_path / "x", "--peft"], "this one has none"),
+        (["show", "nowhere.toml"], "names a TOML file that has to exist, got 'nowhere.toml'"),
+        (["trian"], "no command 'trian', did you mean 'train'?"),
+        (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' is none; train with"),
+        (["export", "nowhere", tmp_path / "x"], "SOURCE must be a step folder of a run"),
+        (["compare", hf_folder, "--model.flavour=8B"], "model.flavour=8B is unknown"),
+    ):
+        code, _, err = run(*arguments)
+        assert code in (1, 2) and message in err, err
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,4 @@
+from torchtitan.commands import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The command `torchtitan`: one name for each tool, which is imported when it is called."""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """function: "module:name". trains: True for a job, which may run on several processes."""
+
+    help: str
+    function: str
+    trains: bool = False
+
+
+COMMANDS = {
+    "train": Command(
+        "train a model; without a TOML file, a small one on Python's own documentation",
+        "torchtitan.commands.train:main",
+        trains=True,
+    ),
+    "generate": Command("continue prompts, or chat", "torchtitan.commands.generate:main"),
+    "export": Command(
+        "write a checkpoint as a Hugging Face or PEFT folder", "torchtitan.commands.convert:export"
+    ),
+    "import": Command(
+        "write a Hugging Face folder as a checkpoint", "torchtitan.commands.convert:import_"
+    ),
+    "compare": Command(
+        "compare a model's logits with those of transformers", "torchtitan.commands.compare:main"
+    ),
+    "show": Command("print a job's first rows of training data", "torchtitan.data.show:main"),
+    "tokenize": Command("write a dataset as token ids", "torchtitan.data.tokenize:main"),
+    "estimate": Command(
+        "count what a step needs and sends, without its devices",
+        "torchtitan.estimate.__main__:main",
+    ),
+    "plan": Command("rank the layouts of a job on some GPUs", "torchtitan.estimate.plan:main"),
+    "report": Command("write one HTML page about a run", "torchtitan.report.__main__:main"),
+    "rl": Command("train by reinforcement", "torchtitan.rl.train:main", trains=True),
+    "serve": Command(
+        "serve a policy over Tinker's HTTP interface", "torchtitan.rl.serve:main", trains=True
+    ),
+}
+
+
+def main() -> None:
+    """Run the command that the arguments name. Exit code 2 for an unknown one."""
+    name, arguments = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
+    if name in ("-h", "--help"):
+        lines = [f"  {name:10}{command.help}" for name, command in COMMANDS.items()]
+        print("usage: torchtitan COMMAND [options]\n", *lines, sep="\n")
+        print("\n`torchtitan COMMAND --help` lists a command's options.")
+        print("train, rl, serve and show take a job's TOML file; `--nproc N` starts N processes.")
+        return
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        print(f"error: torchtitan has no command {name!r}{hint} (see --help)", file=sys.stderr)
+        sys.exit(2)
+    module, _, function = COMMANDS[name].function.partition(":")
+    if (COMMANDS[name].trains or name == "show") and arguments and arguments[0][:1] != "-":
+        arguments[0] = f"--job.config_file={arguments[0]}"
+    sys.argv = [f"torchtitan {name}", *arguments]
+    if COMMANDS[name].trains:
+        from torchtitan.tools import signals
+
+        parser = argparse.ArgumentParser(prog=sys.argv[0], add_help=False, allow_abbrev=False)
+        parser.add_argument("--nproc", type=int, default=1)
+        options, sys.argv[1:] = parser.parse_known_args(arguments)
+        if options.nproc != 1:
+            return start_ranks(module, options.nproc, sys.argv[1:])
+        signals.at_start.start()  # before the imports, which take seconds
+    getattr(importlib.import_module(module), function)()
+
+
+def start_ranks(module: str, nproc: int, arguments: list[str]) -> None:
+    """Run a module on several processes of this machine. LOG_RANK lists the ranks that are shown."""
+    if nproc < 1:
+        sys.exit(f"error: --nproc must be at least 1, got {nproc}")
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    shown = os.environ.setdefault("LOG_RANK", "0")
+    from torchtitan.tools import launch
+
+    launch.main(
+        [
+            f"--nproc-per-node={nproc}",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+            *([] if shown == "all" else [f"--local-ranks-filter={shown}"]),
+            *("--role=rank", "--tee=3", "-m", module, *arguments),
+        ]
+    )
+
+
+class SourceParser(argparse.ArgumentParser):
+    """Options of a command that takes a model or a job, which `source.job_of` finds.
+
+    A flag with a dot, and the argument behind it, is a config override.
+    """
+
+    def __init__(self, program: str, description: str | None, *more: str) -> None:
+        super().__init__(
+            prog=program,
+            usage=" ".join(
+                [
+                    "%(prog)s SOURCE" if more else "%(prog)s [SOURCE]",
+                    *more,
+                    "[options] [config overrides]",
+                ]
+            ),
+            description=(description or "").partition("\n")[0],
+            epilog="All other options are config overrides, like --training.seq_len 1024.",
+            allow_abbrev=False,
+        )
+        self.add_argument(
+            "source",
+            nargs=None if more else "?",
+            metavar="SOURCE",
+            help="a Hugging Face folder, a checkpoint, the folder of a run (default: ./outputs), or a "
+            "job's TOML file",
+        )
+        self.add_argument(
+            "--config",
+            "--job.config_file",
+            metavar="TOML",
+            help="the job's TOML file; default: SOURCE's config.json, or what its run recorded",
+        )
+
+    def options_and_overrides(self) -> tuple[argparse.Namespace, list[str]]:
+        own, overrides = [], []
+        arguments = sys.argv[:0:-1]
+        while arguments:
+            argument = arguments.pop()
+            flag, equals, _ = argument.partition("=")
+            is_override = flag.startswith("--") and "." in flag and flag != "--job.config_file"
+            (overrides if is_override else own).append(argument)
+            if is_override and not equals and arguments and not arguments[-1].startswith("--"):
+                overrides.append(arguments.pop())
+        return self.parse_args(own), overrides

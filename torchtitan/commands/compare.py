@@ -1,0 +1,110 @@
+"""Compare a model's logits with those of transformers. Exit code 1 above --tolerance.
+
+Both models run in fp32, on the same tokens. A right conversion differs by rounding, about 1e-5 in a
+log-probability; a wrong one differs by orders of magnitude more.
+"""
+
+import tempfile
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.folder import Contents, contents_of
+from torchtitan.commands import SourceParser
+from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
+from torchtitan.job import find_train_spec
+from torchtitan.tools.logging import init_logger, logger
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of logits [B, T, V]. kl_divergence: mean over tokens, in nats. others: (row, position) of other argmax."""
+
+    max_difference: float
+    max_logprob_difference: float
+    kl_divergence: float
+    num_positions: int
+    others: list[list[int]]
+
+    def __str__(self) -> str:
+        n, same = self.num_positions, self.num_positions - len(self.others)
+        where = f"; not at (row, position) {self.others[:8]}" if self.others else ""
+        return (
+            f"largest difference of logits            {self.max_difference:.2e}\n"
+            f"largest difference of log-probabilities {self.max_logprob_difference:.2e}\n"
+            f"KL divergence (mean over tokens)        {self.kl_divergence:.2e} nats\n"
+            f"same likeliest token                    {same} of {n} positions{where}"
+        )
+
+
+def compare_logits(theirs: Tensor, ours: Tensor) -> Comparison:
+    """theirs, ours: logits [B, T, V]; compared in fp64, where rounding does not add up."""
+    if theirs.shape != ours.shape:
+        raise ValueError(
+            f"transformers gives logits of shape {tuple(theirs.shape)}, and this model of "
+            f"{tuple(ours.shape)}; give the weights of one model"
+        )
+    theirs, ours = theirs.double(), ours.double()
+    log_p, log_q = theirs.log_softmax(dim=-1), ours.log_softmax(dim=-1)
+    return Comparison(
+        max_difference=(theirs - ours).abs().max().item(),
+        max_logprob_difference=(log_p - log_q).abs().max().item(),
+        kl_divergence=(log_p.exp() * (log_p - log_q)).sum(dim=-1).mean().item(),
+        num_positions=theirs[..., 0].numel(),
+        others=(theirs.argmax(-1) != ours.argmax(-1)).nonzero().tolist(),
+    )
+
+
+@torch.no_grad()
+def hf_logits(folder: str, tokens: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
+    return model.eval()(tokens).logits
+
+
+def main() -> None:
+    parser = SourceParser("torchtitan compare", __doc__)
+    add = parser.add_argument
+    add("--with", dest="reference", metavar="FOLDER", help="what transformers opens; default: SOURCE, "
+        "exported first if it is a checkpoint")  # fmt: skip
+    add("--checkpoint", metavar="FOLDER", help="weights of our model, beside SOURCE's files")
+    add("--tokens", help="token ids, such as 1,5,7 (default: random ones)")
+    add("--batch_size", type=int, default=2, help="random rows")
+    add("--seq_len", type=int, default=64, help="random tokens of a row")
+    add("--tolerance", type=float, default=1e-3, help="for a log-probability (default 1e-3)")
+    options, overrides = parser.options_and_overrides()
+    init_logger()
+    with errors_as_sentences():
+        weights = weights_in(options.checkpoint or options.source)
+        config = job_of(options.source, options.config, overrides)
+        config.model.attn_mask_type = "causal"  # each row is one text
+        args = find_train_spec(config).model_args.get(config.model.flavor)
+        if (config.model.attn_type or getattr(args, "attn_type", None)) == "varlen":
+            config.model.attn_type = "flex"  # varlen needs documents
+        config.training.mixed_precision_param = "float32"
+        with open_engine(config, weights) as engine, tempfile.TemporaryDirectory() as folder:
+            if options.tokens:
+                tokens = torch.tensor([[int(token) for token in options.tokens.split(",")]])
+            else:
+                shape = (options.batch_size, options.seq_len)
+                generator = torch.Generator().manual_seed(0)
+                tokens = torch.randint(0, engine.model_args.vocab_size, shape, generator=generator)
+            logger.info("running %s %s on %s", config.model.name, config.model.flavor, weights)
+            (ours,) = engine.forward_step([{"input": tokens}])
+            reference = options.reference or (options.checkpoint and options.source) or weights
+            if contents_of(reference) != Contents.HF:
+                engine.save_hf(reference := folder)
+            logger.info("running transformers on %s", reference)
+            comparison = compare_logits(hf_logits(reference, tokens), ours.cpu())
+    print(comparison)
+    # Written so that nan fails, too.
+    if not comparison.max_logprob_difference <= options.tolerance:
+        raise SystemExit(f"the models differ by more than {options.tolerance:g}")
+
+
+if __name__ == "__main__":
+    main()

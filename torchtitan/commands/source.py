@@ -1,0 +1,162 @@
+"""The model or job that a command is given: a Hugging Face folder, a checkpoint, a run, or a TOML file."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.checkpoint.folder import Contents, contents_of, list_steps
+from torchtitan.checkpoint.run_record import read_record
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.job_config import ActivationCheckpoint, Compile, LRScheduler, Parallelism
+from torchtitan.engine import TrainingEngine
+from torchtitan.job import find_train_spec
+from torchtitan.models.hf_config import from_hf_config
+from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.step.runner import on_error
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.events import FILE_NAME, exit_code
+from torchtitan.tools.files import open_file
+
+RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes if nothing else is said
+MODEL_FOLDER = "model"  # in RUN_FOLDER, where the default job exports its model
+_LONGEST_TABLE = 32_768  # positions of the RoPE table for a model from Hugging Face
+
+
+@contextlib.contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Turn a user's mistake into one line on stderr; exit code 2 for the config's, 1 for others."""
+    warnings.filterwarnings(
+        "ignore", "torch.distributed is disabled"
+    )  # one process, as it should be
+    try:
+        yield
+    except (ValueError, OSError, RunError, ImportError) as error:
+        print(f"error: {getattr(error, 'sentence', error)}", file=sys.stderr)
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]) -> JobConfig:
+    """Return the config of the source's job, changed by flags.
+
+    It comes from `config_file`, else from a source that is a TOML file, else from the config.json in
+    it, else from the config that its run recorded. Raises ValueError if there is none of these.
+    """
+    source = source or ("" if config_file else RUN_FOLDER)
+    if os.path.isfile(source) and not config_file:
+        config_file = source
+    flags = [f"--job.config_file={config_file}"] if config_file else []
+    if not config_file and os.path.isfile(os.path.join(source, "config.json")):
+        family, _, args = from_hf_config(source)
+        flags = [f"--model.name={family}"]
+        flags += [f"--model.{key}={source}" for key in ("hf_config", "hf_assets_path")]
+        flags += [f"--training.seq_len={min(args.max_seq_len, _LONGEST_TABLE)}"]
+    values = None if flags else _recorded_config(source)
+    return ConfigManager().parse_args([*flags, *overrides], values)
+
+
+def _recorded_config(source: str) -> dict[str, Any]:
+    """Return the config in the events of the run that `source` is part of, as nested tables."""
+    path = Path(source).resolve()
+    for events in (folder / FILE_NAME for folder in (path, *path.parents[:3])):
+        if not events.is_file():
+            continue
+        with open_file(events) as file:
+            starts = [json.loads(line) for line in file if '"kind": "start"' in line]
+        if starts:
+            config = starts[-1]["config"]
+            own = {field.name for field in dataclasses.fields(JobConfig)}  # without those of RL
+            if not config["job"]["custom_config_module"]:
+                config = {section: values for section, values in config.items() if section in own}
+            return _without_none(config)
+    if not path.exists():
+        raise ValueError(
+            f"SOURCE must be a file or folder, and {source!r} is none; correct the path"
+        )
+    raise ValueError(
+        f"nothing says which model {source!r} is: it has no config.json, and no {FILE_NAME} of its run "
+        "is there or above; give the job's TOML file with --config"
+    )
+
+
+def _without_none(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table without keys that TOML could not set: None is their default."""
+    plain = {key: value for key, value in table.items() if value is not None}
+    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in plain.items()}
+
+
+def with_model(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a conversion's options with the model that they, or the input, name; else Llama 3 8B."""
+    options, config = dict(options), options["config"]
+    del options["config"]
+    if config or not any(options[key] for key in ("model_name", "model_flavor", "hf_config")):
+        try:
+            job = job_of(options["input_dir"], config, [])
+        except ValueError as error:
+            if config:
+                raise ValueError(getattr(error, "sentence", error)) from error
+        else:
+            options |= {"model_name": job.model.name, "model_flavor": job.model.flavor}
+            options["spec"] = find_train_spec(job)
+            if options.get("hf_assets_path", "") is None:
+                options["hf_assets_path"] = job.model.hf_assets_path
+    default = {"model_name": "llama3", "model_flavor": "8B"}
+    return options | {key: options[key] or value for key, value in default.items()}
+
+
+def weights_in(source: str | None) -> str:
+    """Return the folder itself, or the newest finished step of a run; ValueError if there is none."""
+    source = source or RUN_FOLDER
+    if contents_of(source) != Contents.UNKNOWN:
+        return source
+    for folder in (source, os.path.join(source, JobConfig().checkpoint.folder)):
+        if steps := [step for step in list_steps(folder) if step.is_finished]:
+            return steps[-1].path
+    if contents_of(exported := os.path.join(source, MODEL_FOLDER)) == Contents.HF:
+        return exported
+    raise ValueError(
+        f"SOURCE must be a step folder of a run, a folder of such, or a folder with Hugging Face "
+        f"safetensors files, and {source!r} is none; train with --checkpoint.enable to get "
+        "<job.dump_folder>/checkpoint"
+    )
+
+
+def open_engine(
+    config: JobConfig, weights: str, train_spec: TrainSpec | None = None
+) -> TrainingEngine:
+    """Return an engine for scoring on one process, with the weights in a folder.
+
+    Raises ValueError for several processes, and if the weights are not of the config's model.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        raise ValueError(
+            f"this command runs on one process, got {world_size}: tensor parallelism is not available "
+            "yet; set NGPU=1"
+        )
+    config.parallelism = Parallelism(always_fsdp=False)
+    config.compile, config.activation_checkpoint = Compile(), ActivationCheckpoint(mode="none")
+    kept = [name for name in config.model.converters if not name.startswith("quantize.")]
+    config.model.converters = kept
+    config.training.global_batch_size, config.training.enable_cpu_offload = -1, False
+    config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = False
+    config.job.save_config_file = None
+    config.lr_scheduler = LRScheduler(warmup_steps=0)
+    has_adapters = "lora" in config.model.converters
+    if has_adapters:  # a base that was not loaded was drawn from the run's seed
+        config.debug.seed = read_record(weights).get("seed", config.debug.seed)
+    engine = TrainingEngine(config, train_spec=train_spec, forward_only=True)
+    with on_error(engine.close):
+        if has_adapters:
+            engine.load()
+        engine.load(weights, model_only=True)
+        engine.eval_mode()
+    return engine

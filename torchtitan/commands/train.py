@@ -1,0 +1,58 @@
+"""Train a job. Without a TOML file, train the default job, which leaves a model in a few minutes on a CPU."""
+
+import os
+import sys
+from importlib.resources import files
+from typing import Any
+
+from torchtitan.tools import signals
+
+if __name__ == "__main__":
+    signals.at_start.start()  # before the imports, which take seconds
+
+import torch
+
+from torchtitan import train
+
+DEFAULT_JOB = files("torchtitan") / "models/llama3/train_configs/python_docs.toml"
+
+
+def main() -> None:
+    """Read the command line and train."""
+    arguments = sys.argv[1:]
+    named = ("--job.config_file", "--job.config-file", "-h", "--help")
+    if any(argument.partition("=")[0] in named for argument in arguments):
+        return train.main()
+    sys.argv[1:] = [f"--job.config_file={DEFAULT_JOB}", *arguments]
+    train.main(_default_trainer)
+
+
+def _default_trainer(config: Any) -> Any:
+    from torchtitan.commands.source import MODEL_FOLDER
+    from torchtitan.generation.sampling import generate
+    from torchtitan.tools.logging import logger
+    from torchtitan.trainer import Trainer
+
+    class DefaultTrainer(Trainer):
+        """Exports the trained model, continues a sentence, and says how to go on."""
+
+        def train(self) -> None:
+            super().train()
+            is_real = self.job_config.comm.mode == "default"
+            if not is_real or self.step < self.num_steps:  # stopped, or complete before
+                return
+            folder = os.path.join(self.job_config.job.dump_folder, MODEL_FOLDER)
+            self.save_hf(folder)
+            prompt = "Return a list of"
+            if self.parallel_dims.world_size == 1:
+                ids = torch.tensor(self.tokenizer.encode(prompt, add_bos=True), device=self.device)
+                with self.eval_mode():
+                    drawn = generate(self.model_parts[0], ids, max_new_tokens=24, temperature=0)
+                logger.info(f"the model continues: {self.tokenizer.decode(drawn[0].tolist())!r}")
+            logger.info(f'go on with: torchtitan generate {folder} --prompt "{prompt}"')
+
+    return DefaultTrainer(config)
+
+
+if __name__ == "__main__":
+    main()
