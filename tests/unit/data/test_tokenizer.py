@@ -118,7 +118,7 @@ def test_vocab_and_merges_make_byte_level_bpe(tmp_path):
 
 
 def test_missing_folder_or_tokenizer_names_the_config_key_or_what_is_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="/nowhere/tok.*model.hf_assets_path.*download_hf"):
+    with pytest.raises(FileNotFoundError, match="/nowhere/tok.*model.hf_assets_path.*hf download"):
         HuggingFaceTokenizer("/nowhere/tok")
     with pytest.raises(FileNotFoundError, match="README.md"):
         HuggingFaceTokenizer(write_folder(tmp_path, README__md="no tokenizer"))
