@@ -14,6 +14,7 @@ import torch
 from tests.distributed.training_runs import DealtRows
 from tests.reliability.jobs import flags_in
 from torchtitan.distributed.tied_copies import FIRST, name_in_whole_model, trained_copies_in
+from torchtitan.models.moe import MoEArgs
 from torchtitan.testing.gloo import run_ranks
 
 STEPS = 3
@@ -131,19 +132,24 @@ _LLAMA4 = _SIZES | dict(
     fixed_attn_block_size=8, attn_temperature_tuning=True, floor_scale=4,
 )  # fmt: skip
 _GPT_OSS = _HEADS | dict(moe_inter_dim=32, sliding_window_size=8)
+_BIASES = _SIZES | dict(n_kv_heads=2, attention_bias=True, mlp_bias=True)
+_QWEN3_MOE = _HEADS | {"moe_inter_dim": 32}
+_TWO = MoEArgs(num_experts=2, num_shared_experts=1, score_func="softmax", use_grouped_mm=False)
 _MIXED = _DEEPSEEK | dict(n_layers=2, n_dense_layers=1)
 # family -> (model.name, flavor, changes)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "debugmodel", _SIZES | {"n_kv_heads": 2}),
     "qwen3": ("qwen3", "debugmodel", _QWEN3),
-    "qwen3 MoE": ("qwen3", "debugmodel_moe_small", _HEADS | {"moe_inter_dim": 32}),
+    "qwen3 MoE": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE),
     "deepseek_v3": ("deepseek_v3", "debugmodel", _DEEPSEEK),
     "llama4": ("llama4", "debugmodel_irope", _LLAMA4),
     "gpt_oss": ("gpt_oss", "debugmodel_small", _GPT_OSS),
     "qwen3, tied": ("qwen3", "debugmodel", _QWEN3 | {"enable_weight_tying": True}),
     "one dense layer, one of experts": ("deepseek_v3", "debugmodel", _MIXED),
+    "llama3, biases": ("llama3", "debugmodel", _BIASES),
+    "qwen3 MoE, two experts": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE | {"moe_args": _TWO}),
 }
-MOE_FAMILIES = ["qwen3 MoE", "deepseek_v3", "llama4", "gpt_oss"]
+MOE_FAMILIES = ["qwen3 MoE", "qwen3 MoE, two experts", "deepseek_v3", "llama4", "gpt_oss"]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
 # rows -> flags
@@ -226,8 +232,13 @@ def global_batch(step: int, with_positions: bool) -> tuple[dict[str, torch.Tenso
 
 
 def random_experts(model, step: int) -> torch.Tensor:
-    """Experts for the rows of a step [ROWS, SEQ_LEN, L, k]; a quarter of the tokens has none."""
+    """Experts for the rows of a step [ROWS, SEQ_LEN, L, k]; a quarter of the tokens has none.
+
+    In step 1 all tokens have the first experts, so some ranks get no tokens.
+    """
     args, n_moe = model.model_args.moe_args, len(model.moe_layers)
+    if step == 1:
+        return torch.arange(args.top_k).repeat(ROWS, SEQ_LEN, n_moe, 1)
     generator = torch.Generator().manual_seed(step)
     noise = torch.rand(ROWS, SEQ_LEN, n_moe, args.num_experts, generator=generator)
     experts = noise.argsort(dim=-1)[..., : args.top_k].to(torch.int16)

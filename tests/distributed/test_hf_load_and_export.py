@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.moe_runs import LENGTH
-from tests.distributed.test_expert_parallel_checkpoint import SIZES, llama4_args
+from tests.distributed.test_expert_parallel_checkpoint import LENGTH, SIZES, llama4_args
 from torchtitan.checkpoint.folder import find_damage
 from torchtitan.config.job_config import (
     ActivationCheckpoint,
