@@ -416,20 +416,15 @@ def test_folder_of_hugging_face_files_is_needed_for_a_tokenizer_and_for_weights(
     check_against_spec(config, with_tokenizer)
 
 
-def test_hugging_face_files_need_an_adapter():
+def test_what_a_spec_lacks_is_refused_where_the_config_needs_it():
     config = config_with(checkpoint__enable=True, checkpoint__last_save_in_hf=True)
     check_against_spec(config, spec_of())
     message = message_of(check_against_spec, config, spec_of(state_dict_adapter=None))
     assert "checkpoint.last_save_in_hf" in message and "'llama3'" in message
-
-
-def test_model_that_is_never_cut_has_no_pipeline():
     config = config_with(parallelism__pipeline_parallel_degree=2)
     message = message_of(check_against_spec, config, spec_of(pipelining_fn=None))
     assert "'llama3' has no pipelining_fn; set the degree to 1" in message
-
-
-def test_model_with_optimizers_of_its_own_takes_any_name():
+    # Optimizers of its own may have any name.
     check_against_spec(config_with(optimizer__name="mine"), spec_of(build_optimizers_fn=print))
 
 
