@@ -288,6 +288,10 @@ def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path):
         (["trian"], "no command 'trian', did you mean 'train'?"),
         (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' is none; train with"),
         (["export", "nowhere", tmp_path / "x"], "SOURCE must be a step folder of a run"),
+        (
+            ["compare", lora_run, "--training.mixed_precision_param", "bfloat16"],
+            "compare that folder",
+        ),
         (["compare", hf_folder, "--model.flavour=8B"], "model.flavour=8B is unknown"),
     ):
         code, _, err = run(*arguments)
