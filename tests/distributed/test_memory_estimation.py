@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
+from torchtitan.config import ConfigManager
 from torchtitan.estimate.device import why_not
 from torchtitan.estimate.memory_tracker import OTHER, PARAMETERS, MemoryTracker
+from torchtitan.estimate.step import num_params_of
 
 CONFIG = "torchtitan/models/llama3/train_configs/debug_model.toml"
 # A process of its own: the stand-in for a device has to be there before torch.
@@ -103,6 +105,19 @@ def test_ranks_files_and_accelerators_need_not_exist(estimates):
     assert table.startswith("rank 0 of 256:\nparameters and buffers ")
     assert "peak (forward and backward) " in table
     assert "all-gather on fsdp, 7 calls, sends" in table
+
+
+@pytest.mark.parametrize("loss", ["dpo", "distillation"])
+def test_job_with_a_second_model_is_estimated_without_it(loss, monkeypatch, caplog):
+    monkeypatch.setenv("NGPU", "1")
+    caplog.set_level("INFO")
+    flags = f"--loss.name={loss} --training.dataset=preference --training.packing=fit".split()
+    flags += "--model.converters=lora --checkpoint.enable --checkpoint.last_save_peft".split()
+    flags += ["--checkpoint.save_peft_interval=2"]
+    config = ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags])
+    plain = ConfigManager().parse_args([f"--job.config_file={CONFIG}"])
+    assert num_params_of(config) == num_params_of(plain)
+    assert f"loss.name = '{loss}' is left out" in caplog.text
 
 
 def test_tracker_counts_storages_once_until_they_are_freed():

@@ -134,6 +134,7 @@ def test_teacher_with_another_tokenizer_is_refused_before_a_model_is_built(tmp_p
             {"teacher": "nowhere"},
             "loss.teacher = 'nowhere' cannot score .* nowhere cannot be read",
         ),
+        ({"teacher": ""}, "loss.name = 'distillation' needs loss.teacher, the folder of"),
         ({"teacher": "tests/assets/tokenizer"}, "cannot score the student's rows: .*config.json"),
         ({"top_k": 2048}, "logits of 2048 vocabulary entries, .* top_k = 2048"),
         ({"kl_weight": 0}, "loss.kl_weight must be above 0"),

@@ -287,7 +287,8 @@ class MetricsProcessor:
         if self.gpu_peak_flops is not None:
             metrics["mfu(%)"] = 100 * flops_per_second / self.gpu_peak_flops
         self.logger.log({**metrics, **(extra_metrics or {})}, step)
-        logger.info(self._console_line(step, metrics, seconds_per_step))
+        own = _fields_of_objective(extra_metrics, "loss_metrics/")
+        logger.info(self._console_line(step, metrics, own, seconds_per_step))
         self.start(step)
 
     def log_validation(
@@ -305,12 +306,11 @@ class MetricsProcessor:
         self.logger.log({**metrics, **(extra_metrics or {})}, step)
 
         color = self.color
-        prefix = "validation_metrics/"  # of the objective's metrics
-        own = {k: x for k, x in (extra_metrics or {}).items() if k.startswith(prefix)}
+        own = _fields_of_objective(extra_metrics, "validation_metrics/")
         logger.info(
             f"{color.yellow}validate step: {step:2}  "
             f"{color.green}loss: {loss:7.4f}  "
-            + "".join(f"{name.removeprefix(prefix)}: {x:7.4f}  " for name, x in own.items())
+            + "".join(f"{field}  " for field in own)
             + f"{color.turquoise}{_memory_field(memory.max_reserved_gib, memory.max_reserved_pct)}  "
             f"{color.blue}tps: {round(tokens_per_second):,}{color.reset}",
             extra=event("validation", step),
@@ -331,7 +331,9 @@ class MetricsProcessor:
         devices = self.parallel_dims.non_data_parallel_size
         return seconds, self.ntokens_since_last_log / (seconds * devices)
 
-    def _console_line(self, step: int, metrics: dict[str, Any], seconds_per_step: float) -> str:
+    def _console_line(
+        self, step: int, metrics: dict[str, Any], own: list[str], seconds_per_step: float
+    ) -> str:
         # Scripts parse this line, so the fields up to mfu keep their order and format.
         color = self.color
         memory = _memory_field(
@@ -349,6 +351,7 @@ class MetricsProcessor:
         if "mfu(%)" in metrics:
             fields.append(f"{color.magenta}mfu: {metrics['mfu(%)']:.2f}%")
         remaining = timedelta(seconds=round(max(0, self.num_steps - step) * seconds_per_step))
+        fields += own
         fields.append(f"{color.reset}progress: {100 * step / self.num_steps:.1f}%")
         fields.append(f"eta: {remaining}")
         return "  ".join(fields)
@@ -415,6 +418,11 @@ def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
         "memory/max_reserved(GiB)": memory.max_reserved_gib,
         "memory/max_reserved(%)": memory.max_reserved_pct,
     }
+
+
+def _fields_of_objective(metrics: dict[str, Any] | None, prefix: str) -> list[str]:
+    own = {key: x for key, x in (metrics or {}).items() if key.startswith(prefix)}
+    return [f"{key.removeprefix(prefix)}: {x:7.4f}" for key, x in own.items()]
 
 
 def _memory_field(gib: float, percent: float) -> str:

@@ -532,7 +532,8 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
     """Return a sample with its keys, its messages' keys and its roles renamed to ours.
 
     keys: name in the files -> our name. If our name is a role, the value is the text of a turn (texts of
-        one role are joined by a blank line) before `messages`, or before the `prompt` of a pair.
+        one role are joined by a blank line) before `messages`, or before the `prompt` of a pair, which
+        must be lists of messages then; else ValueError.
     """
     if not keys or not isinstance(sample, Mapping):
         return sample
@@ -552,7 +553,14 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
     if turns:
         first = [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns.items()]
         name = "prompt" if "chosen" in result else "messages"
-        result[name] = first + (result.get(name) or [])
+        rest = result.get(name) or []
+        if not isinstance(rest, list):
+            raise ValueError(
+                f"training.chat_keys puts the turns of {', '.join(turns)} before {name!r}, which must be a list "
+                f"of messages then, got {rest!r:.80}; leave out one of the two, or name the role of "
+                f'{name!r} too, as in "{name}=user"'
+            )
+        result[name] = first + rest
     return result
 
 

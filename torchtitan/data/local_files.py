@@ -141,7 +141,10 @@ class _Lines(_File):
                 f"not valid JSON ({error}); every line must be one object like {self._rule.example}"
             )
         else:
-            problem = self._rule.problem_of(sample)
+            try:
+                problem = self._rule.problem_of(sample)
+            except ValueError as error:
+                problem = str(error)
         if problem:
             raise ValueError(f"{self.where(number)}: {problem}")
         return sample

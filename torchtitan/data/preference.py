@@ -17,7 +17,7 @@ class PairTokens(ChatTokens):
 
     A sample has `chosen` and `rejected`, and `prompt`: all are texts, or all are lists of messages. If the
     answers are whole chats, the messages that they share at their beginning are the prompt; a `prompt`
-    that is a text is ignored then. Each part has at most seq_len // 2 tokens; see `ChatEncoder`.
+    that is a text is ignored then, and one of messages is not repeated. Each part has at most seq_len // 2 tokens; see `ChatEncoder`.
     has_reference: samples have the reference model's log-probs of both answers, under `REFERENCE_KEYS`.
     """
 
@@ -68,10 +68,12 @@ def _problem_of(sample: Any, keys: Mapping[str, str] | None = None) -> str | Non
 def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     prompt, chosen, rejected = (sample.get(key) for key in ("prompt", "chosen", "rejected"))
     if isinstance(prompt, list):  # of messages
-        chosen, rejected = (
+        answers = (
             [{"role": "assistant", "content": x}] if isinstance(x, str) else x
             for x in (chosen, rejected)
         )
+        # Whole chats repeat the prompt.
+        chosen, rejected = (x[len(prompt) :] if x[: len(prompt)] == prompt else x for x in answers)
         return prompt, chosen, rejected
     if all(isinstance(x, str) for x in (prompt, chosen, rejected)):
         return prompt, chosen, rejected

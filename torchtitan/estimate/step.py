@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torchtitan import build
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
-from torchtitan.config.job_config import Parallelism
+from torchtitan.config.job_config import Checkpoint, Loss, Parallelism
 from torchtitan.engine import TrainingEngine
 from torchtitan.estimate.memory_tracker import (
     GRADIENTS,
@@ -366,7 +366,12 @@ def _config_to_estimate(job_config: JobConfig) -> JobConfig:
         logger.info("compile.enable is left out: compiled blocks keep less than this estimate")
     config.compile.enable = config.parallelism.enable_async_tensor_parallel = False
     config.comm.mode = "fake_backend"
-    config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = False
+    if config.loss.name:
+        logger.info(
+            "loss.name = %r is left out: the memory of a reference or teacher is not counted",
+            config.loss.name,
+        )
+    config.checkpoint, config.loss = Checkpoint(), Loss()
     config.job.save_config_file = None
     # No data is read and no tokenizer loaded; these pass the checks on any machine.
     config.model.hf_assets_path = os.curdir

@@ -402,6 +402,8 @@ class LossWithTeacher:
     teacher: Any  # an `objective.distillation.Distillation`
 
     def __getattr__(self, name: str) -> Any:
+        if name == "policy":  # not set yet, in `copy` and `pickle`
+            raise AttributeError(name)
         return getattr(self.policy, name)  # such as `needs_entropy`, `guard` and `check`
 
     @property

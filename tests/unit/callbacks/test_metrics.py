@@ -142,10 +142,10 @@ def test_console_line_has_every_field_in_order(tmp_path, monkeypatch, caplog):
     made.ntokens_since_last_log = 123_456
     clock.now += 10.0
     with caplog.at_level("INFO"):
-        made.log(10, 7.123456, 8.0, 1.5)
+        made.log(10, 7.123456, 8.0, 1.5, {"lr": 1, "loss_metrics/margin": -0.25})
     assert lines(caplog)[-1] == (
         "step: 10  loss:  7.12346  grad_norm:  1.5000  memory:  2.50GiB(25.00%)  tps: 12,346  "
-        "tflops: 0.01  mfu: 1.23%  progress: 5.0%  eta: 0:03:10"
+        "tflops: 0.01  mfu: 1.23%  margin: -0.2500  progress: 5.0%  eta: 0:03:10"
     )
 
 

@@ -269,7 +269,7 @@ model.hf_assets_path model.hf_config model.tokenizer_path training.dataset_path 
 parallelism.pipeline_parallel_schedule_csv checkpoint.folder checkpoint.initial_load_path
 comm.save_traces_folder rl.task.path rl.task.eval_path rl.task.chat_template
 rl.critic.initial_load_path rl.serve.api_key_file lora.adapter_path training.chat_template
-loss.teacher rl.teacher.folder
+loss.teacher loss.reference rl.teacher.folder
 """.split()
 
 

@@ -49,9 +49,10 @@ WHOLE = [CHATS["prompt"] + CHATS[key] for key in ("chosen", "rejected")]
         CHATS,
         {"chosen": WHOLE[0], "rejected": WHOLE[1]},
         {"prompt": "1 + 2?", "chosen": WHOLE[0], "rejected": WHOLE[1]},
+        {"prompt": CHATS["prompt"], "chosen": WHOLE[0], "rejected": WHOLE[1]},
         {"prompt": CHATS["prompt"], "chosen": "It is 3.", "rejected": "No idea"},
     ],
-    ids=["prompt", "whole chats", "whole chats beside a text", "answers as texts"],
+    ids=["prompt", "whole chats", "... beside a text", "... beside messages", "answers as texts"],
 )
 def test_each_answer_follows_the_prompt_and_ends_with_its_control_token(tokenizer, sample):
     answers = "It is 3.<|im_end|>", "No idea<|im_end|>"
@@ -70,7 +71,14 @@ def test_keys_and_roles_of_a_file_can_be_renamed(tokenizer, tmp_path):
     keys = ["q=user", "good=chosen", "bad=rejected"]
     encode = encoder(tokenizer, 256, "error", *keys)
     (sample,) = load_pairs(str(path), parse_keys(keys))
-    assert texts_of(tokenizer, encode(sample)) == texts_of(tokenizer, encoder(tokenizer)(CHATS))
+    expected = texts_of(tokenizer, encoder(tokenizer)(CHATS))
+    whole = {"q": "1 + 2?", "good": WHOLE[0], "bad": WHOLE[1]}
+    assert texts_of(tokenizer, encode(sample)) == texts_of(tokenizer, encode(whole)) == expected
+    path.write_text(json.dumps(whole | {"prompt": "1 + 2?"}))
+    message = "line 1: training.chat_keys puts the turns of user before 'prompt', .* got '1 \\+ 2"
+    with pytest.raises(ValueError, match=message):
+        load_pairs(str(path), parse_keys(keys))[0]
+    path.write_text(json.dumps(whole))
     with pytest.raises(
         ValueError, match="line 1: need an object with 'chosen' and 'rejected', .* got the keys"
     ):

@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torchtitan.rl.losses import (
     GRPOLoss,
     GSPOLoss,
     ImportanceSamplingLoss,
+    LossWithTeacher,
     PolicyLoss,
     finalize_metrics,
     kl_divergence,
@@ -235,3 +237,8 @@ def test_own_loss_can_be_registered_once_and_its_settings_are_in_the_config():
         loss_from_config(config)
     with pytest.raises(ValueError, match="'grpo' is registered already"):
         register_loss("grpo")(Reinforce)
+
+
+def test_copy_of_a_loss_with_a_teacher_has_the_attributes_of_its_policy_loss():
+    loss = LossWithTeacher(GRPOLoss(dual_clip=4.0), 0.5, teacher=None)
+    assert copy.deepcopy(loss).dual_clip == copy.copy(loss).dual_clip == 4.0

@@ -46,7 +46,9 @@ def value_of(section: Any, key: str) -> Any:
 
 def is_path(key: str) -> bool:
     """True if the key holds a path, judged by the end of its name."""
-    return key.endswith(("folder", "path", "file", "_csv", "template", "hf_config", "teacher"))
+    return key.endswith(
+        ("folder", "path", "file", "_csv", "template", "hf_config", "teacher", "reference")
+    )
 
 
 def guess(name: Any, known: Iterable[Any]) -> str:

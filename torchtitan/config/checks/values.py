@@ -179,6 +179,10 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             keys = tuple(f"loss.{name}" for name in names)
             why = f"with loss.name = {settings.name!r}; set the name to {loss_name!r}"
             yield from no_effect(job_config, keys, why)
+    if settings.name == "distillation" and not settings.teacher:
+        yield (
+            "loss.name = 'distillation' needs loss.teacher, the folder of a Hugging Face model, got ''; set it"
+        )
     if settings.name != "dpo":
         return
     converters, reference = job_config.model.converters, settings.reference
