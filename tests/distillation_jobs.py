@@ -35,6 +35,18 @@ def make_folders(folder: Path) -> None:
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in chats))
 
 
+def other_tokenizer(folder: Path) -> str:
+    """Swap two ids in the teacher's tokenizer; return what a refusal says of them."""
+    file = folder / "teacher/tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+    ids = f"{vocabulary[first]}, and {vocabulary[second]} in the job's"
+    return f"table of ids, where {first!r} has id {ids}"
+
+
 def job(folder: Path, out: Path, **settings):
     """Return the config of a job on packed texts. settings: with __ in place of the dots."""
     flags = {

@@ -3,15 +3,18 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.distillation_jobs import other_tokenizer
 from tests.tiny_hf import tiny_hf_model
 from tests.unit.data.chats import SHORT, write_tokenizer
 from torchtitan.config import ConfigManager
+from torchtitan.config.checks import ConfigError
 from torchtitan.data.chats import ChatEncoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.testing.gloo import run_ranks
@@ -52,9 +55,8 @@ def folder(tmp_path_factory):
 def train(folder: str, output: str, ranks: dict[str, int], *flags: str) -> dict[str, Any]:
     """Return the metrics of this rank's training steps and validations."""
     fixed = f"""
-        job.dump_folder={output} model.name=llama3 model.hf_config={folder}/model
-        model.hf_assets_path={folder}/model checkpoint.initial_load_in_hf model.attn_type=varlen
-        model.attn_mask_type=block_causal activation_checkpoint.mode=none loss.name=dpo
+        job.dump_folder={output} model.name=llama3 model.hf_assets_path={folder}/model
+        activation_checkpoint.mode=none loss.name=dpo
         training.dataset=preference training.dataset_path={folder}/train.jsonl training.packing=fit
         training.seq_len=128 training.mixed_precision_param=float32 training.global_batch_size=4
         training.local_batch_size=4 training.steps={STEPS} metrics.log_freq=1 optimizer.lr=3e-4
@@ -62,6 +64,11 @@ def train(folder: str, output: str, ranks: dict[str, int], *flags: str) -> dict[
         validation.enable validation.freq=2 validation.dataset_path={folder}/held_out.jsonl
         validation.dataset=preference validation.local_batch_size=1
     """.split()
+    if not any("flavor" in flag for flag in flags):
+        fixed += f"""
+            model.hf_config={folder}/model checkpoint.initial_load_in_hf model.attn_type=varlen
+            model.attn_mask_type=block_causal
+        """.split()
     fixed += [f"parallelism.{name}_degree={n}" for name, n in ranks.items()]
     config = ConfigManager().parse_args([f"--{flag}" for flag in (*fixed, *flags)])
     steps, validations, names = [], [], ("accuracy", "margin")
@@ -160,6 +167,29 @@ def test_every_reference_with_the_initial_weights_is_one(adapters, folder, tmp_p
         assert difference([(first[0], *first[2:])], [(loss, margin, norm)]) <= 1e-5
         assert difference(own["steps"][1:], runs[0]["steps"][1:]) <= 1e-5
         assert difference(own["validations"], runs[0]["validations"]) <= 1e-5
+
+
+def test_reference_folder_scores_with_the_mask_that_the_policys_flavor_chose(folder, tmp_path):
+    flags = "model.flavor=debugmodel_varlen_attn training.steps=1 validation.no_enable".split()
+    saved = ["checkpoint.enable", "checkpoint.last_save_in_hf"]
+    train(str(folder), str(tmp_path), {}, *flags, *saved, "optimizer.lr=1e-45")
+    (reference,) = tmp_path.glob("checkpoint/step-*")
+    assert (reference / "config.json").exists()
+    got = train(str(folder), str(tmp_path / "2"), {}, *flags, f"loss.reference={reference}")
+    ((loss, _, margin, _),) = got["steps"]
+    assert difference([loss, margin], [math.log(2), 0]) <= 1e-6
+
+
+def test_reference_that_cannot_score_is_refused_before_a_model_is_built(
+    folder, tmp_path, monkeypatch
+):
+    shutil.copytree(folder / "model", tmp_path / "teacher")
+    monkeypatch.setattr("torchtitan.build.build", None)
+    no_weights = "must be a Hugging Face folder with safetensors files, or a step folder of a run"
+    for name, message in {"teacher": other_tokenizer(tmp_path), ".": no_weights}.items():
+        reference = f"loss.reference={tmp_path}/{name}"
+        with pytest.raises(ConfigError, match=f"loss.reference.*{re.escape(message)}"):
+            train(str(folder), str(tmp_path / "out"), {}, reference)
 
 
 def test_resumed_run_has_the_bits_of_an_uninterrupted_one(folder, tmp_path):

@@ -1,13 +1,20 @@
 """Distillation by the trainer is a plain loop with two transformers models."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distillation_jobs import STEPS, Recorded, curves, job, make_folders, plain_loop
+from tests.distillation_jobs import (
+    STEPS,
+    Recorded,
+    curves,
+    job,
+    make_folders,
+    other_tokenizer,
+    plain_loop,
+)
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.trainer import Trainer
@@ -108,17 +115,6 @@ def test_resumed_run_has_the_same_teacher(folder, tmp_path):
     assert len(whole) == 4 and parts == whole
 
 
-def other_tokenizer(folder: Path) -> str:
-    file = folder / "teacher/tokenizer.json"
-    content = json.loads(file.read_text())
-    vocabulary = content["model"]["vocab"]
-    first, second = list(vocabulary)[:2]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    file.write_text(json.dumps(content))
-    ids = f"{vocabulary[first]}, and {vocabulary[second]} in the student's"
-    return f"table of ids, where {first!r} has id {ids}"
-
-
 def test_teacher_with_another_tokenizer_is_refused_before_a_model_is_built(tmp_path, monkeypatch):
     make_folders(tmp_path)
     message = other_tokenizer(tmp_path)
@@ -135,7 +131,7 @@ def test_teacher_with_another_tokenizer_is_refused_before_a_model_is_built(tmp_p
             "loss.teacher = 'nowhere' cannot score .* nowhere cannot be read",
         ),
         ({"teacher": ""}, "loss.name = 'distillation' needs loss.teacher, the folder of"),
-        ({"teacher": "tests/assets/tokenizer"}, "cannot score the student's rows: .*config.json"),
+        ({"teacher": "tests/assets/tokenizer"}, "cannot score the job's rows: .*config.json"),
         ({"top_k": 2048}, "logits of 2048 vocabulary entries, .* top_k = 2048"),
         ({"kl_weight": 0}, "loss.kl_weight must be above 0"),
         ({"temperature": 0}, "loss.temperature must be above 0"),

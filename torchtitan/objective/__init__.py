@@ -7,8 +7,9 @@ from torchtitan.compat import is_overridden
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.cross_entropy import build_cross_entropy_loss
-from torchtitan.objective.distillation import Distillation, check_teacher
+from torchtitan.objective.distillation import Distillation
 from torchtitan.objective.preference import PreferenceObjective
+from torchtitan.objective.scoring import check_reference, check_scorer
 from torchtitan.step.objective import Objective
 from torchtitan.tools.errors import ConfigError
 
@@ -17,7 +18,9 @@ def check_objective(engine: TrainingEngine) -> None:
     """Raise ConfigError for an objective that cannot be built. The engine has a tokenizer, but no model yet."""
     loss = engine.job_config.loss
     if loss.name == "distillation":
-        check_teacher("loss.teacher", loss.teacher, engine, engine.tokenizer, loss.top_k)
+        check_scorer("loss.teacher", loss.teacher, engine, engine.tokenizer, loss.top_k)
+    elif loss.name == "dpo":
+        check_reference(engine)
 
 
 def build_objective(engine: TrainingEngine) -> Objective:

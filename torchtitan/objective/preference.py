@@ -13,7 +13,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs
 from torchtitan.loss.preference import dpo
-from torchtitan.objective.scoring import scoring_engine
+from torchtitan.objective.scoring import reference_engine
 from torchtitan.step.objective import Objective
 
 
@@ -39,7 +39,7 @@ class PreferenceObjective(Objective):
         if reference == "adapters_off" or (reference == "initial" and is_base):
             self._scorer, self._context = trainer, trainer.adapters_off
         elif reference != "precomputed":
-            self._scorer = scoring_engine(trainer, None if reference == "initial" else reference)
+            self._scorer = reference_engine(trainer)
 
     def denominator(self, batch: TokenBatch) -> int:
         return int(_pair_ids(batch).amax(dim=1).sum())

@@ -5,10 +5,16 @@ import dataclasses
 import os
 from typing import Any
 
+from torchtitan.build import derive_model_args, job_of_hf
+from torchtitan.checkpoint.folder import Contents, contents_of
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import Checkpoint, LoRA, Loss
+from torchtitan.config.checks.values import REFERENCES
+from torchtitan.config.job_config import Checkpoint, LoRA, Loss, Model, Optimizer, Quantize
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.engine import TrainingEngine
+from torchtitan.job import resolve_job
 from torchtitan.step.runner import on_error
+from torchtitan.tools.errors import ConfigError
 
 
 def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
@@ -35,23 +41,86 @@ def scoring_config(trainer: TrainingEngine, *, keeps_initial: bool = False) -> J
     return config
 
 
-def scoring_engine(trainer: TrainingEngine, folder: str | None = None) -> TrainingEngine:
+def check_scorer(
+    key: str, folder: str, trainer: TrainingEngine, tokenizer: Any, top_k: int = 0
+) -> JobConfig:
+    """Return the config of a forward-only engine for a Hugging Face folder; the trainer needs no model yet.
+
+    Its mask and kernel are those of the trainer's model, whether the config or the flavor chose them.
+    key: the setting that names the folder. tokenizer: the trainer's. Raises ConfigError if the folder has no
+    model that the trainer's layout can run, another tokenizer, or no more than top_k vocabulary entries.
+    """
+    config = scoring_config(trainer)
+    args = derive_model_args(config, trainer.train_spec)
+    attention = {name: getattr(args, name, None) for name in ("attn_type", "attn_mask_type")}
+    config.model = Model(fp32_head=config.model.fp32_head, **attention)
+    config.lora, config.quantize, config.optimizer = LoRA(), Quantize(), Optimizer()
+    config.activation_checkpoint.mode = "none"
+    layout = config.parallelism
+    layout.always_fsdp = trainer.parallel_dims.always_fsdp
+    layout.module_fqns_per_model_part = layout.pipeline_parallel_layers_per_stage = None
+    try:
+        job, spec = job_of_hf(folder, config, None, False)
+        resolve_job(job, False, spec)
+        args_of_scorer = spec.model_args[job.model.flavor]
+        sizes = args.vocab_size, args_of_scorer.vocab_size
+        n_common = 0 if args_of_scorer.value_head else min(sizes)
+        if top_k >= n_common:
+            raise ValueError(
+                f"it has logits of {n_common} vocabulary entries, which must be more than top_k = {top_k}"
+            )
+        own, others = (x.get_vocab() for x in (tokenizer, HuggingFaceTokenizer(folder)))
+        different = sorted(own.items() ^ others.items(), key=lambda item: item[::-1])
+        if different:
+            token = different[0][0]
+            raise ValueError(
+                f"its tokenizer has another table of ids, where {token!r} has id {others.get(token)}, and "
+                f"{own.get(token)} in the job's; choose a model with the same vocabulary"
+            )
+    except (AttributeError, OSError, ValueError) as error:
+        raise ConfigError(f"{key} = {folder!r} cannot score the job's rows: {error}") from error
+    return config
+
+
+def check_reference(trainer: TrainingEngine) -> JobConfig | None:
+    """Return the config for the folder in loss.reference if it has a config.json; see `check_scorer`."""
+    folder = trainer.job_config.loss.reference
+    if folder in REFERENCES:
+        return None
+    if contents_of(folder) not in (Contents.DCP, Contents.HF):
+        raise ConfigError(
+            "loss.reference must be a Hugging Face folder with safetensors files, or a step folder of a run "
+            f"such as .../checkpoint/step-1000, got {folder!r}; correct it"
+        )
+    if not os.path.exists(os.path.join(folder, "config.json")):
+        return None
+    config = check_scorer("loss.reference", folder, trainer, trainer.tokenizer)
+    # Rounded like the policy.
+    given = trainer.job_config
+    config.model.converters = [name for name in given.model.converters if name != "lora"]
+    config.quantize = copy.deepcopy(given.quantize)
+    return config
+
+
+def reference_engine(trainer: TrainingEngine) -> TrainingEngine:
     """Return a forward-only engine with the trainer's layout, in evaluation mode. Collective.
 
-    folder: a Hugging Face folder, with any model; or a checkpoint of the trainer's model without
-        adapters. None: the weights that a new run starts from, even if the trainer resumes.
+    loss.reference: a Hugging Face folder, with any model of the trainer's tokenizer; or a checkpoint of the
+        trainer's model without adapters; or "initial", the weights that a new run starts from, even if the
+        trainer resumes.
     """
-    config = scoring_config(trainer, keeps_initial=folder is None)
+    folder = trainer.job_config.loss.reference
     options: dict[str, Any] = {"layout": trainer.layout, "forward_only": True}
-    if folder is not None:
-        config.model.converters = [name for name in config.model.converters if name != "lora"]
-        config.lora = LoRA()
-    if folder is not None and os.path.exists(os.path.join(folder, "config.json")):
-        config.model.hf_config, config.model.args = None, {}  # sizes of the trainer's model
+    if config := check_reference(trainer):
         engine = TrainingEngine.from_hf(folder, config, **options)
     else:
+        is_initial = folder == "initial"
+        config = scoring_config(trainer, keeps_initial=is_initial)
+        if not is_initial:
+            config.model.converters = [name for name in config.model.converters if name != "lora"]
+            config.lora = LoRA()
         engine = TrainingEngine(config, train_spec=trainer.train_spec, **options)
         with on_error(engine.close):
-            engine.load(folder, model_only=True)
+            engine.load(None if is_initial else folder, model_only=True)
     engine.eval_mode()
     return engine

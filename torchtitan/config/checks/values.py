@@ -167,6 +167,9 @@ _OF_LOSS = {
 }
 
 
+REFERENCES = ("initial", "adapters_off", "precomputed")  # or a folder
+
+
 def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
     settings, lora, checkpoint = job_config.loss, job_config.lora, job_config.checkpoint
     if settings.name and not builds_data:
@@ -198,8 +201,7 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             "loss.reference = 'initial' with random weights, which a resumed run draws again, needs "
             "debug.seed, got None; set it, or load weights with checkpoint.initial_load_path"
         )
-    known = ("initial", "adapters_off", "precomputed")
-    if reference not in known and not os.path.isdir(reference):
+    if reference not in REFERENCES and not os.path.isdir(reference):
         yield (
             "loss.reference must be initial, adapters_off, precomputed or a folder with weights, got "
             f"{reference!r} (looked in {os.getcwd()}); correct it"
