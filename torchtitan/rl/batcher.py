@@ -21,6 +21,9 @@ from torchtitan.tools.logging import logger
 # Optional tensors of samples.
 _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "returns")
 
+# Settings that have the names of their keys in `[rl.batch]`.
+_OF_SECTION = ("packing", "bucketing", "pad_multiple", "skip_zero_advantage")
+
 # Padding values; the other tensors of a microbatch are padded with 0.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1, "routed_experts": -1}
 
@@ -62,10 +65,7 @@ class Batcher:
             seq_len=batch_seq_len(job_config),
             rows=batch.local_batch_size or job_config.training.local_batch_size,
             max_tokens=batch.max_tokens_per_microbatch,
-            packing=batch.packing,
-            bucketing=batch.bucketing,
-            pad_multiple=batch.pad_multiple,
-            skip_zero_advantage=batch.skip_zero_advantage,
+            **{name: getattr(batch, name) for name in _OF_SECTION},
             agg_mode=loss.agg_mode,
             norm=loss.norm or None,
             count_empty=loss.count_empty,
@@ -194,14 +194,11 @@ class Batcher:
         if not self.bucketing or not row_lengths:
             n_groups = max(1, -(-len(row_lengths) // (self._most_rows(n_slots) * self.dp_size)))
             n_rows = max(1, -(-len(row_lengths) // (n_groups * self.dp_size)))
-            return [
-                (
-                    [i for i in range(len(row_lengths)) if i // self.dp_size % n_groups == g],
-                    n_rows,
-                    n_slots,
-                )
-                for g in range(n_groups)
+            rows = range(len(row_lengths))
+            of_group = [
+                [i for i in rows if i // self.dp_size % n_groups == g] for g in range(n_groups)
             ]
+            return [(own, n_rows, n_slots) for own in of_group]
         groups: list[tuple[list[int], int, int]] = []
         in_order = sorted(range(len(row_lengths)), key=lambda row: -row_lengths[row])
         for first in range(0, len(in_order), self.dp_size):
