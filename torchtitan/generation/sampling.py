@@ -95,7 +95,8 @@ def stream(
     temperature: numbers between 0 and 1e-5 become 1e-5. seed: None draws from torch's default generator.
     eos_id: a row that has drawn this token, or one of these, is padded with it, and generation
         ends when all rows have drawn one; None always draws `max_new_tokens`.
-    Raises ValueError for an empty prompt or options out of range, and like `kv_cache`.
+    Raises ValueError for an empty prompt or options out of range, and like `kv_cache`;
+    FloatingPointError for logits that are not finite.
     """
     least = {"max_new_tokens": (max_new_tokens, 1), "temperature": (temperature, 0)}
     for name, (value, at_least) in (least | {"top_k": (top_k, 1)}).items():
@@ -116,7 +117,12 @@ def stream(
             uniform = torch.rand(
                 len(prompt), dtype=torch.float64, device=prompt.device, generator=rng
             )
-            token = draw(logits, uniform, temperature=temperature, top_k=top_k or 0).tokens[:, None]
+            drawn = draw(logits, uniform, temperature=temperature, top_k=top_k or 0)
+            if not drawn.logprobs.isfinite().all():
+                raise FloatingPointError(
+                    "the model's logits are not finite, so no token can be drawn; check its weights"
+                )
+            token = drawn.tokens[:, None]
             if ends is not None:
                 token = torch.where(is_finished, before, token)
                 is_finished |= torch.isin(token, ends)

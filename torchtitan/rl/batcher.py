@@ -21,9 +21,6 @@ from torchtitan.tools.logging import logger
 # Optional tensors of samples.
 _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "returns")
 
-# Settings that have the names of their keys in `[rl.batch]`.
-_OF_SECTION = ("packing", "bucketing", "pad_multiple", "skip_zero_advantage")
-
 # Padding values; the other tensors of a microbatch are padded with 0.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1, "routed_experts": -1}
 
@@ -65,7 +62,10 @@ class Batcher:
             seq_len=batch_seq_len(job_config),
             rows=batch.local_batch_size or job_config.training.local_batch_size,
             max_tokens=batch.max_tokens_per_microbatch,
-            **{name: getattr(batch, name) for name in _OF_SECTION},
+            packing=batch.packing,
+            bucketing=batch.bucketing,
+            pad_multiple=batch.pad_multiple,
+            skip_zero_advantage=batch.skip_zero_advantage,
             agg_mode=loss.agg_mode,
             norm=loss.norm or None,
             count_empty=loss.count_empty,
