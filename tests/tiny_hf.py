@@ -6,47 +6,24 @@ import torch
 
 VOCAB = 64
 SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-6,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+    rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     tie_word_embeddings=False,
-)
+)  # fmt: skip
+DEEPSEEK = dict(
+    num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+    v_head_dim=8, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+    moe_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1,
+)  # fmt: skip
+QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-    ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        dict(
-            num_key_value_heads=4,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            v_head_dim=8,
-            n_routed_experts=4,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-        ),
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
-    ),
+    "qwen3_moe": ("Qwen3MoeConfig", QWEN_EXPERTS),
+    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
 }
 
 

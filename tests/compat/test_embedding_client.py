@@ -31,9 +31,10 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.qwen3 import get_train_spec, qwen3_args
 from torchtitan.testing.gloo import run_ranks
-from torchtitan.testing.tiny_jobs import add_tiny_flavors, make_documents, num_valid, pack
+from torchtitan.testing.tiny_jobs import add_tiny_flavors, make_documents, num_valid, pack, run_step
+from torchtitan.tools.files import find_shipped
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets" / "tokenizer"
+ASSETS = os.path.abspath(find_shipped("tests/assets/tokenizer"))
 STEPS = 3
 # Documents of a microbatch add up to what context parallelism over two ranks divides.
 LENGTHS = (20, 6, 12, 10)
@@ -213,6 +214,20 @@ class Client:
         ]
 
 
+def run_under_autocast(hf_folder, attn_type, name, expected):
+    """A client's own bf16 autocast around maybe_enable_amp: fp32's log-probabilities to 5e-2."""
+    training = Training(mixed_precision_param="bfloat16")
+    client = Client(hf_folder, attn_type, DEGREES[name], training=training)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, labels = client.forward(*pack(make_documents(0, LENGTHS)))
+    logprobs = logprobs[labels.flatten() >= 0]
+    torch.testing.assert_close(logprobs.float(), expected, rtol=0, atol=5e-2)
+    (-logprobs.sum()).backward()
+    for parameter in client.model.parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all()
+    client.trainer.close()
+
+
 def run_client(folder, hf_folder, attn_type, name):
     """(losses and norms of steps, log-probabilities of padded rows) that one client sees."""
     training = Training(mixed_precision_param="float32")
@@ -222,6 +237,12 @@ def run_client(folder, hf_folder, attn_type, name):
     assert trainer.dataloader is None
     documents = make_documents(0, LENGTHS)
     padded = [] if client.dims.cp_enabled else client.padded_forward(documents)
+    if padded:
+        with torch.no_grad():
+            logprobs, labels = client.forward(*pack(documents))
+        expected = logprobs[labels.flatten() >= 0]
+        torch.testing.assert_close(torch.cat(padded), expected, rtol=0, atol=5e-6)
+        run_under_autocast(hf_folder, attn_type, name, expected)
     record = [client.train_step(make_documents(step, LENGTHS)) for step in range(STEPS)]
     # One document longer than training.seq_len, which the client cannot set.
     assert trainer.job_config.training.seq_len == 2048
@@ -246,6 +267,10 @@ def run_client(folder, hf_folder, attn_type, name):
     assert trainer.checkpointer.load(step=STEPS)
     again = [client.train_step(make_documents(10 + i, LENGTHS)) for i in range(2)]
     assert again == after
+    if name == "replicas":  # an engine's step sums gradients, though the client's backward averages
+        assert trainer.checkpointer.load(step=STEPS)
+        of_engine = run_step(trainer, make_documents(10, LENGTHS), num_microbatches=4)
+        torch.testing.assert_close(of_engine, after[0], rtol=1e-5, atol=0)
     assert trainer.lr_schedulers.schedulers[0].get_last_lr()[0] > 0
     assert (Path(folder) / "actor" / f"step-{STEPS}").is_dir()
     trainer.close()

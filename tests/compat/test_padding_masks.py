@@ -17,16 +17,9 @@ def tiny_model(attn_type, spec=None, **changes):
     spec = spec or llama3_spec()
     flavor = "debugmodel" if "debugmodel" in spec.model_args else "debugmodel_small"
     args = dataclasses.replace(
-        spec.model_args[flavor],
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=64,
-        attn_type=attn_type,
-        max_seq_len=32,
-        **changes,
-    )
+        spec.model_args[flavor], dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64,
+        attn_type=attn_type, max_seq_len=32, **changes,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = spec.model_cls(args)
     with torch.no_grad():

@@ -163,39 +163,33 @@ def test_public_paths_of_edges_lead_to_the_same_objects():
     assert serve.Server is server.Server
 
 
-def uses_of_what_is_not_available():
-    from torchtitan.distributed import deepep, dual_pipe_v
-    from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
-    from torchtitan.distributed.expert_parallel import DeepEPExpertParallel, ExpertParallel
-    from torchtitan.models.moe import MoEArgs
-    from torchtitan.models.moe.moe_deepep import DeepEPMoE
-
-    return {
-        "DeepEPExpertParallel": (lambda: DeepEPExpertParallel(), "use ExpertParallel"),
-        "deepep.dispatch_tokens": (lambda: deepep.dispatch_tokens(1), "'standard'"),
-        "deepep.combine_tokens": (lambda: deepep.combine_tokens(1), "'standard'"),
-        "deepep.sync_combine": (lambda: deepep.sync_combine(), "'standard'"),
-        "deepep.DispatchState": (lambda: deepep.DispatchState(), "'standard'"),
-        "DeepEPMoE": (lambda: DeepEPMoE(MoEArgs(), 8, 8), r"build MoE\("),
-        "DualPipeExpertParallel": (
-            lambda: dual_pipe_v.DualPipeExpertParallel(ExpertParallel()),
-            "use ExpertParallel",
-        ),
-        "HookCoordinator": (lambda: dual_pipe_v.HookCoordinator(), "'DualPipeV'"),
-        "SyncHook": (lambda: dual_pipe_v.SyncHook.apply(1), "'DualPipeV'"),
-        "overlap_callback": (lambda: dual_pipe_v.overlap_callback(), "'DualPipeV'"),
-        "apply_cp_to_attention_module": (
-            lambda: apply_cp_to_attention_module([], None, "flex"),
-            "prepare_context_parallel_input",
-        ),
-    }
+# Uses of what is not available, with what each says to use.
+NOT_AVAILABLE = {
+    "expert_parallel.DeepEPExpertParallel()": "use ExpertParallel",
+    "deepep.dispatch_tokens(1)": "'standard'",
+    "deepep.combine_tokens(1)": "'standard'",
+    "deepep.sync_combine()": "'standard'",
+    "deepep.DispatchState()": "'standard'",
+    "moe_deepep.DeepEPMoE(moe.MoEArgs(), 8, 8)": r"build MoE\(",
+    "dual_pipe_v.DualPipeExpertParallel(expert_parallel.ExpertParallel())": "use ExpertParallel",
+    "dual_pipe_v.HookCoordinator()": "'DualPipeV'",
+    "dual_pipe_v.SyncHook.apply(1)": "'DualPipeV'",
+    "dual_pipe_v.overlap_callback()": "'DualPipeV'",
+    "context_parallel.apply_cp_to_attention_module([], None, 'flex')": "prepare_context_parallel_input",
+}
 
 
 def test_what_is_not_available_says_what_to_use_when_it_is_used():
-    for name, (use, remedy) in uses_of_what_is_not_available().items():
+    from torchtitan.distributed import context_parallel, deepep, dual_pipe_v, expert_parallel
+    from torchtitan.models import moe
+    from torchtitan.models.moe import moe_deepep
+
+    modules = (context_parallel, deepep, dual_pipe_v, expert_parallel, moe, moe_deepep)
+    names = {module.__name__.rpartition(".")[2]: module for module in modules}
+    for use, remedy in NOT_AVAILABLE.items():
         with pytest.raises(NotImplementedError, match=remedy):
-            use()
-            pytest.fail(f"{name} was silent")
+            eval(use, names)
+            pytest.fail(f"{use} was silent")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"])

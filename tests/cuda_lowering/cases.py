@@ -55,124 +55,75 @@ class Expected:
 
 _ROPE = "1 unsqueeze, 1 view_as_real"  # of the table of complex numbers: views
 _LOSS = ["forward: 3 triton", "forward: 1 triton"]  # two of them are per token
-_DENSE = [
-    f"forward: 7 mm, 7 triton, {_ROPE}",
-    *_LOSS,
-    "backward: 14 mm, 10 triton",
-]
+_DENSE = [f"forward: 7 mm, 7 triton, {_ROPE}", *_LOSS, "backward: 14 mm, 10 triton"]
+_VARLEN = "1 _varlen_attn"
+_ROUTER = "1 mm_dtype in float32, 2 scatter_, 1 scatter_reduce_, 1 sort, 1 topk"
+_GPT_OSS = f"forward: 2 _grouped_mm, 4 addmm, {_ROUTER}, 25 triton"
+_FLEX_BACKWARD = "triton_tem_fused_flex_attention_backward_transpose_view_"
 EXPECTED: dict[str, Expected] = {
     "llama3 1B flex": Expected(_DENSE),
-    "llama3 1B varlen": Expected(
-        [
-            f"forward: 1 _varlen_attn, 7 mm, 6 triton, {_ROPE}",
-            *_LOSS,
-            "backward: 1 _varlen_attn_backward, 14 mm, 8 triton",
-        ],
-        recompiled=2,  # for any number of documents
-    ),
+    # Once more for any number of documents.
+    "llama3 1B varlen": Expected([
+        f"forward: {_VARLEN}, 7 mm, 6 triton, {_ROPE}", *_LOSS,
+        f"backward: {_VARLEN}_backward, 14 mm, 8 triton",
+    ], recompiled=2),
     "qwen3 0.6B flex": Expected(
         ["forward: 7 mm, 8 triton", *_LOSS, "backward: 14 mm, 14 triton"],
-        spills={"triton_tem_fused_flex_attention_backward_transpose_view_3": 256},
+        spills={f"{_FLEX_BACKWARD}3": 256},
     ),
-    "qwen3 30B-A3B flex": Expected(
-        [
-            "forward: 3 _grouped_mm, 4 mm, 1 mm_dtype in float32, 2 scatter_, 1 scatter_reduce_, "
-            "1 sort, 1 topk, 20 triton",
-            *_LOSS,
-            "backward: 6 _grouped_mm, 8 mm, 1 mm_dtype, 1 mm_dtype in float32, 23 triton",
-        ],
-        spills={"triton_tem_fused_flex_attention_backward_transpose_view_12": 248},
-    ),
-    "llama3 small lengths": Expected(
-        # Once more for all lengths, whose kernels compute more addresses, and for a length that
-        # blocks of 128 do not divide.
-        _DENSE,
-        recompiled=6,
-        spills={"triton_tem_fused_flex_attention_backward_transpose_view_3": 48},
-    ),
+    "qwen3 30B-A3B flex": Expected([
+        f"forward: 3 _grouped_mm, 4 mm, {_ROUTER}, 20 triton", *_LOSS,
+        "backward: 6 _grouped_mm, 8 mm, 1 mm_dtype, 1 mm_dtype in float32, 23 triton",
+    ], spills={f"{_FLEX_BACKWARD}12": 248}),
+    # Once more for all lengths, whose kernels compute more addresses, and for a length that blocks of
+    # 128 do not divide.
+    "llama3 small lengths": Expected(_DENSE, recompiled=6, spills={f"{_FLEX_BACKWARD}3": 48}),
+    # A sum over the tokens of gradients of a norm's weight.
     "llama3 small flex": Expected(
-        # a sum over the tokens of gradients of a norm's weight
-        _DENSE,
-        spills={"triton_red_fused__to_copy__unsafe_view_add_mul_sum_view_6": 8},
+        _DENSE, spills={"triton_red_fused__to_copy__unsafe_view_add_mul_sum_view_6": 8}
     ),
-    "llama3 8B flex op": Expected(
-        # recomputed: three products
-        [
-            f"forward: 7 mm, 7 triton, {_ROPE}",
-            *_LOSS,
-            f"backward: 17 mm, 13 triton, {_ROPE}",
-        ],
-        spills={
-            "triton_tem_fused__to_copy__unsafe_view_add_flex_attention_backward_mul_stack_sub_"
-            "transpose_unbind_view_6": 248
-        },
-    ),
-    "llama3 8B tp flex": Expected(
-        [
-            "forward: 2 all_gather_into_tensor, 7 mm, 2 reduce_scatter_tensor, 7 triton, "
-            f"{_ROPE}, 4 wait_tensor",
-            *_LOSS,
-            "backward: 2 all_gather_into_tensor, 2 all_reduce_, 14 mm, 2 reduce_scatter_tensor, "
-            "13 triton, 6 wait_tensor",
-        ],
-        spills={"triton_tem_fused_flex_attention_backward_transpose_view_6": 248},
-    ),
-    "llama3 8B cp varlen": Expected(
-        [
-            "forward: 1 _varlen_attn, 1 all_gather_into_tensor, 7 mm, 7 triton, "
-            f"{_ROPE}, 1 wait_tensor",
-            *_LOSS,
-            "backward: 1 _varlen_attn_backward, 1 index_add, 14 mm, 1 reduce_scatter_tensor, "
-            "11 triton, 1 wait_tensor",
-        ],
-        recompiled=2,  # for any number of documents
-    ),
-    "llama3 8B float8": Expected(
-        [
-            f"forward: 1 _scaled_dot_product_cudnn_attention, 7 _scaled_mm, 36 triton, {_ROPE}",
-            *_LOSS,
-            "backward: 1 _scaled_dot_product_cudnn_attention_backward, 14 _scaled_mm, 41 triton",
-        ]
-    ),
-    "qwen3 30B-A3B ep varlen": Expected(
-        # A block is compiled around the wait for the numbers of tokens.
-        [
-            "forward: 1 _varlen_attn, 4 mm, 3 triton",
-            "forward: 1 mm_dtype in float32, 1 scatter_reduce_, 1 topk, 4 triton",
-            "forward: 3 _grouped_mm, 2 triton",
-            *_LOSS,
-            "backward: 6 _grouped_mm, 2 triton",
-            "backward: 1 mm_dtype, 1 mm_dtype in float32, 7 triton",
-            "backward: 1 _varlen_attn_backward, 8 mm, 7 triton",
-        ],
-        recompiled=2,
-    ),
-    "deepseek_v3 16B flex": Expected(
-        [
-            f"forward: 7 mm, 7 triton, {_ROPE}",
-            "forward: 3 _grouped_mm, 7 mm, 1 mm_dtype in float32, 2 scatter_, 1 scatter_reduce_, "
-            f"1 sort, 1 topk, 20 triton, {_ROPE}",
-            *_LOSS,
-            "backward: 6 _grouped_mm, 14 mm, 1 mm_dtype, 1 mm_dtype in float32, 23 triton",
-            "backward: 14 mm, 15 triton",
-        ],
-        spills={
-            "triton_tem_fused_flex_attention_backward_transpose_view_11": 56,
-            "triton_tem_fused_flex_attention_backward_transpose_view_3": 56,
-        },
-    ),
-    "gpt_oss 20b flex": Expected(
-        # Layers with a window, and layers without.
-        [
-            *[
-                "forward: 2 _grouped_mm, 4 addmm, 1 mm_dtype in float32, 2 scatter_, "
-                "1 scatter_reduce_, 1 sort, 1 topk, 25 triton"
-            ]
-            * 2,
-            *_LOSS,
-            *["backward: 4 _grouped_mm, 8 mm, 2 mm_dtype in float32, 37 triton"] * 2,
-        ]
-    ),
-    # attention alone is compiled
+    # Recomputed: three products.
+    "llama3 8B flex op": Expected([
+        f"forward: 7 mm, 7 triton, {_ROPE}", *_LOSS, f"backward: 17 mm, 13 triton, {_ROPE}",
+    ], spills={
+        "triton_tem_fused__to_copy__unsafe_view_add_flex_attention_backward_mul_stack_sub_"
+        "transpose_unbind_view_6": 248
+    }),
+    "llama3 8B tp flex": Expected([
+        "forward: 2 all_gather_into_tensor, 7 mm, 2 reduce_scatter_tensor, 7 triton, "
+        f"{_ROPE}, 4 wait_tensor", *_LOSS,
+        "backward: 2 all_gather_into_tensor, 2 all_reduce_, 14 mm, 2 reduce_scatter_tensor, "
+        "13 triton, 6 wait_tensor",
+    ], spills={f"{_FLEX_BACKWARD}6": 248}),
+    "llama3 8B cp varlen": Expected([
+        f"forward: {_VARLEN}, 1 all_gather_into_tensor, 7 mm, 7 triton, {_ROPE}, 1 wait_tensor", *_LOSS,
+        f"backward: {_VARLEN}_backward, 1 index_add, 14 mm, 1 reduce_scatter_tensor, "
+        "11 triton, 1 wait_tensor",
+    ], recompiled=2),
+    "llama3 8B float8": Expected([
+        f"forward: 1 _scaled_dot_product_cudnn_attention, 7 _scaled_mm, 36 triton, {_ROPE}", *_LOSS,
+        "backward: 1 _scaled_dot_product_cudnn_attention_backward, 14 _scaled_mm, 41 triton",
+    ]),
+    # A block is compiled around the wait for the numbers of tokens.
+    "qwen3 30B-A3B ep varlen": Expected([
+        f"forward: {_VARLEN}, 4 mm, 3 triton",
+        "forward: 1 mm_dtype in float32, 1 scatter_reduce_, 1 topk, 4 triton",
+        "forward: 3 _grouped_mm, 2 triton", *_LOSS,
+        "backward: 6 _grouped_mm, 2 triton",
+        "backward: 1 mm_dtype, 1 mm_dtype in float32, 7 triton",
+        f"backward: {_VARLEN}_backward, 8 mm, 7 triton",
+    ], recompiled=2),
+    "deepseek_v3 16B flex": Expected([
+        f"forward: 7 mm, 7 triton, {_ROPE}",
+        f"forward: 3 _grouped_mm, 7 mm, {_ROUTER}, 20 triton, {_ROPE}", *_LOSS,
+        "backward: 6 _grouped_mm, 14 mm, 1 mm_dtype, 1 mm_dtype in float32, 23 triton",
+        "backward: 14 mm, 15 triton",
+    ], spills={f"{_FLEX_BACKWARD}{n}": 56 for n in (11, 3)}),
+    # Layers with a window, and layers without.
+    "gpt_oss 20b flex": Expected([
+        _GPT_OSS, _GPT_OSS, *_LOSS,
+        *["backward: 4 _grouped_mm, 8 mm, 2 mm_dtype in float32, 37 triton"] * 2,
+    ]),
+    # Attention alone is compiled.
     "llama3 small tuned": Expected(["forward: 1 triton", "backward: 2 triton"]),
-}
+}  # fmt: skip

@@ -28,7 +28,6 @@ CASES = {
     "llama3 varlen": (1, VARLEN),
     "llama3 fsdp": (8, ""),
     "llama3 fsdp registered": (8, "--parallelism.fsdp_register_buffers"),
-    "llama3 fsdp within 4": (8, "--parallelism.fsdp_reshard_after_forward=4"),
     "llama3 offload": (2, "--training.enable_cpu_offload"),
     "llama3 op flex": (2, f"{OP} {FLEX}"),
     "llama3 op flex compile": (2, f"{OP} {FLEX} {COMPILE}"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tests.cuda_rehearsal.jobs import common_flags, config_of, engine_of, ranks
+from tests.reliability.jobs import flags_in
 from torchtitan.estimate.rehearsal import Rehearsal
 
 Notes = dict[str, dict[str, int]]
@@ -31,14 +32,11 @@ def _train(world_size: int, *flags: str) -> Notes:
     """Three steps on real data; the second one logs nothing."""
     from torchtitan.trainer import Trainer
 
-    config = config_of(
-        "--training.dataset=c4_test",
-        "--model.hf_assets_path=./tests/assets/tokenizer",
-        "--training.steps=3",
-        "--metrics.log_freq=100",
-        "--lr_scheduler.warmup_steps=1",
-        *flags,
-    )
+    own = flags_in("""
+        training.dataset=c4_test model.hf_assets_path=./tests/assets/tokenizer training.steps=3
+        metrics.log_freq=100 lr_scheduler.warmup_steps=1
+    """)
+    config = config_of(*own, *flags)
     notes: Notes = {}
     with ranks(world_size), Rehearsal() as rehearsal, Trainer(config) as trainer:
         train_step, save = trainer.train_step, trainer.checkpointer.save
@@ -66,17 +64,9 @@ def trainer_accumulates(_name: str) -> Notes:
 
 @scenario
 def trainer_validates(_name: str) -> Notes:
-    return _train(
-        4,
-        "--validation.enable",
-        "--validation.freq=2",
-        "--validation.steps=2",
-        "--validation.dataset=c4_test",
-        "--validation.seq_len=256",
-        "--model.attn_type=flex",
-        "--model.attn_mask_type=block_causal",
-        "--debug.check_document_isolation_freq=3",
-    )
+    validation = "enable freq=2 steps=2 dataset=c4_test seq_len=256".split()
+    others = "model.attn_type=flex model.attn_mask_type=block_causal debug.check_document_isolation_freq=3"
+    return _train(4, *(f"--validation.{flag}" for flag in validation), *flags_in(others))
 
 
 CHECKPOINTS = "--checkpoint.enable", "--checkpoint.interval=1", "--parallelism.always_fsdp=True"
@@ -191,16 +181,11 @@ def rl_step_with_critic(_name: str) -> Notes:
     from torchtitan.rl.controller import Controller
     from torchtitan.rl.job_config import JobConfig
 
-    flags = [
-        "--job.config_file=torchtitan/rl/train_configs/copy_cpu.toml",
-        "--training.steps=2",
-        "--rl.eval_every=0",
-        "--rl.num_prompts_per_step=4",
-        "--rl.num_samples_per_prompt=4",
-        "--training.local_batch_size=16",
-        "--metrics.log_freq=100",
-        "--rl.advantage.name=gae",
-    ]
+    flags = flags_in("""
+        job.config_file=torchtitan/rl/train_configs/copy_cpu.toml training.steps=2 rl.eval_every=0
+        rl.num_prompts_per_step=4 rl.num_samples_per_prompt=4 training.local_batch_size=16
+        metrics.log_freq=100 rl.advantage.name=gae
+    """)
     config = ConfigManager(JobConfig).parse_args([*flags, *common_flags()])
     with ranks(1), Rehearsal() as rehearsal:
         controller = Controller(config)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from tests.distributed.training_runs import DealtRows
+from tests.reliability.jobs import flags_in
 from torchtitan.distributed.tied_copies import FIRST, name_in_whole_model, trained_copies_in
+from torchtitan.models.moe import MoEArgs
 from torchtitan.testing.gloo import run_ranks
 
 STEPS = 3
@@ -40,15 +42,11 @@ class Layout:
 
     def overrides(self) -> list[str]:
         local_batch_size = ROWS // (self.dp_replicate * self.dp_shard * self.accumulation)
-        degrees = {
-            "data_parallel_replicate": self.dp_replicate,
-            "data_parallel_shard": self.dp_shard,
-            "tensor_parallel": self.tp,
-            "pipeline_parallel": self.pp,
-            "context_parallel": self.cp,
-            "expert_parallel": self.ep,
-            "expert_tensor_parallel": self.etp,
-        }
+        degrees = dict(
+            data_parallel_replicate=self.dp_replicate, data_parallel_shard=self.dp_shard,
+            tensor_parallel=self.tp, pipeline_parallel=self.pp, context_parallel=self.cp,
+            expert_parallel=self.ep, expert_tensor_parallel=self.etp,
+        )  # fmt: skip
         return [
             *(f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()),
             f"--training.local_batch_size={local_batch_size}",
@@ -115,65 +113,43 @@ MOE_LAYOUTS = [
 ONE_PROCESS = Layout("1 process")
 _CASES_PER_SPAWN = 4
 
-_SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "vocab_size": VOCAB}
+# Without its eps AdamW makes steps of full size from gradients that are rounding errors.
+SETTINGS = flags_in(f"""
+    training.seq_len={SEQ_LEN} training.mixed_precision_param=float32 training.max_norm=0.5
+    activation_checkpoint.mode=none lr_scheduler.warmup_steps=0 optimizer.lr=1e-3
+    optimizer.eps=1e-3 debug.seed=7
+""")
+_SIZES = dict(dim=64, n_layers=4, n_heads=4, vocab_size=VOCAB)
+_HEADS = _SIZES | dict(n_kv_heads=2, head_dim=16)
+_QWEN3 = _HEADS | dict(hidden_dim=128, enable_weight_tying=False)
+_DEEPSEEK = _SIZES | dict(
+    inter_dim=128, moe_inter_dim=32, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
+    qk_rope_head_dim=8, v_head_dim=16,
+)  # fmt: skip
+# Layers 1 and 3 have experts; layer 2 has no RoPE and sees past the chunks of 8 tokens.
+_LLAMA4 = _SIZES | dict(
+    n_kv_heads=2, hidden_dim=128, moe_inter_dim=32, every_n_layers_nope=3, use_qk_norm=True,
+    fixed_attn_block_size=8, attn_temperature_tuning=True, floor_scale=4,
+)  # fmt: skip
+_GPT_OSS = _HEADS | dict(moe_inter_dim=32, sliding_window_size=8)
+_BIASES = _SIZES | dict(n_kv_heads=2, attention_bias=True, mlp_bias=True)
+_QWEN3_MOE = _HEADS | {"moe_inter_dim": 32}
+_TWO = MoEArgs(num_experts=2, num_shared_experts=1, score_func="softmax", use_grouped_mm=False)
+_MIXED = _DEEPSEEK | dict(n_layers=2, n_dense_layers=1)
 # family -> (model.name, flavor, changes)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "debugmodel", _SIZES | {"n_kv_heads": 2}),
-    "qwen3": (
-        "qwen3",
-        "debugmodel",
-        _SIZES | {"n_kv_heads": 2, "head_dim": 16, "hidden_dim": 128, "enable_weight_tying": False},
-    ),
-    "qwen3 MoE": (
-        "qwen3",
-        "debugmodel_moe_small",
-        _SIZES | {"n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 32},
-    ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        "debugmodel",
-        _SIZES
-        | {
-            "inter_dim": 128,
-            "moe_inter_dim": 32,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-        },
-    ),
-    # Layers 1 and 3 have experts; layer 2 has no RoPE and sees past the chunks of 8 tokens.
-    "llama4": (
-        "llama4",
-        "debugmodel_irope",
-        _SIZES
-        | {
-            "n_kv_heads": 2,
-            "hidden_dim": 128,
-            "moe_inter_dim": 32,
-            "every_n_layers_nope": 3,
-            "fixed_attn_block_size": 8,
-            "use_qk_norm": True,
-            "attn_temperature_tuning": True,
-            "floor_scale": 4,
-        },
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        "debugmodel_small",
-        _SIZES | {"n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 32, "sliding_window_size": 8},
-    ),
+    "qwen3": ("qwen3", "debugmodel", _QWEN3),
+    "qwen3 MoE": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE),
+    "deepseek_v3": ("deepseek_v3", "debugmodel", _DEEPSEEK),
+    "llama4": ("llama4", "debugmodel_irope", _LLAMA4),
+    "gpt_oss": ("gpt_oss", "debugmodel_small", _GPT_OSS),
+    "qwen3, tied": ("qwen3", "debugmodel", _QWEN3 | {"enable_weight_tying": True}),
+    "one dense layer, one of experts": ("deepseek_v3", "debugmodel", _MIXED),
+    "llama3, biases": ("llama3", "debugmodel", _BIASES),
+    "qwen3 MoE, two experts": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE | {"moe_args": _TWO}),
 }
-_, _, _changes = FAMILIES["qwen3"]
-FAMILIES["qwen3, tied"] = ("qwen3", "debugmodel", _changes | {"enable_weight_tying": True})
-_, _, _changes = FAMILIES["deepseek_v3"]
-FAMILIES["one dense layer, one of experts"] = (
-    "deepseek_v3",
-    "debugmodel",
-    _changes | {"n_layers": 2, "n_dense_layers": 1},
-)
-MOE_FAMILIES = ["qwen3 MoE", "deepseek_v3", "llama4", "gpt_oss"]
+MOE_FAMILIES = ["qwen3 MoE", "qwen3 MoE, two experts", "deepseek_v3", "llama4", "gpt_oss"]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
 # rows -> flags
@@ -228,29 +204,24 @@ def batch_flags(family: str, batch: str) -> list[str]:
     return [flag.replace("attn_type=sdpa", "attn_type=flex") for flag in flags]
 
 
-def build_engine(family: str, flags: list[str], dump_folder: str):
+def config_of(family: str, flags: list[str], dump_folder: str):
     from torchtitan.config import ConfigManager
+
+    return ConfigManager().parse_args(
+        [
+            f"--model.name={register_tiny(family)}",
+            "--model.flavor=tiny",
+            f"--job.dump_folder={dump_folder}",
+            *SETTINGS,
+            *flags,
+        ]
+    )
+
+
+def build_engine(family: str, flags: list[str], dump_folder: str):
     from torchtitan.engine import TrainingEngine
 
-    return TrainingEngine(
-        ConfigManager().parse_args(
-            [
-                f"--model.name={register_tiny(family)}",
-                "--model.flavor=tiny",
-                f"--job.dump_folder={dump_folder}",
-                f"--training.seq_len={SEQ_LEN}",
-                "--training.mixed_precision_param=float32",
-                "--training.max_norm=0.5",
-                "--activation_checkpoint.mode=none",
-                "--lr_scheduler.warmup_steps=0",
-                "--optimizer.lr=1e-3",
-                # Without it AdamW makes steps of full size from gradients that are rounding errors.
-                "--optimizer.eps=1e-3",
-                "--debug.seed=7",
-                *flags,
-            ]
-        )
-    )
+    return TrainingEngine(config_of(family, flags, dump_folder))
 
 
 def global_batch(step: int, with_positions: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -261,8 +232,13 @@ def global_batch(step: int, with_positions: bool) -> tuple[dict[str, torch.Tenso
 
 
 def random_experts(model, step: int) -> torch.Tensor:
-    """Experts for the rows of a step [ROWS, SEQ_LEN, L, k]; a quarter of the tokens has none."""
+    """Experts for the rows of a step [ROWS, SEQ_LEN, L, k]; a quarter of the tokens has none.
+
+    In step 1 all tokens have the first experts, so some ranks get no tokens.
+    """
     args, n_moe = model.model_args.moe_args, len(model.moe_layers)
+    if step == 1:
+        return torch.arange(args.top_k).repeat(ROWS, SEQ_LEN, n_moe, 1)
     generator = torch.Generator().manual_seed(step)
     noise = torch.rand(ROWS, SEQ_LEN, n_moe, args.num_experts, generator=generator)
     experts = noise.argsort(dim=-1)[..., : args.top_k].to(torch.int16)

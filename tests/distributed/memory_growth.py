@@ -13,20 +13,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.reliability.jobs import flags_in
 from torchtitan.testing.gloo import run_ranks
 
 WARM_STEPS = 200
 MIB = 1 << 20
-JOB = [
-    "--model.name=llama3",
-    "--model.flavor=debugmodel",
-    "--model.args=dim=64, n_layers=2, n_heads=2, n_kv_heads=1",
-    "--training.local_batch_size=1",
-    "--training.mixed_precision_param=float32",
-    "--activation_checkpoint.mode=none",
-    "--metrics.log_freq=1000",
-    "--debug.seed=0",
-]
+JOB = ["--model.args=dim=64, n_layers=2, n_heads=2, n_kv_heads=1"] + flags_in("""
+    model.name=llama3 model.flavor=debugmodel training.local_batch_size=1 metrics.log_freq=1000
+    training.mixed_precision_param=float32 activation_checkpoint.mode=none debug.seed=0
+""")
 
 
 def write_documents(folder: str) -> str:

@@ -38,24 +38,23 @@ def messages_of_bad_step(folder, layout, bad_ranks):
     return [message for message in records if "bad loss" in message], str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "bad_ranks"),
-    [
-        (2, ["data_parallel_shard_degree=2"], [1]),
-        (3, ["data_parallel_replicate_degree=3"], [1, 2]),
-        (4, ["tensor_parallel_degree=2"], [2, 3]),
-    ],
-    ids=["FSDP", "DDP", "TP"],
-)
-def test_all_ranks_stop_in_the_same_step_and_each_names_its_own_bad_microbatch(
-    ranks, layout, bad_ranks, tmp_path
-):
-    flags = [f"--parallelism.{flag}" for flag in layout]
-    args = (str(tmp_path), flags, bad_ranks)
-    found = run_ranks(messages_of_bad_step, ranks, *args, init_process_group=False)
-    assert len({error for _, error in found}) == 1
-    assert "step 1: the gradient norm is nan, 1 time(s) in a row" in found[0][1]
-    for rank, (logged, _) in enumerate(found):
-        documents = f"row 1 (document {rank}), row 2 (documents {10 + rank} to {20 + rank})"
-        bad = f"step 1: the first bad loss of rank {rank}, nan, is that of microbatch 1 of 2, "
-        assert logged == ([bad + documents] if rank in bad_ranks else [])
+LAYOUTS = [
+    (["--parallelism.data_parallel_shard_degree=4"], [1]),
+    (["--parallelism.data_parallel_replicate_degree=4"], [1, 2]),
+    (["--parallelism.tensor_parallel_degree=2"], [2, 3]),
+]
+
+
+def messages_of_layouts(folder):
+    return [messages_of_bad_step(folder, *case) for case in LAYOUTS]
+
+
+def test_all_ranks_stop_in_the_same_step_and_each_names_its_own_bad_microbatch(tmp_path):
+    ranks = run_ranks(messages_of_layouts, 4, str(tmp_path), init_process_group=False)
+    for (layout, bad_ranks), found in zip(LAYOUTS, zip(*ranks, strict=True), strict=True):
+        assert len({error for _, error in found}) == 1, layout
+        assert "step 1: the gradient norm is nan, 1 time(s) in a row" in found[0][1]
+        for rank, (logged, _) in enumerate(found):
+            documents = f"row 1 (document {rank}), row 2 (documents {10 + rank} to {20 + rank})"
+            bad = f"step 1: the first bad loss of rank {rank}, nan, is that of microbatch 1 of 2, "
+            assert logged == ([bad + documents] if rank in bad_ranks else [])

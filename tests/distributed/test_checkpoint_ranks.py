@@ -1,6 +1,7 @@
 """Checkpoints of sharded models on gloo ranks."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
@@ -22,7 +24,6 @@ from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
-from torchtitan.tools.errors import RunError
 
 
 class Position(Stateful):
@@ -87,13 +88,6 @@ class Run:
 def _full(value: Any) -> Any:
     value = value.full_tensor() if isinstance(value, DTensor) else value
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        same = torch.equal(value, second[name]) if torch.is_tensor(value) else value == second[name]
-        assert same, name
 
 
 def train_and_save(folder: str, async_mode: str, evaluate_first: bool) -> dict[str, Any]:
@@ -217,19 +211,17 @@ def test_all_ranks_fall_back_to_the_same_step(tmp_path):
     assert run_ranks(fall_back_twice, 2, str(tmp_path)) == [[1], [1]]
 
 
-def error_of_loading_another_model(folder: str) -> str:
-    Run(folder).manager.save(1)
+def error_of(call: Callable[[], Any]) -> str:
     try:
-        Run(folder, width=8).manager.load()
-    except ValueError as error:
+        call()
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return "no error"
 
 
-def test_all_ranks_report_another_model_alike(tmp_path):
-    first, second = run_ranks(error_of_loading_another_model, 2, str(tmp_path))
-    assert first == second
-    assert "0.bias: saved [6], model [8]" in first
+def error_of_loading_another_model(folder: str) -> str:
+    Run(folder).manager.save(1)
+    return error_of(Run(folder, width=8).manager.load)
 
 
 def fail_to_write_on(rank: int) -> Any:
@@ -241,18 +233,8 @@ def fail_to_write_on(rank: int) -> Any:
 
 def error_of_failing_write(folder: str) -> str:
     run = Run(folder)
-    try:
-        with fail_to_write_on(1):
-            run.manager.save(1)
-            run.manager.close()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_all_ranks_hear_of_one_ranks_failed_write(tmp_path):
-    for message in run_ranks(error_of_failing_write, 2, str(tmp_path)):
-        assert "on rank 1" in message and "disk full" in message
+    with fail_to_write_on(1):
+        return error_of(lambda: run.manager.save(1) or run.manager.close())
 
 
 def export_and_load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -278,15 +260,19 @@ def error_of_failing_export(folder: str) -> tuple[str, bool]:
     name = "torch.distributed.checkpoint._consolidate_hf_safetensors._consolidate_safetensors_files"
     run = Run(folder, last_save_in_hf=True)
     with mock.patch(name, side_effect=OSError("disk full")):
-        try:
-            run.manager.save(4, last_step=True)
-        except RunError as error:
-            return str(error), run.manager.load()
-    return "no error", False
+        return error_of(lambda: run.manager.save(4, last_step=True)), run.manager.load()
 
 
-def test_all_ranks_hear_of_one_ranks_failed_export(tmp_path):
-    for message, is_loaded in run_ranks(error_of_failing_export, 2, str(tmp_path)):
-        assert "step-4 could not be written" in message and "disk full" in message
-        assert "holds no whole checkpoint yet" in message
+def failures(folder: str) -> list[Any]:
+    functions = error_of_loading_another_model, error_of_failing_write, error_of_failing_export
+    return [function(f"{folder}/{function.__name__}") for function in functions]
+
+
+def test_all_ranks_hear_of_what_fails_on_one_of_them_and_of_another_model(tmp_path):
+    first, second = run_ranks(failures, 2, str(tmp_path))
+    assert first[0] == second[0] and "0.bias: saved [6], model [8]" in first[0]
+    for _, of_write, (of_export, is_loaded) in (first, second):
+        assert "on rank 1" in of_write and "disk full" in of_write
+        assert "step-4 could not be written" in of_export and "disk full" in of_export
+        assert "holds no whole checkpoint yet" in of_export
         assert not is_loaded

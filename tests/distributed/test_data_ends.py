@@ -40,18 +40,16 @@ def steps_trained(dump_folder, loader_class):
     return trainer.step
 
 
-def test_ranks_stop_together_when_the_data_of_one_end(tmp_path):
-    steps = run_ranks(steps_trained, 2, str(tmp_path), EndsOnRankOne, init_process_group=False)
-    assert steps == [2, 2]
-
-
-def message_of_failure(dump_folder):
+def outcomes(dump_folder):
+    """Return the steps until the data end, and what is raised if they break."""
+    steps = steps_trained(dump_folder, EndsOnRankOne)
     with pytest.raises(ValueError) as failure:
         steps_trained(dump_folder, BreaksOnRankOne)
-    return str(failure.value)
+    return steps, str(failure.value)
 
 
-def test_every_rank_is_told_when_one_cannot_read_its_data(tmp_path):
-    messages = run_ranks(message_of_failure, 2, str(tmp_path), init_process_group=False)
-    assert messages[1] == "line 7 of data.jsonl is not JSON"
-    assert "1 of 2 data-parallel ranks could not read" in messages[0]
+def test_all_ranks_stop_and_are_told_when_the_data_of_one_end_or_break(tmp_path):
+    first, second = run_ranks(outcomes, 2, str(tmp_path), init_process_group=False)
+    assert first[0] == second[0] == 2
+    assert second[1] == "line 7 of data.jsonl is not JSON"
+    assert "1 of 2 data-parallel ranks could not read" in first[1]

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.layout_matrix import register_tiny, whole
-from torchtitan.config import ConfigManager
+from tests.distributed.layout_matrix import batch_flags, config_of, whole
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs
@@ -15,20 +14,9 @@ DEGREES = ("data_parallel_shard", "tensor_parallel", "context_parallel", "pipeli
 
 
 def make_config(folder, *flags, **degrees):
-    return ConfigManager().parse_args(
-        [
-            f"--model.name={register_tiny('llama3')}",
-            "--model.flavor=tiny",
-            "--model.attn_type=varlen",
-            "--model.attn_mask_type=position_block_causal",
-            f"--job.dump_folder={folder}",
-            "--training.seq_len=32",
-            "--training.mixed_precision_param=float32",
-            "--debug.seed=7",
-            *(f"--parallelism.{name}_degree={degrees.get(name, 1)}" for name in DEGREES),
-            *flags,
-        ]
-    )
+    parallelism = [f"--parallelism.{name}_degree={degrees.get(name, 1)}" for name in DEGREES]
+    own = [*batch_flags("llama3", "documents, varlen"), *parallelism, *flags]
+    return config_of("llama3", own, str(folder))
 
 
 def samples(seed):
@@ -103,10 +91,7 @@ def places(folder):
         ({"data_parallel_shard": 2}, []),
         ({"tensor_parallel": 2}, []),
         ({"pipeline_parallel": 2}, []),
-        (
-            {"pipeline_parallel": 2},
-            ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
-        ),
+        ({"pipeline_parallel": 2}, ["--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]),
     ):
         config = make_config(folder, *flags, **degrees)
         config.model.name, config.model.flavor = "llama3", "debugmodel"

@@ -278,12 +278,19 @@ def losses_in(dtypes: list[torch.dtype], layout: Layout, dump_folder: str) -> li
         ]
 
 
-@pytest.mark.parametrize("layout", [Layout("PP 2", pp=2), Layout("DDP 2", dp_replicate=2)])
-def test_loss_is_fp32_on_every_rank_whatever_the_loss_function_returns(layout, tmp_path):
-    dtypes = [torch.float32, torch.bfloat16, torch.float64]
-    first, second = run_ranks(losses_in, 2, dtypes, layout, str(tmp_path))
-    assert {loss.dtype for loss in (*first, *second)} == {torch.float32}
-    full, half, double = (loss.item() for loss in first)
-    assert half == pytest.approx(full, rel=2**-8)
-    assert double == pytest.approx(full, rel=1e-6)
-    assert torch.equal(torch.stack(second), torch.stack(first) * (layout.pp > 1))
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def losses_of_layouts(layouts: list[Layout], dump_folder: str) -> list[list[torch.Tensor]]:
+    return [losses_in(DTYPES, layout, dump_folder) for layout in layouts]
+
+
+def test_loss_is_fp32_on_every_rank_whatever_the_loss_function_returns(tmp_path):
+    layouts = [Layout("PP 2", pp=2), Layout("DDP 2", dp_replicate=2)]
+    ranks = run_ranks(losses_of_layouts, 2, layouts, str(tmp_path))
+    for layout, first, second in zip(layouts, *ranks, strict=True):
+        assert {loss.dtype for loss in (*first, *second)} == {torch.float32}
+        full, half, double = (loss.item() for loss in first)
+        assert half == pytest.approx(full, rel=2**-8)
+        assert double == pytest.approx(full, rel=1e-6)
+        assert torch.equal(torch.stack(second), torch.stack(first) * (layout.pp > 1))

@@ -1,7 +1,5 @@
 """An engine's state on gloo ranks: saved and loaded anywhere, put away, exported."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -9,18 +7,14 @@ from tests.distributed.layout_matrix import (
     LAYOUTS,
     MOE_LAYOUTS,
     ONE_PROCESS,
-    SEQ_LEN,
     SHALLOW,
     batch_flags,
+    build_engine,
     global_batch,
-    register_tiny,
     run_step,
 )
 from torchtitan.checkpoint.stream import digest_of
-from torchtitan.config import ConfigManager
 from torchtitan.distributed.dtensor import is_dtensor, whole_tensor
-from torchtitan.engine import TrainingEngine
-from torchtitan.protocols import train_spec
 from torchtitan.testing.gloo import run_ranks
 
 TIED = "qwen3, tied"
@@ -30,36 +24,12 @@ FSDP = LAYOUT["FSDP 2"]
 
 def build(case, layout, dump_folder, *flags):
     """An engine that checkpoints into `dump_folder`; tied models have uneven shards, too."""
-    family = "qwen3" if case == TIED else case
-    name = register_tiny(family)
-    if case == TIED:
-        spec = train_spec.get_train_spec(name)
-        args = dataclasses.replace(
-            spec.model_args["shallow"], enable_weight_tying=True, hidden_dim=127
-        )
-        name = "tiny_tied"
-        if name not in train_spec._extra_train_specs:
-            train_spec.register_train_spec(
-                name, dataclasses.replace(spec, model_args={"shallow": args})
-            )
-    return TrainingEngine(
-        ConfigManager().parse_args(
-            [
-                f"--model.name={name}",
-                # One layer for each of the four stages that llama3 has.
-                "--model.flavor=tiny" if case == "llama3" else SHALLOW,
-                f"--job.dump_folder={dump_folder}",
-                f"--training.seq_len={SEQ_LEN}",
-                "--training.mixed_precision_param=float32",
-                "--lr_scheduler.warmup_steps=2",
-                "--debug.seed=7",
-                "--checkpoint.enable",
-                *layout.overrides(),
-                *batch_flags(family, "whole rows"),
-                *flags,
-            ]
-        )
-    )
+    # llama3 has one layer for each of its four stages.
+    own = [] if case == "llama3" else [SHALLOW]
+    own += ["--model.args=hidden_dim=127"] if case == TIED else []
+    own += [*layout.overrides(), *batch_flags(case, "whole rows"), *flags]
+    more = ["--lr_scheduler.warmup_steps=2", "--checkpoint.enable"]
+    return build_engine(case, [*own, *more], dump_folder)
 
 
 def evaluate(engine):

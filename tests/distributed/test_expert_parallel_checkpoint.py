@@ -7,16 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.moe_runs import LENGTH, VOCAB, Layout, full, qwen3_args
+from tests.distributed.layout_matrix import whole
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.gpt_oss import GptOssModelArgs, gptoss_configs
 from torchtitan.models.llama4 import TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols import train_spec
 from torchtitan.testing.gloo import run_ranks
 
-ROWS = 4
+VOCAB, LENGTH, ROWS = 64, 16, 4
 TWO_RANKS = ["--parallelism.data_parallel_shard_degree=2", "--parallelism.expert_parallel_degree=2"]
 UNEVEN = [  # each second rank of FSDP holds one expert less
     "--parallelism.data_parallel_shard_degree=4",
@@ -32,6 +33,17 @@ FOUR_RANKS = {"qwen3": UNEVEN, "llama4": SPLIT, "gpt_oss": SPLIT}
 
 
 SIZES = dict(dim=32, n_heads=4, n_kv_heads=2, vocab_size=VOCAB)
+
+
+def qwen3_args():
+    experts = MoEArgs(
+        num_experts=6, top_k=2, num_shared_experts=0, score_func="softmax", route_norm=True,
+        score_before_experts=False, load_balance_coeff=0.01,
+    )  # fmt: skip
+    return Qwen3ModelArgs(
+        **SIZES, n_layers=2, head_dim=16, max_seq_len=LENGTH, moe_enabled=True, moe_inter_dim=24,
+        moe_args=experts,
+    )  # fmt: skip
 
 
 def llama4_args():
@@ -50,7 +62,7 @@ def gpt_oss_args():
 
 # One by one, transposed and fused in files; alone, with dense layers, with biases.
 FAMILIES = {
-    "qwen3": qwen3_args(Layout(num_shared_experts=0)),
+    "qwen3": qwen3_args(),
     "llama4": llama4_args(),
     "gpt_oss": gpt_oss_args(),
 }
@@ -102,7 +114,7 @@ def state_of(engine):
     """All of the model and of its optimizer, gathered."""
     state = engine.model_parts[0].state_dict() | engine.optimizers.state_dict()
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    return {key: full(value).clone() for key, value in tensors.items()}
+    return {key: whole(value) for key, value in tensors.items()}
 
 
 def train_and_save(dump_folder, overrides):
@@ -127,7 +139,7 @@ def load_files(dump_folder, files_folder, layouts):
         engine = engine_of(family, dump_folder, [*overrides, *hf])
         assert engine.checkpointer.load()
         model_state = engine.model_parts[0].state_dict()
-        states[family] = {key: full(value) for key, value in model_state.items()}
+        states[family] = {key: whole(value) for key, value in model_state.items()}
         engine.close()
     return states
 

@@ -1,21 +1,18 @@
 """Gradients of every data-parallel layout equal those of one process on the whole batch."""
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.fsdp import (
-    _reshard_after_forward,
     apply_ddp,
     apply_fsdp,
     bytes_to_keep_gathered,
@@ -169,45 +166,6 @@ def test_gradients_and_norm_equal_one_process(layout, microbatches):
 @pytest.mark.parametrize("policy", ["always", "never"])
 def test_reshard_policy_does_not_change_gradients(policy):
     assert_equal_to_reference(run_ranks(gradients, 2, (1, 2), 1, False, policy))
-
-
-def gradients_and_groups(layout, policy):
-    """Return `gradients`, the ranks that keep each unit's parameters after forward, and the meshes' number."""
-    kept_on, meshes = [], set()
-    record_post_forward = FSDPParamGroup._record_post_forward
-
-    def record(group):
-        record_post_forward(group)
-        if group.is_sharded_post_forward:
-            kept_on.append(dist.get_process_group_ranks(group._all_gather_process_group))
-            meshes.add(id(group.post_forward_mesh_info))
-
-    with mock.patch.object(FSDPParamGroup, "_record_post_forward", record):
-        return gradients(layout, reshard_policy=policy), kept_on, len(meshes)
-
-
-@pytest.mark.parametrize("policy", [2, "2"])
-def test_parameters_stay_within_groups_of_two_of_four_ranks(policy):
-    outcomes = run_ranks(gradients_and_groups, 4, (1, 4), policy)
-    assert_equal_to_reference([grads for grads, _, _ in outcomes])
-    for rank, (_, kept_on, num_meshes) in enumerate(outcomes):
-        # Embeddings and two blocks; norm and output, with which backward begins, stay whole.
-        assert kept_on == [[0, 1] if rank < 2 else [2, 3]] * 3
-        assert num_meshes == 1
-
-
-@pytest.mark.parametrize(
-    "policy, message",
-    [
-        ("sometimes", "default, always, never or a number of ranks, got 'sometimes'"),
-        (3, "fsdp_reshard_after_forward = 3 must be a divisor above 1 of the 4 ranks"),
-        ("1", "fsdp_reshard_after_forward = '1' must be .*'never' keeps them whole"),
-    ],
-)
-def test_reshard_policy_that_does_not_exist_or_fit_is_named(policy, message):
-    mesh = mock.Mock(ndim=1, size=lambda axis: 4)
-    with pytest.raises(ValueError, match=message):
-        _reshard_after_forward(policy, False, mesh)
 
 
 def parameters_after_forward_without_backward():

@@ -6,10 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.moe_runs import LENGTH
-from tests.distributed.test_expert_parallel_checkpoint import SIZES, llama4_args
+from tests.distributed.test_expert_parallel_checkpoint import LENGTH, SIZES, llama4_args
 from torchtitan.checkpoint.folder import find_damage
-from torchtitan.config import ConfigManager
+from torchtitan.config.job_config import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Job,
+    JobConfig,
+    Model,
+    Training,
+)
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
@@ -35,25 +41,18 @@ def load_and_export(family, args, files_folder, dump_folder):
 
     hf._BYTES_PER_PART = 10_000
     hf._BYTES_PER_FILE = 20_000
-    spec = train_spec.get_train_spec(family)
-    train_spec.register_train_spec("tiny", dataclasses.replace(spec, model_args={"tiny": args}))
-    engine = TrainingEngine(
-        ConfigManager().parse_args(
-            [
-                "--model.name=tiny",
-                "--model.flavor=tiny",
-                f"--job.dump_folder={dump_folder}",
-                f"--training.seq_len={LENGTH}",
-                "--training.steps=1",
-                "--activation_checkpoint.mode=none",
-                "--checkpoint.enable",
-                f"--checkpoint.initial_load_path={files_folder}",
-                "--checkpoint.initial_load_in_hf",
-                "--checkpoint.last_save_in_hf",
-                "--checkpoint.untrained_weights=copy",
-            ]
-        )
-    )
+    config = JobConfig(
+        job=Job(dump_folder=dump_folder),
+        model=Model(name=family, flavor="tiny"),
+        training=Training(seq_len=LENGTH, steps=1),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+        checkpoint=Checkpoint(
+            enable=True, initial_load_path=files_folder, initial_load_in_hf=True,
+            last_save_in_hf=True, untrained_weights="copy",
+        ),
+    )  # fmt: skip
+    spec = dataclasses.replace(train_spec.get_train_spec(family), model_args={"tiny": args})
+    engine = TrainingEngine(config, train_spec=spec)
     assert engine.checkpointer.load()
     (model,) = engine.model_parts
     assert (model.output.weight is model.tok_embeddings.weight) == args.enable_weight_tying
@@ -92,9 +91,7 @@ def assert_same_bits(written, weights):
 
 
 @pytest.mark.parametrize(
-    "args",
-    [qwen3_args(enable_weight_tying=True), three_experts()],
-    ids=["tied", "three experts"],
+    "args", [qwen3_args(enable_weight_tying=True), three_experts()], ids=["tied", "three experts"]
 )
 def test_weights_come_from_and_go_to_hugging_face_files_bit_for_bit(tmp_path, args):
     weights = hf_weights("qwen3", args)

@@ -12,32 +12,20 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.reliability import jobs
 from torchtitan.tools import launch
 
 SCRIPTS = [Path("scripts/launch/multi_node.sh"), Path("scripts/launch/train.sbatch")]
 TIMEOUT_SECONDS = 180
-JOB = [
-    "--training.dataset=python_docs",
-    "--training.steps=1000",
-    "--training.seq_len=32",
-    "--training.local_batch_size=1",
-    "--training.mixed_precision_param=float32",
-    "--activation_checkpoint.mode=none",
-    "--metrics.log_freq=1",
-    "--metrics.enable_jsonl",
-    "--checkpoint.enable",
-    "--checkpoint.interval=1000",
-]
+JOB = jobs.flags_in("""
+    training.dataset=python_docs training.steps=1000 training.seq_len=32 training.local_batch_size=1
+    training.mixed_precision_param=float32 activation_checkpoint.mode=none metrics.log_freq=1
+    metrics.enable_jsonl checkpoint.enable checkpoint.interval=1000
+""")
 
 
 def environment(**others):
     return os.environ | {"PYTHON": sys.executable, "VENV": "none", "OMP_NUM_THREADS": "1"} | others
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def wait_for_steps(dump_folder, n_steps, processes):
@@ -73,7 +61,7 @@ def test_multi_node_script_shows_its_command():
 
 @pytest.mark.slow
 def test_two_nodes_train_together_and_save_when_one_rank_is_told_to_stop(tmp_path):
-    variables = {"NNODES": "2", "MASTER": f"localhost:{free_port()}", "NGPU": "1"}
+    variables = {"NNODES": "2", "MASTER": f"localhost:{jobs.free_port()}", "NGPU": "1"}
     nodes = [
         subprocess.Popen(
             [SCRIPTS[0], *JOB, f"--job.dump_folder={tmp_path}"],

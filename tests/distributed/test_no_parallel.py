@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,15 +30,19 @@ def expected():
     return out.detach(), gate.weight.grad
 
 
-@pytest.mark.parametrize(
-    "options, input_is_sharded",
-    [
-        ({}, False),
-        ({"input_layout": Shard(0), "output_layout": Shard(1), "use_local_output": False}, True),
-    ],
-)
-def test_every_rank_computes_the_whole_module(options, input_is_sharded):
+CASES = [
+    ({}, False),
+    ({"input_layout": Shard(0), "output_layout": Shard(1), "use_local_output": False}, True),
+]
+
+
+def run_gates():
+    return [run_gate(*case) for case in CASES]
+
+
+def test_every_rank_computes_the_whole_module():
     out, grad = expected()
-    for got, is_dtensor, got_grad in run_ranks(run_gate, 2, options, input_is_sharded):
-        assert is_dtensor == input_is_sharded
-        torch.testing.assert_close((got, got_grad), (out, grad))
+    for of_rank in run_ranks(run_gates, 2):
+        assert [is_dtensor for _, is_dtensor, _ in of_rank] == [False, True]
+        for got, _, got_grad in of_rank:
+            torch.testing.assert_close((got, got_grad), (out, grad))

@@ -85,11 +85,7 @@ def digest_on_layout(layout, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "layout",
-    [(1, 2, 1), (1, 4, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)],
-    ids=["fsdp2", "fsdp4", "ddp2", "hsdp2x2", "tp2", "fsdp2-tp2"],
-)
+@pytest.mark.parametrize("layout", [(1, 4, 1), (1, 2, 2)], ids=["fsdp4", "fsdp2-tp2"])
 def test_layout_does_not_change_a_bit(layout, dtype):
     expected = digest(materialize(build(dtype)))
     assert set(run_ranks(digest_on_layout, math.prod(layout), layout, dtype)) == {expected}

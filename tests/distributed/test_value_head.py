@@ -1,4 +1,4 @@
-"""Value heads on two ranks where `tests/reference/test_value_head_transformers.py` does not look."""
+"""Value heads on two ranks where `tests/reference/test_embedding_parity.py` does not look."""
 
 import warnings
 

@@ -1,51 +1,21 @@
-"""Real training runs on gloo ranks over the same global batches, for tests and benchmarks.
-
-Rows are dealt to ranks and microbatches so that every layout sees the same set of rows in
-each step: only the layout differs between two runs.
-"""
+"""Trainers of a small model, for which rows are dealt to ranks and microbatches: every layout sees
+the same set of rows in each step."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from tests.reliability.jobs import flags_in
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.data.dataloader import BaseDataLoader
-from torchtitan.testing.gloo import run_ranks
 
-GLOBAL_BATCH_SIZE = 8
-WHOLE_MODEL, FOUR_LAYERS = "--model.flavor=debugmodel", "--model.flavor=four_layers"
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How `world_size` ranks and accumulation steps share one global batch."""
-
-    name: str
-    world_size: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    accumulation_steps: int = 1
-
-    @property
-    def local_batch_size(self) -> int:
-        return GLOBAL_BATCH_SIZE // (self.dp_replicate * self.dp_shard * self.accumulation_steps)
-
-    def overrides(self) -> list[str]:
-        return [
-            f"--parallelism.data_parallel_replicate_degree={self.dp_replicate}",
-            f"--parallelism.data_parallel_shard_degree={self.dp_shard}",
-            f"--parallelism.tensor_parallel_degree={self.tp}",
-            f"--training.local_batch_size={self.local_batch_size}",
-            f"--training.global_batch_size={GLOBAL_BATCH_SIZE}",
-        ]
-
-
-ONE_PROCESS = Layout("1 process")
-TENSOR_PARALLEL = Layout("TP 2", 2, tp=2)
+FOUR_LAYERS = "--model.flavor=four_layers"
+SETTINGS = flags_in("""
+    training.seq_len=32 training.mixed_precision_param=float32 activation_checkpoint.mode=none
+    lr_scheduler.warmup_steps=5 optimizer.lr=1e-3 debug.seed=7 metrics.log_freq=1
+""")
 
 
 class DealtRows(BaseDataLoader):
@@ -116,8 +86,7 @@ def build_dealt_rows(dp_world_size, dp_rank, tokenizer, job_config) -> DealtRows
 def make_trainer(dump_folder: str, overrides: list[str]):
     """A trainer of the debug model on dealt rows, in fp32, that logs every step.
 
-    The model has 2 layers and a quarter of the width, or with a flag 4 layers (`FOUR_LAYERS`), or
-    is the `WHOLE_MODEL`.
+    The model has a quarter of the width, and 2 layers, or with a flag 4 (`FOUR_LAYERS`).
     """
     from torchtitan.config import ConfigManager
     from torchtitan.protocols import train_spec as train_spec_module
@@ -132,7 +101,6 @@ def make_trainer(dump_folder: str, overrides: list[str]):
             dataclasses.replace(
                 spec,
                 model_args={
-                    "debugmodel": spec.model_args["debugmodel"],
                     "shallow": dataclasses.replace(small, n_layers=2),
                     "four_layers": dataclasses.replace(small, n_layers=4),
                 },
@@ -145,13 +113,7 @@ def make_trainer(dump_folder: str, overrides: list[str]):
             f"--model.name={name}",
             "--model.flavor=shallow",
             f"--job.dump_folder={dump_folder}",
-            "--training.seq_len=32",
-            "--training.mixed_precision_param=float32",
-            "--activation_checkpoint.mode=none",
-            "--lr_scheduler.warmup_steps=5",
-            "--optimizer.lr=1e-3",
-            "--debug.seed=7",
-            "--metrics.log_freq=1",
+            *SETTINGS,
             *overrides,
         ]
     )
@@ -165,46 +127,6 @@ def full_tensors(trainer) -> dict[str, torch.Tensor]:
         for part in trainer.model_parts
         for name, p in part.named_parameters()
     }
-
-
-def weights_hash(trainer) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(full_tensors(trainer).items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def train_on_this_rank(dump_folder: str, overrides: list[str]) -> dict[str, Any]:
-    """Train to `training.steps`; returns step-0 hash, losses and grad norms of each step."""
-    trainer = make_trainer(dump_folder, overrides)
-    record: dict[str, Any] = {"step0_hash": weights_hash(trainer), "loss": [], "grad_norm": []}
-
-    def note(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None):
-        record["loss"].append(global_avg_loss)
-        record["grad_norm"].append(grad_norm)
-
-    trainer.metrics_processor.log = note
-    trainer.train()
-    trainer.close()
-    record["ntokens_seen"] = trainer.ntokens_seen
-    return record
-
-
-def run_layout(
-    layout: Layout, dump_folder: str, steps: int, extra: list[str] | None = None
-) -> dict[str, Any]:
-    """Rank 0's record of a run in this layout."""
-    overrides = [*layout.overrides(), f"--training.steps={steps}", *(extra or [])]
-    records = run_ranks(
-        train_on_this_rank,
-        layout.world_size,
-        dump_folder,
-        overrides,
-        init_process_group=False,
-        timeout_seconds=300,
-    )
-    return records[0]
 
 
 def max_relative_difference(ours: list[float], theirs: list[float]) -> float:

@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from tests.unit.test_engine import make_engine, num_valid, random_batch
+from tests.unit.test_engine import backward, make_engine
 
 
 def step(engine, seed):
-    batch, labels = random_batch(2, 32, seed)
-    loss = engine.forward_backward_step(
-        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
-    )
-    return loss.item(), engine.optim_step().grad_norm.item()
+    return backward(engine, seed).item(), engine.optim_step().grad_norm.item()
 
 
 def wrap_for_fsdp(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.waits import counting_waits, num_graphs
-from tests.unit.test_engine import make_engine, num_valid, poison, random_batch
+from tests.unit.test_engine import make_engine, num_valid, poison, random_batch, run_backward
 
 FLEX = ("--model.attn_type=flex", "--model.attn_mask_type=causal")
 BF16 = "--training.mixed_precision_param=bfloat16"
@@ -37,11 +37,8 @@ def train(engine, n_steps: int, length: int = 128) -> list[float]:
     batch, labels = random_batch(4, length)
     losses = []
     for _ in range(n_steps):
-        loss = engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
-        )
+        losses.append(run_backward(engine, batch, labels, num_valid(labels)))
         engine.optim_step()
-        losses.append(loss)
     return torch.stack(losses).tolist()
 
 
@@ -73,9 +70,7 @@ def test_expert_without_tokens_gets_no_gradient_and_the_others_a_finite_one(
     for moe in moes:
         moe.expert_bias[0] = -1e4  # never among the chosen, whatever its score
     batch, labels = random_batch(4, 128)
-    engine.forward_backward_step(
-        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
-    )
+    run_backward(engine, batch, labels, num_valid(labels))
     for moe in moes:
         assert moe.tokens_per_expert[0] == 0 and moe.tokens_per_expert.sum() > 0
         for parameter in moe.experts.parameters():
@@ -112,7 +107,7 @@ def test_dense_step_neither_waits_nor_recompiles_after_warm_up(layout, tmp_path)
     n_valid = num_valid(labels)
 
     def step() -> None:
-        engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=n_valid)
+        run_backward(engine, batch, labels, n_valid)
         engine.optim_step()
 
     for _ in range(3):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from tests.reliability.jobs import flags_in
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
 
@@ -11,22 +12,12 @@ FLAVORS = ["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"]
 
 
 def losses_of(dump_folder, flavor, *overrides):
-    trainer = Trainer(
-        ConfigManager().parse_args(
-            [
-                f"--job.dump_folder={dump_folder}",
-                f"--model.flavor={flavor}",
-                "--training.dataset=c4_test",
-                "--training.local_batch_size=2",
-                "--training.seq_len=512",
-                "--training.steps=3",
-                "--lr_scheduler.warmup_steps=2",
-                "--metrics.log_freq=1",
-                "--debug.seed=1",
-                *overrides,
-            ]
-        )
-    )
+    settings = flags_in(f"""
+        job.dump_folder={dump_folder} model.flavor={flavor} training.dataset=c4_test
+        training.local_batch_size=2 training.seq_len=512 training.steps=3
+        lr_scheduler.warmup_steps=2 metrics.log_freq=1 debug.seed=1
+    """)
+    trainer = Trainer(ConfigManager().parse_args([*settings, *overrides]))
     losses = []
     trainer.metrics_processor.log = lambda step, loss, *_args, **_kwargs: losses.append(loss)
     trainer.train()

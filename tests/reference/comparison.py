@@ -1,12 +1,10 @@
 """Compares a model family with Hugging Face's on the same weights, tokens and steps."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torchtitan.models.decoder import Decoder
@@ -14,9 +12,6 @@ from torchtitan.models.decoder import Decoder
 VOCAB = 96
 # Two rows with different document boundaries, so with different positions.
 DOCUMENT_LENGTHS = [[7, 1, 20, 12], [30, 10]]
-
-# From weights in Hugging Face's names to our model and the adapter that read them.
-Load = Callable[[dict[str, Tensor]], tuple[Decoder, Any]]
 
 
 def random_tokens(*shape: int) -> Tensor:
@@ -51,29 +46,6 @@ def logits_of(model: nn.Module, tokens: Tensor, positions: Tensor | None = None)
         extra = None if positions is None else {"positions": positions}
         masks = model.get_attention_masks(tokens, None, extra)
     return model(tokens, attention_masks=masks, positions=positions)
-
-
-def check_logits_and_export(
-    reference: nn.Module, load: Load, folder: Path, tolerance: float
-) -> dict[str, Tensor]:
-    """Files of `reference` make our model give its logits, and come out again bit for bit.
-
-    Returns the tensors of the files, which are left in the folder.
-    """
-    reference.save_pretrained(folder)
-    files = load_file(folder / "model.safetensors")
-    model, adapter = load(files)
-    tokens = random_tokens(2, 40)
-    with torch.no_grad():
-        ours, theirs = logits_of(model, tokens), logits_of(reference, tokens)
-    assert theirs.std() > 0.1, "logits too small for the tolerance to tell anything"
-    assert (ours - theirs).abs().max() <= tolerance
-
-    exported = adapter.to_hf(model.state_dict())
-    assert exported.keys() == files.keys()
-    for name, tensor in files.items():
-        assert torch.equal(exported[name], tensor), name
-    return files
 
 
 def check_packed_equals_separate(reference: nn.Module, model: Decoder, tolerance: float) -> None:

@@ -30,6 +30,7 @@ def assistant(content, **more):
 
 SYSTEM = {"role": "system", "content": " Be brief. "}
 RESULT = {"role": "tool", "name": "add", "content": '{"sum": 4}'}
+QUESTION_LAST = "ends in a question"
 CHATS = {
     "one turn": [user("2+2, bitte — ü? <b>'\"&"), assistant("Four: 4️⃣ — 四")],
     "turns": [user("Hi\n"), assistant(" Hello\n"), user("2+2?"), assistant("4"), user(""), assistant("é")],
@@ -49,7 +50,7 @@ CHATS = {
     ],
     "control token": [user("What is <|im_end|></s><|eot_id|>?"), assistant("An end.")],
     "no question": [SYSTEM, assistant("Hello")],
-    "ends in a question": [user("2+2?"), assistant("4"), user("3+3?")],
+    QUESTION_LAST: [user("2+2?"), assistant("4"), user("3+3?")],
 }  # fmt: skip
 
 # Format -> chats that are refused without marks, because a turn changes when the chat goes on.
@@ -57,14 +58,7 @@ REFUSED = {
     # The thinking between two calls is left out after another question, so no later turn is a prefix.
     "qwen_3": {"tools"},
     # <|return|> ends the last turn, <|end|> earlier ones.
-    "gpt_oss": {
-        "turns",
-        "system",
-        "empty answer first",
-        "old thinking",
-        "tools",
-        "ends in a question",
-    },
+    "gpt_oss": {"turns", "system", "empty answer first", "old thinking", "tools", QUESTION_LAST},
 }
 
 
@@ -117,9 +111,7 @@ def test_ids_and_labels_of_a_chat_are_those_of_transformers(name, has_tools, tmp
         reference = expected(theirs, chat, tools=tools)
         if reference is None:
             for encoder in (ours, by_prefixes):
-                with pytest.raises(
-                    ValueError, match="^chat_template of .* cannot render the chat: "
-                ):
+                with pytest.raises(ValueError, match="^chat_template of .* cannot render the "):
                     encoder(sample)
             continue
         if not any(reference[1]):  # Llama 3 takes a first answer for the question
@@ -174,9 +166,7 @@ def test_pairs_of_messages_are_the_chat_with_all_of_the_completion_trained(tmp_p
                 prompt, tokenize=False, add_generation_prompt=is_reply
             )
             if not text.startswith(start):
-                with pytest.raises(
-                    ValueError, match="renders the prompt differently when the compl"
-                ):
+                with pytest.raises(ValueError, match="renders the prompt differently when the"):
                     ours({"prompt": prompt, "completion": completion})
                 continue
             ids, trained = encoded(ours, {"prompt": prompt, "completion": completion})
@@ -191,27 +181,6 @@ def test_variables_of_a_sample_reach_the_template(tmp_path):
     chat, variables = CHATS["one turn"], {"date_string": "2 June 2025"}
     sample = {"messages": chat, "chat_template_kwargs": variables}
     assert encoded(ours, sample) == expected(theirs, chat, **variables)
-
-
-def test_model_with_a_template_for_tools_uses_it_for_samples_with_tools(tmp_path):
-    from transformers import AutoTokenizer
-
-    form = FORMATS["chatml"]
-    several = [
-        {"name": "default", "template": form.template},
-        {"name": "tool_use", "template": "{{ tools | tojson }}\n" + form.template},
-    ]
-    backend_of(form).save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": several}
-    config |= form.special
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    ours = ChatEncoder.of_tokenizer(HuggingFaceTokenizer(str(tmp_path)))
-    for tools in (None, [], TOOLS):
-        sample = {"messages": CHATS["turns"], "tools": tools}
-        assert encoded(ours, sample) == expected(theirs, CHATS["turns"], tools=tools)
-    as_text = {"messages": CHATS["turns"], "tools": json.dumps(TOOLS)}
-    assert encoded(ours, as_text) == encoded(ours, as_text | {"tools": TOOLS})
 
 
 CONTENTS = st.text(

@@ -20,6 +20,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 TOKENS, N_PAIRS = 14, 3
+ON_CPU = dict(report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False)
 TOKENIZER = "tests/assets/tokenizer/tokenizer.json"
 
 
@@ -57,14 +58,9 @@ def trls_loss(models, rows, folder, loss_type, beta, label_smoothing):
         policy,
         reference,
         args=trl.DPOConfig(
-            output_dir=str(folder),
+            str(folder),
             loss_type=[loss_type],
-            beta=beta,
-            label_smoothing=label_smoothing,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
+            **(ON_CPU | {"beta": beta, "label_smoothing": label_smoothing}),
         ),
         train_dataset=datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
         processing_class=tokenizer,
@@ -83,7 +79,7 @@ def test_labels_of_the_example_are_the_completions_of_trl(models, kind, tmp_path
     theirs.save_pretrained(tmp_path / "tokenizer")
     trainer = trl.DPOTrainer(
         *map(copy.deepcopy, models),  # TRL freezes some of their parameters
-        args=trl.DPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False),
+        args=trl.DPOConfig(str(tmp_path), **ON_CPU),
         train_dataset=datasets.Dataset.from_list([PAIRS[kind]]),
         processing_class=theirs,
     )

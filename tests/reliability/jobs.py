@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,23 +25,20 @@ from torchtitan.testing.gloo import PRELOADED_MODULES
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests/assets/tokenizer"
 
+
+def flags_in(keys_and_values: str) -> list[str]:
+    """One flag for each word, such as `training.steps=4`."""
+    return [f"--{word}" for word in keys_and_values.split()]
+
+
 # A job of milliseconds per step, repeated bit for bit when it is run again.
-TINY_JOB = [
-    "--model.name=llama3",
-    "--model.flavor=debugmodel",
-    "--experimental.custom_import=tests.reliability.tiny_flavor",
-    f"--model.hf_assets_path={TOKENIZER}",
-    "--training.dataset=local",
-    f"--training.dataset_path={ROOT}/tests/assets/c4_test/data.json",
-    "--training.steps=4",
-    "--training.seq_len=32",
-    "--training.local_batch_size=1",
-    "--training.mixed_precision_param=float32",
-    "--activation_checkpoint.mode=none",
-    "--lr_scheduler.warmup_steps=1",
-    "--debug.seed=3",
-    "--metrics.log_freq=1",
-]
+TINY_JOB = flags_in(f"""
+    model.name=llama3 model.flavor=debugmodel experimental.custom_import=tests.reliability.tiny_flavor
+    model.hf_assets_path={TOKENIZER} training.dataset=local
+    training.dataset_path={ROOT}/tests/assets/c4_test/data.json training.steps=4
+    training.seq_len=32 training.local_batch_size=1 training.mixed_precision_param=float32
+    activation_checkpoint.mode=none lr_scheduler.warmup_steps=1 debug.seed=3 metrics.log_freq=1
+""")
 
 
 def logged_steps(dump_folder: Path) -> list[tuple[int, tuple[float, float]]]:
@@ -191,6 +188,15 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
         runpy.run_path(str(ROOT / module), run_name="__main__")
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def wait_until(is_true: Callable[[], object], job: Job | None, seconds: float) -> None:
+    """Poll; AssertionError once the time is over, or the job is."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        is_running = job is None or job.is_running()
+        assert is_running and time.monotonic() < deadline, job and job.output()
+        time.sleep(0.02)
 
 
 def free_port() -> int:

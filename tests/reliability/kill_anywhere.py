@@ -38,45 +38,26 @@ from tests.unit.integrations.tinker_server import Http
 
 STEPS = 8
 SECONDS_TO_END = 60
-SAVING = [
-    "--checkpoint.enable",
-    "--checkpoint.interval=1",
-    "--checkpoint.keep_latest_k=3",
-    "--checkpoint.no_last_save_model_only",
-    f"--training.steps={STEPS}",
-    "--metrics.enable_jsonl",
-    "--metrics.disable_color_printing",
-]
+SAVING = jobs.flags_in(f"""
+    checkpoint.enable checkpoint.interval=1 checkpoint.keep_latest_k=3 training.steps={STEPS}
+    checkpoint.no_last_save_model_only metrics.enable_jsonl metrics.disable_color_printing
+""")
 TRAIN = [*jobs.TINY_JOB, *SAVING]
-TOY = [
-    "--model.name=rl_toy",
-    "--training.mixed_precision_param=float32",
-    "--activation_checkpoint.mode=none",
-    "--debug.seed=7",
-]
-RL = [
-    *TOY,
-    "--training.seq_len=24",
-    "--training.local_batch_size=4",
-    "--lr_scheduler.warmup_steps=0",
-    "--optimizer.lr=1e-3",
-    "--metrics.log_freq=1",
-    "--rl.task.name=copy",
-    "--rl.sampling.max_tokens=4",
-    "--rl.num_prompts_per_step=4",
-    "--rl.num_samples_per_prompt=4",
-    *SAVING,
-]
+TOY = jobs.flags_in("""
+    model.name=rl_toy training.mixed_precision_param=float32 activation_checkpoint.mode=none
+    debug.seed=7
+""")
+RL = [*TOY, *SAVING] + jobs.flags_in("""
+    training.seq_len=24 training.local_batch_size=4 lr_scheduler.warmup_steps=0 optimizer.lr=1e-3
+    metrics.log_freq=1 rl.task.name=copy rl.sampling.max_tokens=4 rl.num_prompts_per_step=4
+    rl.num_samples_per_prompt=4
+""")
 ASYNC = ["--checkpoint.async_mode=async"]
-VALIDATION = [
-    "--validation.enable",
-    "--validation.dataset=local",
-    f"--validation.dataset_path={jobs.ROOT}/tests/assets/c4_test/data.json",
-    "--validation.freq=1",
-    "--validation.steps=1",
-    "--validation.local_batch_size=1",
-    "--validation.seq_len=32",
-]
+VALIDATION = jobs.flags_in(f"""
+    validation.enable validation.dataset=local validation.freq=1 validation.steps=1
+    validation.dataset_path={jobs.ROOT}/tests/assets/c4_test/data.json
+    validation.local_batch_size=1 validation.seq_len=32
+""")
 EXPORT = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
 
 
@@ -330,11 +311,9 @@ def train_over(run: Run, first: int = 1) -> Iterator[tuple[int, tuple, str]]:
 def serve(variant: Variant, folder: Path) -> tuple[jobs.Job, str]:
     """Start a server; returns its job and its URL."""
     (folder / "logs/rank_0.log").unlink(missing_ok=True)  # has the URL of the server before
-    job, deadline = start(variant, folder), time.monotonic() + SECONDS_TO_END
-    while not (at := re.search(r"serving policy at (http://[\d.]+:\d+)\n", job.output())):
-        assert job.is_running() and time.monotonic() < deadline, job.output()
-        time.sleep(0.02)
-    return job, at[1]
+    job, line = start(variant, folder), r"serving policy at (http://[\d.]+:\d+)\n"
+    jobs.wait_until(lambda: re.search(line, job.output()), job, SECONDS_TO_END)
+    return job, re.search(line, job.output())[1]
 
 
 def kill_server(

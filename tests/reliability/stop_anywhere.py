@@ -30,14 +30,10 @@ STEPS = 12
 LIMIT_SECONDS = 30
 FREEZE_LIMIT_SECONDS = 90  # a rank may be silent for a minute
 START_SECONDS = 120
-JOB = [
-    *jobs.TINY_JOB,
-    f"--training.steps={STEPS}",
-    "--metrics.enable_jsonl",
-    "--checkpoint.enable",
-    "--checkpoint.interval=5",
-    "--checkpoint.no_last_save_model_only",
-]
+JOB = jobs.TINY_JOB + jobs.flags_in(f"""
+    training.steps={STEPS} metrics.enable_jsonl checkpoint.enable checkpoint.interval=5
+    checkpoint.no_last_save_model_only
+""")
 
 
 def losses(dump_folder: Path) -> dict[int, tuple[float, float]]:
@@ -72,10 +68,7 @@ TRAINS = "step:  1 "
 
 
 def wait_for(text: str, job: jobs.Job, rank: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while text not in job.output(rank):
-        assert job.is_running() and time.monotonic() < deadline, job.output(rank)
-        time.sleep(0.01)
+    jobs.wait_until(lambda: text in job.output(rank), job, START_SECONDS)
 
 
 def stop(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
@@ -133,17 +126,17 @@ def freeze(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str
         steps_before, sent_at = len(losses(folder)), time.monotonic()
         job.send(signal.SIGSTOP, rank)
         others = [process for r, process in enumerate(job.processes) if r != rank]
-        deadline = sent_at + FREEZE_LIMIT_SECONDS
-        while any(process.is_alive() for process in others) and time.monotonic() < deadline:
+        seconds = 0.0
+        while any(process.is_alive() for process in others):
+            seconds = time.monotonic() - sent_at
+            assert seconds < FREEZE_LIMIT_SECONDS, job.output(rank)
             time.sleep(0.1)
-        seconds = time.monotonic() - sent_at
         time.sleep(draw.uniform(0, 5))
         job.send(signal.SIGCONT, rank)
         outcome = job.wait(LIMIT_SECONDS)
     finally:
         job.send(signal.SIGCONT, rank)
         job.kill()
-    assert seconds < FREEZE_LIMIT_SECONDS, outcome.output
     assert outcome.exit_codes == [1] * ranks, f"{outcome.exit_codes}\n{outcome.output}"
     assert all("error: " in output for output in outcome.outputs), outcome.output
     return f"SIGSTOP to rank {rank} after step {steps_before}: the others gone in {seconds:.1f} s"
@@ -162,10 +155,8 @@ def restart(folder: Path, ranks: int, draw: random.Random, expected: dict) -> st
             stderr=log,
         )
     try:
-        deadline = time.monotonic() + START_SECONDS
         killed_after = draw.randrange(1, STEPS)
-        while len(losses(folder)) < killed_after and time.monotonic() < deadline:
-            time.sleep(0.01)
+        jobs.wait_until(lambda: len(losses(folder)) >= killed_after, None, START_SECONDS)
         workers = children(launcher.pid)
         assert len(workers) == ranks, (folder / "log").read_text()
         os.kill(draw.choice(workers), signal.SIGKILL)
@@ -217,12 +208,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--folder", type=Path, help="keeps what failed; default a new one")
-    arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="stop_anywhere_"))
-    failed = sum(
-        run(kind, arguments.trials, arguments.ranks, arguments.seed, folder)
-        for kind in arguments.kinds
-    )
+    args = parser.parse_args()
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="stop_anywhere_"))
+    failed = sum(run(kind, args.trials, args.ranks, args.seed, folder) for kind in args.kinds)
     if not failed:
         shutil.rmtree(folder)
     sys.exit(1 if failed else 0)

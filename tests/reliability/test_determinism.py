@@ -9,61 +9,26 @@ from scripts import golden_losses
 from scripts.golden_losses import FLAVORS, TOLERANCE, difference
 from tests.reliability import jobs
 
-JOB = [
-    *jobs.TINY_JOB,
-    "--training.steps=5",
-    "--training.local_batch_size=2",
-    "--metrics.enable_jsonl",
-]
-VALIDATING = [
-    "--validation.enable",
-    "--validation.dataset=c4_test",
-    "--validation.seq_len=32",
-    "--validation.freq=2",
-    "--validation.steps=2",
-]
-# what watches -> how it is turned on
-OBSERVERS = {
-    "nothing": [],
-    "TensorBoard": ["--metrics.enable_tensorboard"],
-    "validation": VALIDATING,
-    "the profiler": [
-        "--profiling.enable_profiling",
-        "--profiling.profile_freq=2",
-        "--profiling.profiler_warmup=1",
-    ],
-    "memory snapshots": ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=2"],
-    "checkpoints": ["--checkpoint.enable", "--checkpoint.interval=2"],
-    "checkpoints in the background": [
-        "--checkpoint.enable",
-        "--checkpoint.interval=1",
-        "--checkpoint.async_mode=async",
-        "--checkpoint.keep_latest_k=2",
-    ],
-    "the isolation probe": ["--debug.check_document_isolation_freq=1"],
-    "garbage collection": ["--training.gc_freq=1", "--training.gc_debug"],
-    "deterministic kernels": ["--debug.deterministic"],
-    "the printed config": ["--job.print_config", "--job.save_config_file=config.json"],
-}
+MORE = "training.steps=5 training.local_batch_size=2 metrics.enable_jsonl"
+JOB = jobs.TINY_JOB + jobs.flags_in(MORE)
+SAVING = ["--checkpoint.enable", "--checkpoint.interval=2"]
+# All that watches at once; saves that block are not in it: those in the background come after them.
+WATCHING = jobs.flags_in("""
+    metrics.enable_tensorboard validation.enable validation.dataset=c4_test validation.seq_len=32
+    validation.freq=2 validation.steps=2 profiling.enable_profiling profiling.profile_freq=2
+    profiling.profiler_warmup=1 profiling.enable_memory_snapshot checkpoint.enable
+    checkpoint.interval=1 checkpoint.async_mode=async checkpoint.keep_latest_k=2
+    debug.check_document_isolation_freq=1 training.gc_freq=1 training.gc_debug debug.deterministic
+    job.print_config job.save_config_file=config.json
+""")
 DOCUMENTS = ["--model.attn_type=varlen", "--model.attn_mask_type=block_causal"]
-# Their sum, below, is run in CI; the others say which of them it was. Saves that block are not in it:
-# those in the background come after them.
-ALONE_IN_CI = ("nothing", "checkpoints")
-ALL = [flag for flags in OBSERVERS.values() for flag in flags]
-
-
-def steps_of(folder: Path) -> list[tuple]:
-    """Step, loss and gradient norm, as they were logged."""
-    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    loss = golden_losses.LOSS
-    return [(row["step"], row[loss], row["grad_norm"]) for row in rows if loss in row]
 
 
 def train(folder: Path, *arguments: str, ranks: int = 1) -> list[tuple]:
     arguments = [*JOB, f"--job.dump_folder={folder}", *arguments]
     outcome = jobs.run(arguments, folder / "logs", 120, ranks=ranks)
     assert outcome.exit_codes == [0] * ranks, outcome.output
-    return steps_of(folder)
+    return jobs.logged_steps(folder)
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +38,9 @@ def plain_run(tmp_path_factory):
     return steps
 
 
-@pytest.mark.parametrize(
-    "observer",
-    [pytest.param(o, marks=() if o in ALONE_IN_CI else pytest.mark.slow) for o in OBSERVERS],
-)
-def test_losses_do_not_depend_on_who_watches(plain_run, tmp_path, observer):
-    assert train(tmp_path, *OBSERVERS[observer]) == plain_run
+@pytest.mark.parametrize("flags", [[], SAVING], ids=["nothing", "checkpoints"])
+def test_losses_do_not_depend_on_who_watches(plain_run, tmp_path, flags):
+    assert train(tmp_path, *flags) == plain_run
 
 
 def test_losses_between_logged_steps_are_the_same(plain_run, tmp_path):
@@ -98,7 +60,7 @@ def test_losses_do_not_depend_on_everything_at_once(tmp_path, layout):
     options = {"packed documents": DOCUMENTS, "random initial weights": ["--debug.seed=8"]}
     arguments, ranks = options.get(layout, []), 2 if layout == "two ranks" else 1
     plain = train(tmp_path / "plain", *arguments, ranks=ranks)
-    assert train(tmp_path / "watched", *arguments, *ALL, ranks=ranks) == plain
+    assert train(tmp_path / "watched", *arguments, *WATCHING, ranks=ranks) == plain
 
 
 def test_run_with_a_drawn_seed_can_be_repeated(tmp_path):

@@ -38,40 +38,29 @@ def config(tmp_path):
     return config
 
 
-def test_run_that_resumes_has_its_starts_saves_validations_and_end_on_record(tmp_path):
+def test_run_of_ranks_that_resumes_on_one_has_all_that_happened_on_one_record(tmp_path):
     validating = ["--validation.enable", "--validation.dataset=c4_test", "--validation.freq=3"]
     validating += ["--validation.steps=1", "--validation.seq_len=32"]
-    assert run(tmp_path, *SAVING, *validating).exit_codes == [0]
+    assert run(tmp_path, *SAVING, *validating, ranks=2).exit_codes == [0, 0]
     first = ["start", "training", "validation", "save", "validation", "save", "end"]
     assert kinds(tmp_path / "outputs") == first
-    resumed = run(tmp_path, *SAVING, "--training.steps=6", "--checkpoint.async_mode=async")
+    resumed = run(tmp_path, *SAVING, "--training.steps=8", "--checkpoint.async_mode=async")
     assert resumed.exit_codes == [0], resumed.output
-    assert kinds(tmp_path / "outputs") == [*first, "start", "training", "save", "end"]
+    later = ["start", "training", "save", "background save", "save", "end"]
+    assert kinds(tmp_path / "outputs") == [*first, *later]
 
     events_of_run = history(tmp_path / "outputs")
     starts = [event for event in events_of_run if event["kind"] == "start"]
     assert starts[0]["versions"]["torch"] == torch.__version__
-    assert starts[0]["world_size"] == 1
-    assert [start["config"]["training"]["steps"] for start in starts] == [4, 6]
+    assert [start["world_size"] for start in starts] == [2, 1]
+    assert [start["config"]["training"]["steps"] for start in starts] == [4, 8]
     assert starts[0]["config_digest"] != starts[1]["config_digest"]
     steps = [event["step"] for event in events_of_run if event["kind"] in ("training", "save")]
-    assert steps == [0, 2, 4, 4, 6]
-    assert all(event["seconds"] > 0 for event in events_of_run if event["kind"] == "save")
-
-
-def test_background_save_has_both_its_times_on_record(tmp_path):
-    outcome = run(tmp_path, *SAVING, "--training.steps=3", "--checkpoint.async_mode=async")
-    assert outcome.exit_codes == [0], outcome.output
-    saves = [event for event in history(tmp_path / "outputs") if "save" in event["kind"]]
-    in_background = [event["in_background"] for event in saves if event["kind"] == "save"]
-    assert in_background == [True, False]  # the last save is synchronous
-    assert [event["kind"] for event in saves].count("background save") == 1
-
-
-def test_ranks_keep_one_history(tmp_path):
-    assert run(tmp_path, *SAVING, ranks=2).exit_codes == [0, 0]
-    assert kinds(tmp_path / "outputs") == ["start", "training", "save", "save", "end"]
-    assert history(tmp_path / "outputs")[0]["world_size"] == 2
+    assert steps == [0, 2, 4, 4, 6, 8]
+    saves = [event for event in events_of_run if event["kind"] == "save"]
+    assert all(event["seconds"] > 0 for event in saves)
+    # The last save is synchronous.
+    assert [save["in_background"] for save in saves] == [False, False, True, False]
 
 
 def test_fault_is_recorded_with_message_and_exit_code(tmp_path):

@@ -42,11 +42,3 @@ def errors_on_both_ranks() -> list[str]:
 def test_failure_on_both_ranks_is_harmless_only_after_the_same_collectives():
     for in_step, out_of_step in run_ranks(errors_on_both_ranks, 2):
         assert in_step == "" and "build a new engine" in out_of_step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_guest", [False, True])
-@pytest.mark.parametrize("layout", fail_anywhere.LAYOUTS)
-def test_failures_of_one_rank_at_random_instants(layout, is_guest):
-    seconds = fail_anywhere.run(layout, [*fail_anywhere.KINDS] * 2, seed=1, is_guest=is_guest)
-    assert max(seconds) < fail_anywhere.LIMIT_SECONDS

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.tiny_hf import tiny_hf_model
-from tests.unit.test_engine import VOCAB, make_config, make_engine, num_valid, random_batch
+from tests.unit.test_engine import VOCAB, backward, make_config, make_engine, random_batch
 from torchtitan.engine import EngineState, RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import get_train_spec
@@ -19,10 +19,7 @@ pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
 
 
 def step(engine, seed=0, **arguments):
-    batch, labels = random_batch(2, 32, seed)
-    engine.forward_backward_step(
-        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
-    )
+    backward(engine, seed)
     return engine.optim_step(**arguments)
 
 
@@ -182,14 +179,11 @@ def test_checkpoints_hold_states_of_the_caller(tmp_path):
     with TrainingEngine(config) as engine:
         engine.add_state("curriculum", Curriculum(**seen))
         engine.add_state("other", Curriculum(n=1))
+        unsaved = Curriculum(engine=Curriculum)
         for name, state, problem in (
             ("other", Curriculum(), r"new and contain no dot, got 'other' beside \['curriculum'"),
             ("bad", {}, "'bad' must have the methods state_dict.*, got a dict"),
-            (
-                "bad",
-                Curriculum(engine=Curriculum),
-                "'bad', which checkpoints are to hold, cannot be",
-            ),
+            ("bad", unsaved, "'bad', which checkpoints are to hold, cannot be"),
         ):
             with pytest.raises(ValueError, match=problem):
                 engine.add_state(name, state)

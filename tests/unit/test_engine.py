@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.reliability.jobs import flags_in
 from torchtitan import rank_layout
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.dummy_microbatches import token_counters, without_counting
@@ -27,19 +28,14 @@ pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 VOCAB = 2048
 
 
+SETTINGS = flags_in("""
+    training.seq_len=32 training.local_batch_size=2 training.mixed_precision_param=float32
+    activation_checkpoint.mode=none lr_scheduler.warmup_steps=5 debug.seed=1
+""")
+
+
 def make_config(tmp_path, *overrides):
-    return ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={tmp_path}",
-            "--training.seq_len=32",
-            "--training.local_batch_size=2",
-            "--training.mixed_precision_param=float32",
-            "--activation_checkpoint.mode=none",
-            "--lr_scheduler.warmup_steps=5",
-            "--debug.seed=1",
-            *overrides,
-        ]
-    )
+    return ConfigManager().parse_args([f"--job.dump_folder={tmp_path}", *SETTINGS, *overrides])
 
 
 def make_engine(tmp_path, *overrides) -> TrainingEngine:
@@ -71,6 +67,17 @@ def random_batch(rows: int, length: int, seed: int = 0):
     return {"input": tokens[:, :-1]}, labels
 
 
+@pytest.fixture
+def engine(tmp_path) -> TrainingEngine:
+    return make_engine(tmp_path)
+
+
+def run_backward(engine, batch, labels, n=1, **options):
+    return engine.forward_backward_step(
+        input_dict=batch, labels=labels, global_valid_tokens=n, **options
+    )
+
+
 def gradients(engine) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in engine.model_parts[0].named_parameters()}
 
@@ -84,27 +91,20 @@ def num_valid(labels: torch.Tensor) -> int:
     return int((labels != IGNORE_INDEX).sum())
 
 
-def test_gradient_is_the_same_for_one_batch_and_a_list_of_microbatches(tmp_path):
-    engine = make_engine(tmp_path)
+def test_gradient_is_the_same_for_one_batch_and_a_list_of_microbatches(engine):
     batch, labels = random_batch(4, 32)
     denominator = num_valid(labels)
-    whole = engine.forward_backward_step(
-        input_dict=batch, labels=labels, global_valid_tokens=denominator
-    )
+    whole = run_backward(engine, batch, labels, denominator)
     expected = gradients(engine)
     engine.optimizers.zero_grad()
-    split = engine.forward_backward_step(
-        input_dict=[{"input": batch["input"][i : i + 1]} for i in range(4)],
-        labels=[labels[i : i + 1] for i in range(4)],
-        global_valid_tokens=denominator,
-    )
+    rows = [{"input": row} for row in batch["input"].split(1)]
+    split = run_backward(engine, rows, labels.split(1), denominator)
     assert split.item() == pytest.approx(whole.item(), rel=rounding(1e-6))
     for name, gradient in gradients(engine).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=rounding(1e-7))
 
 
-def test_gradients_accumulate_until_optim_step_and_are_zeroed_by_it(tmp_path):
-    engine = make_engine(tmp_path)
+def test_gradients_accumulate_until_optim_step_and_are_zeroed_by_it(engine):
     batch, labels = random_batch(2, 32)
     step = dict(input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels))
     engine.forward_backward_step(**step)
@@ -116,49 +116,18 @@ def test_gradients_accumulate_until_optim_step_and_are_zeroed_by_it(tmp_path):
     assert all(p.grad is None for p in engine.model_parts[0].parameters())
 
 
-def test_forward_step_returns_outputs_in_order_for_microbatches_of_different_lengths(tmp_path):
-    engine = make_engine(tmp_path)
+def test_forward_step_returns_outputs_in_order_for_microbatches_of_different_lengths(engine):
     batches = [random_batch(1, length, seed=length)[0] for length in (5, 32, 17)]
     outputs = engine.forward_step(batches)
-    assert [tuple(logits.shape) for logits in outputs] == [
-        (1, 5, VOCAB),
-        (1, 32, VOCAB),
-        (1, 17, VOCAB),
-    ]
+    assert [logits.shape for logits in outputs] == [(1, length, VOCAB) for length in (5, 32, 17)]
     assert not any(logits.requires_grad for logits in outputs)
     sums = engine.forward_step(batches, output_fn=lambda logits, batch: logits.sum().item())
     assert sums == [logits.sum().item() for logits in outputs]
 
 
-def test_own_loss_function_gets_logits_labels_and_the_batch(tmp_path):
-    engine = make_engine(tmp_path)
+def test_head_takes_the_place_of_logits_and_batch_entries_reach_the_loss_alone(engine):
     batch, labels = random_batch(2, 32)
-    batch["weights"] = torch.full(labels.shape, 0.5)
-    seen = {}
-
-    def weighted(logits, labels, batch):
-        seen.update(logits=logits.shape, keys=set(batch))
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
-        )
-        return (losses * batch["weights"].flatten()).sum()
-
-    step = dict(labels=labels, global_valid_tokens=num_valid(labels))
-    plain = engine.forward_backward_step(input_dict={"input": batch["input"]}, **step)
-    weights = batch.pop("weights")
-
-    def with_weights(logits, labels, batch):
-        return weighted(logits, labels, {**batch, "weights": weights.to(logits.device)})
-
-    halved = engine.forward_backward_step(input_dict=batch, loss_fn=with_weights, **step)
-    assert halved.item() == pytest.approx(plain.item() / 2, rel=1e-5)
-    assert seen["logits"] == (2, 32, VOCAB)
-
-
-def test_head_takes_the_place_of_logits_and_batch_entries_reach_the_loss_alone(tmp_path):
-    engine = make_engine(tmp_path)
-    batch, labels = random_batch(2, 32)
-    plain = engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=8)
+    plain = run_backward(engine, batch, labels, 8)
     expected = gradients(engine)
     engine.optimizers.zero_grad()
     batch |= {"labels": labels, "advantages": torch.ones(labels.shape)}
@@ -176,123 +145,63 @@ def test_head_takes_the_place_of_logits_and_batch_entries_reach_the_loss_alone(t
     assert -outputs.logprobs.sum().item() / 8 == pytest.approx(plain.item(), rel=close)
 
 
-def test_scoring_with_a_head_needs_labels(tmp_path):
-    engine = make_engine(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"need labels of the shape of 'input' .*, got None for \(1, 8\)"
-    ):
-        engine.forward_step(random_batch(1, 8)[0], head=TokenLogProbs())
-
-
-def test_unequal_numbers_of_batches_and_labels_are_refused(tmp_path):
-    engine = make_engine(tmp_path)
+def test_unequal_numbers_of_batches_and_labels_are_refused(engine):
     batch, labels = random_batch(1, 8)
     for given in ([labels], []):
         with pytest.raises(ValueError, match=f"2 microbatches and labels for {len(given)}"):
-            engine.forward_backward_step(
-                input_dict=[batch, batch], labels=given, global_valid_tokens=1
-            )
+            run_backward(engine, [batch, batch], given)
 
 
-def check_both_steps_raise(engine, batch, labels, message):
-    for call in (
-        lambda: engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=1
-        ),
-        lambda: engine.forward_step(batch | {"labels": labels}, head=TokenLogProbs()),
-    ):
+def ones(*shape):
+    return torch.ones(shape, dtype=torch.int64)
+
+
+# What 'input' and other entries are, the labels, and how the error names the mistake.
+BAD_MICROBATCHES = [
+    ({"tokens": ones(1, 4)}, ones(1, 4), r"needs 'input'.*the keys .*'tokens'"),
+    ({"input": [[1, 2]]}, ones(1, 2), "needs 'input'.*got list"),
+    ({"input": ones(4)}, ones(4), r"got shape \(4,\) .*input\[None\]"),
+    ({"input": ones(2, 4)}, ones(2, 3), r"need labels .* got \(2, 3\) for \(2, 4\)"),
+    ({"input": ones(2, 4), "positions": ones(1, 3)}, ones(2, 4),
+     r"'positions' must have the shape of its 'input', \(2, 4\), or \(1, 4\) .* got \(1, 3\)"),
+    ({"input": ones(2, 4), "attention_masks": ones(2, 3)}, ones(2, 4),
+     r"'attention_masks' must have the shape .* got \(2, 3\)"),
+    ({"input": ones(0, 4)}, ones(0, 4), r"at least one token, got shape \(0, 4\)"),
+    ({"input": ones(1, 0)}, ones(1, 0), r"at least one token, got shape \(1, 0\)"),
+    ({"input": VOCAB * ones(1, 4)}, ones(1, 4), rf"'input' must be ids in \[0, {VOCAB}\), got {VOCAB} "),
+    ({"input": -ones(1, 4)}, ones(1, 4), r"'input' must be ids in .* got -1 to -1; "),
+    ({"input": torch.ones(1, 4)}, ones(1, 4), "'input' must be whole numbers, got .*torch.float32"),
+    ({"input": ones(1, 4), "positions": ones(1, 4).half()}, ones(1, 4),
+     "'positions' must be whole numbers, .*float16"),
+    ({"input": ones(1, 4), "document_ids": ones(1, 4).bool()}, ones(1, 4),
+     "'document_ids' must be whole .*torch.bool"),
+    ({"input": ones(1, 4)}, VOCAB * ones(1, 4), rf"labels must be ids in \[0, {VOCAB}\) or -100"),
+    ({"input": ones(1, 4)}, torch.ones(1, 4), "labels must be whole numbers, got .*torch.float32"),
+]  # fmt: skip
+
+
+def test_microbatch_of_another_shape_or_with_ids_that_no_token_has_is_named_at_once(engine):
+    """Before anything is computed, and before ranks wait for each other."""
+    for batch, labels, message in BAD_MICROBATCHES:
         with pytest.raises(ValueError, match=message):
-            call()
+            run_backward(engine, batch, labels)
+        with pytest.raises(ValueError, match=message):
+            engine.forward_step(batch | {"labels": labels}, head=TokenLogProbs())
 
 
-@pytest.mark.parametrize(
-    ("batch", "labels", "message"),
-    [
-        ({"tokens": torch.ones(1, 4).long()}, (1, 4), r"needs 'input'.*the keys .*'tokens'"),
-        ({"input": [[1, 2]]}, (1, 2), "needs 'input'.*got list"),
-        ({"input": torch.ones(4).long()}, (4,), r"got shape \(4,\) .*input\[None\]"),
-        ({"input": torch.ones(2, 4).long()}, (2, 3), r"need labels .* got \(2, 3\) for \(2, 4\)"),
-        (
-            {"input": torch.ones(2, 4).long(), "positions": torch.arange(3)[None]},
-            (2, 4),
-            r"'positions' must have the shape of its 'input', \(2, 4\), or \(1, 4\) .* got \(1, 3\)",
-        ),
-        (
-            {"input": torch.ones(2, 4).long(), "attention_masks": torch.ones(2, 3)},
-            (2, 4),
-            r"'attention_masks' must have the shape .* got \(2, 3\)",
-        ),
-        (
-            {"input": torch.ones(0, 4).long()},
-            (0, 4),
-            r"at least one token, got shape \(0, 4\)",
-        ),
-        (
-            {"input": torch.ones(1, 0).long()},
-            (1, 0),
-            r"at least one token, got shape \(1, 0\)",
-        ),
-    ],
-)
-def test_microbatch_of_another_shape_is_named_before_anything_is_computed(
-    batch, labels, message, tmp_path
-):
-    engine = make_engine(tmp_path)
-    labels = torch.ones(labels).long()
-    check_both_steps_raise(engine, batch, labels, message)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        (
-            "input",
-            torch.full((1, 4), VOCAB),
-            rf"'input' must be ids in \[0, {VOCAB}\), got {VOCAB} ",
-        ),
-        ("input", torch.full((1, 4), -1), r"'input' must be ids in .* got -1 to -1; "),
-        ("input", torch.ones(1, 4), r"'input' must be whole numbers, got .*torch.float32"),
-        ("positions", torch.ones(1, 4).half(), r"'positions' must be whole numbers, .*float16"),
-        ("document_ids", torch.ones(1, 4).bool(), r"'document_ids' must be whole .*torch.bool"),
-        (
-            "labels",
-            torch.full((1, 4), VOCAB),
-            rf"labels must be ids in \[0, {VOCAB}\) or -100",
-        ),
-        ("labels", torch.ones(1, 4), "labels must be whole numbers, got .*torch.float32"),
-    ],
-)
-def test_ids_that_no_token_has_are_named_before_ranks_wait_for_each_other(
-    key, value, message, tmp_path
-):
-    engine = make_engine(tmp_path)
-    batch = {"input": torch.ones(1, 4).long(), "labels": torch.ones(1, 4).long(), key: value}
-    labels = batch["labels"]
-    del batch["labels"]
-    check_both_steps_raise(engine, batch, labels, message)
-
-
-def test_ids_of_any_integer_type_give_the_same_loss_and_a_loss_function_its_labels(tmp_path):
-    engine = make_engine(tmp_path)
+def test_ids_of_any_integer_type_give_the_same_loss_and_a_loss_function_its_labels(engine):
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, 128, (2, 2, 8), generator=generator)
     positions = torch.arange(8).expand(2, -1)
 
     def loss(dtype, **options):
         engine.optimizers.zero_grad()
-        return engine.forward_backward_step(
-            input_dict={"input": tokens.to(dtype), "positions": positions.to(dtype)},
-            labels=labels.to(dtype),
-            global_valid_tokens=16,
-            **options,
-        )
+        batch = {"input": tokens.to(dtype), "positions": positions.to(dtype)}
+        return run_backward(engine, batch, labels.to(dtype), 16, **options)
 
     for options in ({}, {"head": TokenLogProbs()}):
-        losses = {
-            loss(dtype, **options).item()
-            for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-        }
-        assert len(losses) == 1
+        kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        assert len({loss(dtype, **options).item() for dtype in kinds}) == 1
     targets = []
     loss(
         torch.int16,
@@ -301,16 +210,16 @@ def test_ids_of_any_integer_type_give_the_same_loss_and_a_loss_function_its_labe
     assert targets == [torch.int16]
 
 
-def test_step_without_labels_is_for_a_loss_that_needs_none(tmp_path):
-    engine = make_engine(tmp_path)
+def test_step_without_labels_is_for_a_loss_that_needs_none(engine):
     step = dict(input_dict=random_batch(1, 8)[0], global_valid_tokens=1)
     with pytest.raises(ValueError, match="the default loss and head= need labels .* got None"):
         engine.forward_backward_step(**step, labels=None)
+    with pytest.raises(ValueError, match=r"labels of the shape of 'input' .* None for \(1, 8\)"):
+        engine.forward_step(step["input_dict"], head=TokenLogProbs())
     engine.forward_backward_step(**step, labels=None, loss_fn=lambda logits, *_: logits.sum())
 
 
-def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(tmp_path):
-    engine = make_engine(tmp_path)
+def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(engine):
     pairs = [random_batch(1, 8, seed) for seed in (0, 1)]
 
     def loss_fn(logits, labels, batch):
@@ -357,8 +266,7 @@ def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(tmp_path):
             engine.forward_backward_step(**{"input_dict": batches, "loss_fn": loss_fn} | options)
 
 
-def test_backward_of_a_callers_own_forward(tmp_path):
-    engine = make_engine(tmp_path)
+def test_backward_of_a_callers_own_forward(engine):
     backward(engine)
     expected = gradients(engine)
     engine.optimizers.zero_grad()
@@ -372,8 +280,7 @@ def test_backward_of_a_callers_own_forward(tmp_path):
     assert engine.optim_step().grad_norm > 0
 
 
-def test_loss_of_one_element_is_a_scalar(tmp_path):
-    engine = make_engine(tmp_path)
+def test_loss_of_one_element_is_a_scalar(engine):
     step = dict(input_dict=random_batch(1, 8)[0], labels=None, global_valid_tokens=1)
     for shape in ((), (1,), (1, 1)):
         loss_fn = lambda logits, *_, shape=shape: logits.sum().reshape(shape)  # noqa: E731
@@ -387,22 +294,17 @@ def test_loss_of_one_element_is_a_scalar(tmp_path):
     assert engine.optim_step().grad_norm > 0
 
 
-@pytest.mark.parametrize("denominator", [0, -1.0, float("nan"), torch.tensor(0)])
-def test_denominator_that_divides_nothing_is_refused(denominator, tmp_path):
-    engine = make_engine(tmp_path)
-    batch, labels = random_batch(1, 8)
-    with pytest.raises(ValueError, match=r"global_valid_tokens must be above 0 .*max\(count, 1\)"):
-        engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=denominator
-        )
+def test_denominator_that_divides_nothing_is_refused(engine):
+    message = r"global_valid_tokens must be above 0 .*max\(count, 1\)"
+    for denominator in (0, -1.0, math.nan, torch.tensor(0)):
+        with pytest.raises(ValueError, match=message):
+            run_backward(engine, *random_batch(1, 8), denominator)
 
 
 def test_optim_step_reports_norm_and_learning_rate_of_the_first_step(tmp_path):
     engine = make_engine(tmp_path, "--optimizer.lr=1e-3")
     batch, labels = random_batch(2, 32)
-    engine.forward_backward_step(
-        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
-    )
+    run_backward(engine, batch, labels, num_valid(labels))
     expected = torch.stack([g.double().norm() for g in gradients(engine).values()]).norm()
     result = engine.optim_step()
     # On the CPU norms are taken row by row; elsewhere by torch's kernel, in fp32.
@@ -417,20 +319,20 @@ def poison(engine, value: float = math.nan):
         p.grad = torch.full_like(p, value)
 
 
-def test_non_finite_gradient_is_skipped_and_leaves_the_weights(tmp_path, caplog):
-    engine = make_engine(tmp_path)
+def test_non_finite_gradient_is_skipped_and_leaves_the_weights(engine, caplog):
     before = copy.deepcopy(engine.model_parts[0].state_dict())
     for value in (math.nan, math.inf):
+        backward(engine)
         poison(engine, value)
         assert engine.optim_step().skipped is True
         for name, tensor in engine.model_parts[0].state_dict().items():
             assert torch.equal(tensor, before[name])
         assert engine.weights_version == 0  # a look at what an accelerator said
         assert f"gradient norm is {value}" in caplog.text
+    assert "first bad loss" not in caplog.text  # backward overflowed
 
 
-def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
-    engine = make_engine(tmp_path)
+def test_too_many_skipped_steps_in_a_row_stop_the_run(engine):
     for step_is_bad in (True, False):  # not in a row with those that follow
         poison(engine) if step_is_bad else backward(engine)
         engine.optim_step()
@@ -451,6 +353,10 @@ def test_non_finite_gradient_stops_where_the_config_says_stop(tmp_path):
         engine.weights_version  # noqa: B018 (as above)
 
 
+def sum_times(factor):
+    return lambda logits, labels, batch: logits.sum() * factor
+
+
 def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path, caplog):
     engine = make_engine(tmp_path, "--training.nonfinite_grad_norm=skip")
     for step, bad in enumerate([(), (1, 2), ()], start=1):
@@ -458,12 +364,7 @@ def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path,
             batch, labels = random_batch(2, 32, number)
             batch["input"].sample_ids = torch.tensor([[number, number + 5], [7, 7]])
             factor = math.nan if number in bad else 1.0
-            engine.forward_backward_step(
-                input_dict=batch,
-                labels=labels,
-                global_valid_tokens=1.0,
-                loss_fn=lambda logits, labels, batch, factor=factor: logits.sum() * factor,
-            )
+            run_backward(engine, batch, labels, loss_fn=sum_times(factor))
         engine.step = step
         engine.optim_step()
     engine.save(str(tmp_path / "end"))  # an accelerator's verdict is read here at the latest
@@ -477,10 +378,7 @@ def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path,
     ]
 
 
-def test_first_bad_microbatch_after_a_loss_of_the_callers_own_has_its_own_documents(
-    tmp_path, caplog
-):
-    engine = make_engine(tmp_path)
+def test_first_bad_microbatch_after_a_loss_of_the_callers_own_has_its_own_documents(engine, caplog):
     batch, labels = random_batch(2, 32, 0)
     with engine.train_context(), engine.maybe_enable_amp:
         microbatch = engine.prepare(batch, labels)
@@ -488,12 +386,7 @@ def test_first_bad_microbatch_after_a_loss_of_the_callers_own_has_its_own_docume
     engine.backward(own)
     for number, factor in ((1, math.nan), (2, 1.0)):
         batch["input"].sample_ids = torch.tensor([[number, number], [7, 7]])
-        engine.forward_backward_step(
-            input_dict=batch,
-            labels=labels,
-            global_valid_tokens=1.0,
-            loss_fn=lambda logits, labels, batch, factor=factor: logits.sum() * factor,
-        )
+        run_backward(engine, batch, labels, loss_fn=sum_times(factor))
     engine.optim_step()
     assert engine.weights_version == 0
     assert (
@@ -501,20 +394,9 @@ def test_first_bad_microbatch_after_a_loss_of_the_callers_own_has_its_own_docume
     )
 
 
-def test_overflow_in_backward_is_told_from_a_bad_loss(tmp_path, caplog):
-    engine = make_engine(tmp_path)
-    backward(engine)
-    poison(engine)
-    engine.optim_step()
-    assert engine.weights_version == 0
-    assert "the gradient norm is nan" in caplog.text and "first bad loss" not in caplog.text
-
-
-def backward(engine, seed: int = 0) -> None:
+def backward(engine, seed: int = 0):
     batch, labels = random_batch(2, 32, seed)
-    engine.forward_backward_step(
-        input_dict=batch, labels=labels, global_valid_tokens=num_valid(labels)
-    )
+    return run_backward(engine, batch, labels, num_valid(labels))
 
 
 def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
@@ -533,23 +415,16 @@ def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
     assert engine.lr == pytest.approx(3e-3 / 5)
 
 
-def test_arguments_that_would_make_weights_useless_are_refused(tmp_path):
-    engine = make_engine(tmp_path)
+def test_arguments_that_would_make_weights_useless_are_refused(engine):
     backward(engine)
-    for name, value in (
-        ("lr", -1e-3),
-        ("lr", math.nan),
-        ("lr", math.inf),
-        ("max_norm", 0),
-        ("max_norm", torch.tensor(-1.0)),
-    ):
+    lrs = [("lr", value) for value in (-1e-3, math.nan, math.inf)]
+    for name, value in (*lrs, ("max_norm", 0), ("max_norm", torch.tensor(-1.0))):
         with pytest.raises(ValueError, match=f"optim_step's {name} must be .*; correct it"):
             engine.optim_step(**{name: value})
     assert engine.optim_step().grad_norm > 0  # the gradients are still there
 
 
-def test_max_norm_of_one_step_replaces_that_of_the_config(tmp_path):
-    engine = make_engine(tmp_path)
+def test_max_norm_of_one_step_replaces_that_of_the_config(engine):
     seen = []
     engine.optimizers.register_step_pre_hook(
         lambda *_: seen.append(torch.stack([g.norm() for g in gradients(engine).values()]).norm())
@@ -567,13 +442,13 @@ def test_deferred_denominator_gives_the_gradient_of_the_denominator_known_before
     batch, labels = random_batch(2, 32)
     norms = []
     for divide_by, later in ((num_valid(labels), None), (1, torch.tensor(num_valid(labels)))):
-        engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=divide_by)
+        run_backward(engine, batch, labels, divide_by)
         norms.append(engine.optim_step(lr=0.0, denominator=later).grad_norm.item())
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     nothing = {"input_dict": [], "labels": [], "global_valid_tokens": 1}
     engine.forward_backward_step(**nothing)
     assert engine.optim_step(denominator=0).grad_norm.item() == 0
-    engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=divide_by)
+    run_backward(engine, batch, labels, divide_by)
     undivided = engine.optim_step(lr=0.0, denominator=0).grad_norm.item()
     assert undivided == pytest.approx(norms[0] * num_valid(labels), rel=1e-5)
     for denominator in (math.nan, math.inf, -1.0):
@@ -581,9 +456,8 @@ def test_deferred_denominator_gives_the_gradient_of_the_denominator_known_before
             engine.optim_step(denominator=denominator)
 
 
-def test_denominators_of_ranks_are_reduced_as_their_gradients_are(tmp_path, monkeypatch):
+def test_denominators_of_ranks_are_reduced_as_their_gradients_are(engine, monkeypatch):
     """Two ranks give 2 and 6: sums of gradients are divided by the sum, means by the mean."""
-    engine = make_engine(tmp_path)
     engine.update.dp_group = SimpleNamespace(size=lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(6.0))
     norm = math.sqrt(sum(p.numel() for p in engine.model_parts[0].parameters()))
@@ -595,23 +469,15 @@ def test_denominators_of_ranks_are_reduced_as_their_gradients_are(tmp_path, monk
         assert result.grad_norm.item() == pytest.approx(norm / divisor, rel=1e-5)
 
 
-def test_arguments_of_optim_step_are_refused_where_weights_are_updated_in_backward(tmp_path):
+def test_what_comes_too_late_is_refused_where_weights_are_updated_in_backward(tmp_path):
     engine = make_engine(tmp_path, "--optimizer.early_step_in_backward")
     with pytest.raises(ValueError, match=r"optim_step\(lr=...\) comes too late"):
         engine.optim_step(lr=1e-3)
-
-
-def test_second_microbatch_is_refused_where_weights_are_updated_in_backward(tmp_path):
-    engine = make_engine(tmp_path, "--optimizer.early_step_in_backward")
     batch, labels = random_batch(2, 32)
     with pytest.raises(ValueError, match="a step has one microbatch, got number 2"):
-        engine.forward_backward_step(
-            input_dict=[batch, batch], labels=[labels, labels], global_valid_tokens=1
-        )
+        run_backward(engine, [batch, batch], [labels, labels])
     with pytest.raises(IndexError):
-        engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=1, loss_fn=lambda *_: [][0]
-        )
+        run_backward(engine, batch, labels, loss_fn=lambda *_: [][0])
     for _ in range(2):
         backward(engine)
         with pytest.raises(ValueError, match=r"got number 2 before optim_step\(\)"):
@@ -634,8 +500,7 @@ def test_update_waits_for_a_save_that_is_still_copying(flags, tmp_path, monkeypa
     assert waited_with and torch.equal(waited_with[0], before) and not torch.equal(weight, before)
 
 
-def test_modes_hold_at_once_and_end_with_their_block(tmp_path):
-    engine = make_engine(tmp_path)
+def test_modes_hold_at_once_and_end_with_their_block(engine):
     (model,) = engine.model_parts
     model.norm.eval()  # a client's choice for one module
     with engine.eval_mode():
@@ -648,15 +513,13 @@ def test_modes_hold_at_once_and_end_with_their_block(tmp_path):
     assert not model.training
 
 
-def test_lists_may_be_empty(tmp_path):
-    engine = make_engine(tmp_path)
+def test_lists_may_be_empty(engine):
     assert engine.forward_step([]) == []
-    assert engine.forward_backward_step(input_dict=[], labels=[], global_valid_tokens=1) == 0
+    assert run_backward(engine, [], []) == 0
     assert engine.optim_step().grad_norm == 0
 
 
-def test_step_without_a_gradient_is_refused_and_one_with_a_clients_own_is_not(tmp_path):
-    engine = make_engine(tmp_path)
+def test_step_without_a_gradient_is_refused_and_one_with_a_clients_own_is_not(engine):
     with pytest.raises(ValueError, match="found no gradient on any rank; call forward_backward"):
         engine.optim_step()
     assert engine.weights_version == 0 and engine.lr_schedulers.last_epoch == 0
@@ -688,39 +551,28 @@ def test_engine_closes_itself_at_the_end_of_its_block_and_takes_no_step_then(tmp
             call()
 
 
-@pytest.mark.parametrize("head, got", [(TokenLogProbs, "<class .*TokenLogProbs'>"), ("x", "'x'")])
-def test_head_that_is_no_instance_is_named(head, got, tmp_path):
+def test_head_that_is_no_instance_is_named(engine):
     batch, labels = random_batch(1, 8)
-    with make_engine(tmp_path) as engine:
-        with pytest.raises(
-            ValueError, match=rf"such as TokenLogProbs\(\), got {got}; give an inst"
-        ):
+    for head, got in ((TokenLogProbs, "<class .*TokenLogProbs'>"), ("x", "'x'")):
+        message = rf"such as TokenLogProbs\(\), got {got}; give an inst"
+        with pytest.raises(ValueError, match=message):
             engine.forward_step(batch | {"labels": labels}, head=head)
 
 
-def test_skipped_step_forgets_how_many_tokens_each_expert_got(tmp_path):
+def test_skipped_and_failed_steps_forget_how_many_tokens_each_expert_got(tmp_path):
     engine = make_engine(tmp_path, "--model.name=qwen3", "--model.flavor=debugmodel_moe_small")
     backward(engine)
-    (model,) = engine.model_parts
-    counters = [layer.moe.tokens_per_expert for layer in model.layers.values()]
-    assert all(counter.sum() > 0 for counter in counters)
+    counters = token_counters(engine.model_parts)
+    assert counters and all(counter.sum() > 0 for counter in counters)
     poison(engine)
     assert engine.optim_step().skipped
     assert all(counter.sum() == 0 for counter in counters)
-
-
-def test_failed_step_forgets_how_many_tokens_each_expert_got(tmp_path):
-    engine = make_engine(tmp_path, "--model.name=qwen3", "--model.flavor=debugmodel_moe_small")
-    counters = token_counters(engine.model_parts)
     with pytest.raises(ZeroDivisionError), without_counting(engine.model_parts):
         counters[0].add_(1)
         raise ZeroDivisionError
     assert counters[0].sum() == 0
-    batch, labels = random_batch(2, 32)
     with pytest.raises(ZeroDivisionError):
-        engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=1, loss_fn=lambda *_: 1 / 0
-        )
+        run_backward(engine, *random_batch(2, 32), loss_fn=lambda *_: 1 / 0)
     assert all(counter.sum() == 0 for counter in counters)
 
 
@@ -729,14 +581,11 @@ def test_failure_before_fsdps_first_forward_is_the_error_that_is_raised(tmp_path
     batch, labels = random_batch(2, 32)
     padding = torch.ones(2, 32).index_fill(1, torch.tensor([1]), 0)
     with pytest.raises(ValueError, match="padding mask"):
-        engine.forward_backward_step(
-            input_dict=batch | {"attention_masks": padding}, labels=labels, global_valid_tokens=1
-        )
+        run_backward(engine, batch | {"attention_masks": padding}, labels)
     backward(engine)  # the engine goes on
 
 
-def test_failing_cleanup_is_logged_and_the_first_error_raised(tmp_path, monkeypatch, caplog):
-    engine = make_engine(tmp_path)
+def test_failing_cleanup_is_logged_and_the_first_error_raised(engine, monkeypatch, caplog):
 
     def lose_device():
         raise RuntimeError("the device is lost")
@@ -744,9 +593,7 @@ def test_failing_cleanup_is_logged_and_the_first_error_raised(tmp_path, monkeypa
     monkeypatch.setattr(engine.update, "forget_microbatches", lose_device)
     batch, labels = random_batch(2, 32)
     with pytest.raises(ZeroDivisionError):
-        engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=1, loss_fn=lambda *_: 1 / 0
-        )
+        run_backward(engine, batch, labels, loss_fn=lambda *_: 1 / 0)
     assert "cleaning up after the error below failed" in caplog.text
     assert "the device is lost" in caplog.text
 
@@ -804,8 +651,7 @@ def test_load_of_weights_alone_is_a_new_version_and_a_full_load_the_saved_one(tm
         assert engine.weights_version == 4
 
 
-def test_load_brings_optimizer_state_where_it_was_put(tmp_path):
-    engine = make_engine(tmp_path)
+def test_load_brings_optimizer_state_where_it_was_put(engine, tmp_path):
     backward(engine)
     engine.optim_step()
     engine.save(str(tmp_path / "saved"))
@@ -863,6 +709,7 @@ def test_one_accelerator_leaves_a_clients_own_parallelize_function_its_autocast(
 
 
 def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):
+    flavor = copy.deepcopy(train_spec_module.get_train_spec("llama3").model_args["debugmodel"])
     short = make_engine(tmp_path / "a", "--training.seq_len=16")
     long = make_engine(tmp_path / "b", "--training.seq_len=64")
     batch, labels = random_batch(1, 40)
@@ -870,8 +717,9 @@ def test_documents_longer_than_seq_len_get_a_longer_rope_table(tmp_path):
     for inputs in (batch, packed):
         ours, theirs = short.forward_step(inputs)[0], long.forward_step(inputs)[0]
         assert torch.equal(ours, theirs)
-    assert short.model_args.max_seq_len == 16
-    short.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1)
+    assert (short.model_args.max_seq_len, long.model_args.max_seq_len) == (16, 64)
+    assert train_spec_module.get_train_spec("llama3").model_args["debugmodel"] == flavor
+    run_backward(short, batch, labels)
 
 
 def test_own_loop_may_average_but_a_trainer_with_data_counts_over_all_ranks(tmp_path):
@@ -881,25 +729,6 @@ def test_own_loop_may_average_but_a_trainer_with_data_counts_over_all_ranks(tmp_
     with pytest.raises(ConfigError, match="gradient_reduction = 'mean' .* set it to 'sum'"):
         Trainer(config)
     TrainingEngine(config).close()
-
-
-def test_second_trainer_is_not_affected_by_first_trainers_seq_len(tmp_path):
-    flavor = train_spec_module.get_train_spec("llama3").model_args["debugmodel"]
-    before = copy.deepcopy(flavor)
-    first = make_engine(tmp_path / "a", "--training.seq_len=16")
-    second = make_engine(tmp_path / "b", "--training.seq_len=64")
-    assert (first.model_args.max_seq_len, second.model_args.max_seq_len) == (16, 64)
-    assert flavor == before
-
-
-def test_config_is_only_read(tmp_path):
-    config = make_config(tmp_path)
-    before = config.to_dict()
-    engine = TrainingEngine(config)
-    batch, labels = random_batch(2, 32)
-    engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1)
-    engine.optim_step()
-    assert config.to_dict() == before
 
 
 def test_trainer_without_dataloader_says_how_to_feed_batches(tmp_path, monkeypatch):
@@ -938,26 +767,20 @@ def test_finite_data_that_runs_out_saves_what_was_learned(tmp_path):
     assert (tmp_path / "checkpoint" / "step-2" / ".metadata").exists()
 
 
-def test_finished_run_that_is_started_again_does_nothing(tmp_path, caplog):
+def test_finished_run_that_is_started_again_does_nothing_or_needs_a_full_checkpoint(
+    tmp_path, caplog
+):
     caplog.set_level("INFO", logger="torchtitan")
-    overrides = ["--training.dataset=python_docs", "--checkpoint.enable", "--training.steps=2"]
+    flags = ["--training.dataset=python_docs", "--checkpoint.enable"]
     for _ in range(2):
-        trainer = Trainer(make_config(tmp_path, *overrides))
+        trainer = Trainer(make_config(tmp_path, *flags, "--training.steps=2"))
         trainer.train()
         trainer.close()
     assert trainer.step == 0
     assert "this run is complete" in caplog.text
-
-
-def test_longer_run_does_not_begin_anew_over_a_weights_only_checkpoint(tmp_path):
-    overrides = ["--training.dataset=python_docs", "--checkpoint.enable", "--training.steps=2"]
-    trainer = Trainer(make_config(tmp_path, *overrides))
-    trainer.train()
-    trainer.close()
-    longer = Trainer(make_config(tmp_path, *overrides[:2], "--training.steps=4"))
-    with pytest.raises(ValueError, match="checkpoint.load_step to an earlier full one"):
-        longer.train()
-    longer.close()
+    with Trainer(make_config(tmp_path, *flags, "--training.steps=4")) as longer:
+        with pytest.raises(ValueError, match="checkpoint.load_step to an earlier full one"):
+            longer.train()
 
 
 def test_checkpoints_are_saved_and_loaded_between_backward_and_step(tmp_path):
@@ -991,9 +814,7 @@ def test_update_with_learning_rate_0_is_warned_of_once_per_engine(tmp_path, capl
         with make_engine(tmp_path, "--lr_scheduler.step_offset=-1") as engine:
             before = [p.detach().clone() for p in engine.model_parts[0].parameters()]
             for lr in (None, 0.0):
-                engine.forward_backward_step(
-                    input_dict=batch, labels=labels, global_valid_tokens=1.0
-                )
+                run_backward(engine, batch, labels)
                 assert engine.optim_step(lr=lr).lr == 0
             assert all(map(torch.equal, before, engine.model_parts[0].parameters()))
         assert caplog.text.count("an update with learning rate 0 changes no weight") == 1
@@ -1028,7 +849,7 @@ def test_converters_hook_runs_between_the_update_and_zeroing_and_not_after_a_loa
         monkeypatch.setattr(engine.model_converters, "post_optimizer_hook", note)
         batch, labels = random_batch(2, 8)
         for denominator in (1.0, math.nan):  # the second step is skipped
-            engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=1.0)
+            run_backward(engine, batch, labels)
             if denominator != 1.0:
                 next(part.parameters()).grad.fill_(math.nan)
             engine.optim_step()

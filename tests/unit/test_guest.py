@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.layout_matrix import Layout, batch_flags, build_engine, register_tiny
+from tests.distributed import layout_matrix
+from tests.distributed.layout_matrix import Layout, batch_flags, build_engine
 from torchtitan import build
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
@@ -92,24 +93,15 @@ def train_a_step(engine) -> float:
 
 
 def flags_of(layout: Layout) -> list[str]:
-    # Without debug.seed, because a seed sets the host's generators.
     return [*layout.overrides(), *batch_flags("llama3", "whole rows"), *FLAGS]
 
 
 def config_of(layout: Layout, folder: object, *flags: str):
-    from torchtitan.config import ConfigManager
-
-    return ConfigManager().parse_args(  # draws from `random`
-        [
-            f"--model.name={register_tiny('llama3')}",
-            "--model.flavor=tiny",
-            f"--job.dump_folder={folder}",
-            "--training.seq_len=32",
-            "--training.mixed_precision_param=float32",
-            *flags_of(layout),
-            *flags,
-        ]
+    config = layout_matrix.config_of(  # draws from `random`
+        "llama3", [*flags_of(layout), *flags], str(folder)
     )
+    config.debug.seed = None  # a seed sets the host's generators
+    return config
 
 
 def live_and_leave(layout: Layout, dump_folder: str) -> dict:
@@ -141,10 +133,7 @@ def no_engine_of_another_test():
     for engine in list(host._engines):
         engine.close()
 
-    class Guest:
-        pass
-
-    guest = Guest()
+    guest = type("Guest", (), {})()
     host.move_in(guest)
     host.move_out(guest)
 

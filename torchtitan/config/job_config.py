@@ -279,9 +279,8 @@ class Parallelism(Section):
     data_parallel_replicate_degree: Positive = 1
     # Ranks that share one replica of the weights (FSDP); -1 takes all remaining ranks
     data_parallel_shard_degree: Annotated[int, Range(1, 10**9, special=-1)] = -1
-    # Reshard a layer's weights after its forward: always, never, or default (always, but never under
-    # pipeline parallelism or on one rank). A number reshards them over that many ranks
-    fsdp_reshard_after_forward: int | str = "default"
+    # Free a layer's gathered weights after its forward; default: not with pipelines or on one rank
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # Let NCCL allocate and register FSDP's buffers for zero-copy transfers, if supported
     fsdp_register_buffers: bool = False
     # Wrap the model in FSDP even if there is nothing to shard. None wraps it if the train spec has no
@@ -427,7 +426,8 @@ class Float8Linear(Section):
 class MXLinear(Section):
     # Kernel that casts along the first dimension
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
-    recipe_name: str = "mxfp8_cublas"  # Named MX recipe of torchao
+    # Named MX recipe of torchao
+    recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"] = "mxfp8_cublas"
     # Do not convert linears with one of these texts in their name
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
 

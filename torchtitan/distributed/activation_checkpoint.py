@@ -49,9 +49,6 @@ def apply_ac(
     "op", every block keeps the outputs of `op_sac_save_list`, except every second matrix product.
 
     reads_device: True if blocks call `read_once`; such blocks are not compiled as a whole.
-
-    Raises ValueError for other modes and options, for memory_budget without compile, and for a
-    name in per_op_sac_force_recompute_mm_shapes_by_fqns that matches a module other than a Linear.
     """
     # Source of torch 2.13: dynamo moves a block's last used compiled variant to the front of its list,
     # so forward and recomputation could pick different variants. This setting keeps the order.
@@ -139,14 +136,11 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
     return frozenset(shapes)
 
 
-@functools.cache
+@functools.cache  # because dynamo compiles again for every new object
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
-    """Return a factory of (forward context, recomputation context).
-
-    Cached, because dynamo compiles again for every new object.
-    """
+    """Return a factory of (forward context, recomputation context)."""
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:

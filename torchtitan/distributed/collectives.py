@@ -44,8 +44,6 @@ def start_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 @library.impl(_library, "all_gather", "CPU")
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     process_group = torch_parts.group_of_name(group)
-    if not is_gloo(process_group):
-        return OPS.wait_tensor(OPS.all_gather_into_tensor(x.contiguous(), size, group))
     gathered = x.new_empty((size, *x.shape))
     gathered[process_group.rank()] = x
     broadcast_all(gathered, process_group)
@@ -58,11 +56,6 @@ def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     out = x.new_empty((len(x) // size, *x.shape[1:]))
     sum_over_ranks(x.contiguous(), torch_parts.group_of_name(group), out)
     return out
-
-
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Return True if the group uses gloo for CPU tensors."""
-    return torch_parts.backend_of(group, torch.device("cpu")).name() == "gloo"
 
 
 def broadcast_all(by_rank: Tensor, group: dist.ProcessGroup) -> None:

@@ -8,10 +8,8 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
     alltoall    ranks trade tokens for heads: each computes whole rows for H/cp of the heads
                 (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-Both give the result of a single process: "alltoall" for every mask, "allgather" for causal masks
-with known document boundaries. The mask passed to attention has a `ContextPart`.
-
-`batch.context` shards a batch and its masks; `config.context_layout` has the valid row lengths.
+"allgather" needs causal masks with known document boundaries. The mask passed to attention has a
+`ContextPart`. `batch.context` shards a batch and its masks.
 """
 
 import math
@@ -30,6 +28,7 @@ from torchtitan.distributed.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from torchtitan.distributed.sequence_parallel import join_shards
 from torchtitan.tools.host_copy import to_device
 from torchtitan.tools.lazy_names import load_on_access
 
@@ -82,7 +81,9 @@ class TokenShards:
         Collective. Each rank gets the gradient of its own tokens, not a sum over ranks, so all ranks
         must compute the same value from the result.
         """
-        return _Unshard.apply(x, self, dim)
+        ranks = self.group_name, self.cp, self.mesh.get_local_rank()
+        whole = join_shards(x, dim, x.shape[dim] * self.cp, *ranks)
+        return self.in_order(whole.movedim(dim, 0)).movedim(0, dim)
 
     def in_order(self, x: Tensor) -> Tensor:
         """Return tokens [T, ...] in row order, given in rank order as an all-gather returns them."""
@@ -97,19 +98,6 @@ class TokenShards:
         return x.index_select(0, order.to(x.device)).flatten(0, 1)
 
 
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: TokenShards, dim: int) -> Tensor:
-        ctx.shards, ctx.dim = shards, dim
-        x = x.movedim(dim, 0)
-        gathered = start_all_gather(x, shards.cp, shards.group_name)
-        return shards.in_order(OPS.wait_tensor(gathered)).movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.shards.shard(grad, ctx.dim), None, None
-
-
 def _take_chunks(x: Tensor, chunks: Tensor, rank: int, dim: int) -> Tensor:
     """Return the tokens of a rank, [.., T, ..] -> [.., T/cp, ..]; `chunks` is on x's device."""
     x = x.unflatten(dim, (chunks.numel(), -1))
@@ -120,8 +108,7 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
     """Return the chunks that each rank holds, [cp, n] on the host.
 
     starts: [1 or B, T] on the host, the column where each token's document begins, for "ptrr".
-    Raises ValueError for an unknown balancer, for rows that it cannot cut into equal chunks, and
-    for "ptrr" without `starts`.
+    Raises ValueError for rows that cannot be cut into equal chunks, and for "ptrr" without `starts`.
     """
     multiple = sequence_multiple(load_balancer, cp)
     if seq_len % multiple:
@@ -155,8 +142,8 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 class ContextPart:
     """Attention's communication, where each rank holds only some tokens of every row.
 
-    keys: for "allgather", the keys that this rank's queries need. gathering: set by `start_gathering`,
-        (this rank's packed keys and values, the started all-gather).
+    keys: those that this rank's queries need, for "allgather". gathering: (this rank's packed keys and
+        values, the started all-gather).
     """
 
     shards: TokenShards
@@ -292,8 +279,7 @@ def apply_cp_to_attention_module(
 class _GatheredRows(torch.autograd.Function):
     """Wait for `gathered`, the started all-gather of x: [n, ...] on each rank -> [cp * n, ...].
 
-    Backward starts the reduce-scatter of the gradient, but does not wait for it: x must come from
-    `_WaitForGradient`, whose backward waits.
+    Backward starts the reduce-scatter of the gradient; `_WaitForGradient` waits for it.
     """
 
     @staticmethod

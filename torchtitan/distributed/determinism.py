@@ -23,8 +23,7 @@ def set_determinism(
 
     The base seed is `debug.seed`, or else the seed of rank 0's generator. A single rank without
     `debug.seed` keeps its generators as they are. Ranks with different indices along
-    `distinct_seed_mesh_dims` draw different numbers from torch's generator; other ranks draw the same.
-    `debug.deterministic` restricts torch to deterministic kernels.
+    `distinct_seed_mesh_dims` draw different numbers.
     """
     if debug_config.deterministic:
         use_deterministic_kernels(debug_config.deterministic_warn_only)

@@ -50,7 +50,7 @@ def local_shard(tensor: Tensor) -> LocalShard | None:
 
 
 def whole_tensor(x: Tensor) -> Tensor:
-    """Return `x` as a plain tensor. A DTensor is gathered, which is collective."""
+    """Return `x` as a plain tensor; gathers a DTensor, which is collective."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
@@ -67,10 +67,7 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def forget_scales(weights: Iterable[Tensor]) -> None:
-    """Drop the float8 scales that the last optimizer step computed in advance.
-
-    Call this after any other change of weights: FSDP then computes the scales when it gathers them.
-    """
+    """Drop float8 scales computed by the last optimizer step. Call this after another change of weights."""
     for weight in weights:
         # Not `to_local`, which returns a new object if the weight needs a gradient.
         stored = torch_parts.held_tensor(weight) if is_dtensor(weight) else weight
@@ -81,10 +78,8 @@ def forget_scales(weights: Iterable[Tensor]) -> None:
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
     """Return this rank's part of a DTensor parameter as a plain tensor; other parameters unchanged.
 
-    Ranks that hold the whole parameter use it on their own tokens, heads or hidden units, so its
-    gradient is summed over these ranks.
-    added_once: divide the parameter by the number of these ranks, for a bias that each rank adds to its
-        summand of one sum.
+    The gradient of a whole parameter is summed over the ranks that hold it.
+    added_once: divide it by their number, for a bias that each rank adds to its summand of one sum.
     """
     if not is_dtensor(parameter):
         return parameter

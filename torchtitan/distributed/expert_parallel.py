@@ -41,11 +41,8 @@ SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
 
 
 class TensorParallel(ParallelStyle):
-    """Splits experts by hidden units over a 1-D mesh, without communication.
-
-    hidden_dims: a mapping like `SWIGLU_HIDDEN_DIMS`, the default. Applying the style raises
-        ValueError for a parameter that is not in it.
-    """
+    """Splits experts by hidden units over a 1-D mesh, without communication. ValueError for a parameter
+    that is not in `hidden_dims`."""
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
         super().__init__()
@@ -140,10 +137,7 @@ class ExpertParallel(BaseExpertParallel):
 
 
 class ExpertTensorParallel(ExpertParallel):
-    """Deals experts along the axis `ep` of a mesh [ep, etp], and splits each expert along `etp`.
-
-    hidden_dims: as for `TensorParallel`.
-    """
+    """Deals experts along the axis `ep` of a mesh [ep, etp], and splits each expert along `etp`."""
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
         super().__init__()
@@ -154,10 +148,9 @@ class ExpertTensorParallel(ExpertParallel):
 
 
 class ReordererSequenceParallel(ParallelStyle):
-    """Makes each rank of a 1-D mesh reorder only its share of the tokens; every rank has all tokens.
+    """Makes a `TokenReorderer` reorder only this rank's share of the tokens, which every rank has.
 
-    Applied to a `TokenReorderer`, which is called with scores and experts [T, k] of all tokens. Pairs
-    keep their indices among all T * k pairs.
+    Called with scores and experts [T, k] of all tokens. Pairs keep their indices among all T * k pairs.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -25,9 +25,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from torchtitan.distributed.collectives import broadcast_all, is_gloo, sum_over_ranks
+from torchtitan.distributed.collectives import broadcast_all, sum_over_ranks
 from torchtitan.distributed.dtensor import local_tensor
-from torchtitan.distributed.processes.own_groups import making_groups
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
@@ -48,12 +47,8 @@ class CpuAllGather(_Communication):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        if not is_gloo(group):
-            parts = list(output_tensor.chunk(group.size()))
-            return dist.all_gather(parts, input_tensor, group, async_op)
+    ) -> None:
         broadcast_all(output_tensor.view(group.size(), -1), group)
-        return None
 
 
 class CpuReduceScatter(_Communication):
@@ -66,12 +61,9 @@ class CpuReduceScatter(_Communication):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        if op != dist.ReduceOp.SUM or not is_gloo(group):
-            parts = list(input_tensor.chunk(group.size()))
-            return dist.reduce_scatter(output_tensor, parts, op, group, async_op)
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, op
         sum_over_ranks(input_tensor, group, output_tensor)
-        return None
 
 
 def apply_fsdp(
@@ -81,7 +73,7 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     pp_enabled: bool,
     cpu_offload: bool = False,
-    reshard_after_forward_policy: str | int = "default",
+    reshard_after_forward_policy: str = "default",
     ep_degree: int = 1,
     edp_mesh: DeviceMesh | None = None,
     gradient_divide_factor: int | None = None,
@@ -90,18 +82,12 @@ def apply_fsdp(
     """Shard the model in place. FSDP's units are the embeddings, each block, and norm with output.
 
     dp_mesh: [shard] for FSDP, [replicate, shard] for HSDP. Size 1 works, without communication.
-    param_dtype: the dtype of gathered parameters. reduce_dtype: the dtype that gradients are reduced in.
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward,
         and backward gathers them again. "never" keeps them. "default" is "never" under pipeline
-        parallelism, and on a mesh of one rank without cpu_offload; otherwise "always". A number n
-        reshards the block's parameters over n successive ranks of the shard axis, such as those of a
-        node, from which backward gathers them; experts are then freed as with "always".
+        parallelism, and on a mesh of one rank without cpu_offload; otherwise "always".
     ep_degree: the number of ranks to which a block's experts are dealt. Above 1, each block's experts
         are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same experts.
     gradient_divide_factor: ignored; gradients are never divided.
-    register_buffers: let the process group allocate the buffers that are sent and received.
-
-    Raises ValueError for another policy, and for a number that does not divide the shard axis.
     """
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
@@ -113,8 +99,13 @@ def apply_fsdp(
         options["offload_policy"] = CPUOffloadPolicy()
 
     keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
-    reshard = _reshard_after_forward(reshard_after_forward_policy, keeps, dp_mesh)
-    shard_unit = fully_shard if isinstance(reshard, bool) else _fully_shard_within(reshard, dp_mesh)
+    policies = {"default": not keeps, "always": True, "never": False}
+    if reshard_after_forward_policy not in policies:
+        raise ValueError(
+            f"parallelism.fsdp_reshard_after_forward must be one of {', '.join(policies)}, got "
+            f"{reshard_after_forward_policy!r}"
+        )
+    reshard = policies[reshard_after_forward_policy]
     # Backward begins with the last unit, so freeing it after forward would only cost a gather.
     reshard_last = reshard_after_forward_policy == "always"
     embeddings, norm = model.tok_embeddings, model.norm
@@ -125,7 +116,7 @@ def apply_fsdp(
         fully_shard(tied, reshard_after_forward=reshard_last, **options)
         norm = output = None
     elif embeddings is not None:
-        shard_unit(embeddings, reshard_after_forward=reshard, **options)
+        fully_shard(embeddings, reshard_after_forward=reshard, **options)
     # No cast of a block's inputs: hidden states are in param_dtype, and RoPE tables must stay in fp32.
     block_options = options | {
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -136,11 +127,11 @@ def apply_fsdp(
             experts = block.moe.experts
             fully_shard(
                 experts,
-                reshard_after_forward=bool(reshard),
+                reshard_after_forward=reshard,
                 shard_placement_fn=_expert_placement(experts, ep_degree, edp_mesh),
                 **(block_options | {"mesh": edp_mesh}),
             )
-        shard_unit(block, reshard_after_forward=reshard, **block_options)
+        fully_shard(block, reshard_after_forward=reshard, **block_options)
     if norm is not None and output is not None:
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)
@@ -202,49 +193,6 @@ def _prefetch_in_order(
         following[0].set_modules_to_backward_prefetch(unit)
 
 
-def _reshard_after_forward(policy: str | int, keeps: bool, dp_mesh: DeviceMesh) -> bool | int:
-    """Return `fully_shard`'s argument of this name. keeps: whether "default" means "never"."""
-    num_ranks = dp_mesh.size(dp_mesh.ndim - 1)
-    if isinstance(policy, int) or policy.isdecimal():
-        kept_on = int(policy)
-        if kept_on < 2 or num_ranks % kept_on:
-            raise ValueError(
-                f"parallelism.fsdp_reshard_after_forward = {policy!r} must be a divisor above 1 of "
-                f"the {num_ranks} ranks that share the parameters; 'never' keeps them whole on "
-                f"every rank"
-            )
-        return True if kept_on == num_ranks else kept_on
-    if policy == "default":
-        return not keeps
-    if policy not in ("always", "never"):
-        raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward must be default, always, never or a number "
-            f"of ranks, got {policy!r}"
-        )
-    return policy == "always"
-
-
-def _fully_shard_within(num_ranks: int, dp_mesh: DeviceMesh) -> Callable[..., Any]:
-    """Return `fully_shard` for reshard_after_forward=num_ranks, with one mesh for all units.
-
-    Torch would make a mesh per unit, from this rank's dp_mesh only; but all ranks must make groups together.
-    """
-    axis = dp_mesh.ndim - 1
-    names = "fsdp_between", "fsdp_within"
-    sizes = dp_mesh.size(axis) // num_ranks, num_ranks
-    # No rank communicates on the outer axis.
-    with making_groups():
-        unused = {names[0]: "fake"}
-        mesh = torch_parts.split_mesh(dp_mesh, axis, sizes, names, backend_override=unused)[names]
-    mesh_info = torch_parts.HsdpMesh(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-    def shard_unit(module: nn.Module, **options: Any) -> None:
-        with torch_parts.replaced("make_forward_mesh", lambda *_: mesh_info):
-            fully_shard(module, **options)
-
-    return shard_unit
-
-
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
@@ -256,10 +204,9 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Free all gathered parameters, so that the model has its sharded parameters again.
+    """Free all gathered parameters, which optimizers and checkpoints don't know. No-op without FSDP.
 
-    A forward without backward leaves the last unit gathered, and optimizers and checkpoints don't know
-    gathered parameters. No-op without FSDP.
+    A forward without backward leaves the last unit gathered.
     """
     for unit in _units_of(model):
         unit.reshard()
@@ -274,23 +221,20 @@ def reshard_model(model: nn.Module) -> None:
 
 def bytes_to_keep_gathered(model: nn.Module) -> int:
     """Return the extra bytes this rank would hold if forwards didn't free what they gather."""
+    groups = _param_groups(_units_of(model))
+    freed = [group for group in groups if torch_parts.fsdp_forward_mesh(group) is not None]
     total = 0
-    for group in _param_groups(_units_of(model)):
-        if torch_parts.fsdp_forward_mesh(group) is None:  # forward keeps the parameters already
-            continue
-        for parameter in torch_parts.fsdp_params(group):
-            gathered = torch_parts.fsdp_dtypes(parameter).param_dtype
-            dtype = gathered or torch_parts.fsdp_shard(parameter).dtype
-            total += math.prod(torch_parts.fsdp_size(parameter)) * dtype.itemsize
+    for parameter in (p for group in freed for p in torch_parts.fsdp_params(group)):
+        gathered = torch_parts.fsdp_dtypes(parameter).param_dtype
+        dtype = gathered or torch_parts.fsdp_shard(parameter).dtype
+        total += math.prod(torch_parts.fsdp_size(parameter)) * dtype.itemsize
     return total
 
 
 @contextlib.contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, each unit stays gathered after its first forward; all are freed at the end.
-
-    Sets FSDP's mesh after forward to None and restores it: `set_reshard_after_forward` would forget it.
-    """
+    """Inside, each unit stays gathered after its first forward; all are freed at the end."""
+    # `set_reshard_after_forward` would forget the mesh after forward.
     groups, field = _param_groups(_units_of(model)), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
     for group in groups:
@@ -326,10 +270,9 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
 
 
 def accumulate_gradients(model: nn.Module) -> None:
-    """Make backward keep unreduced gradients and gathered parameters on each rank. No-op without FSDP.
+    """Make backward keep unreduced gradients and gathered parameters until `reduce_accumulated_gradients`.
 
-    For a pipeline, where the weights' half of a stage's backward runs no hook of FSDP. Call
-    `reduce_accumulated_gradients` after the last backward.
+    For a pipeline, where the weights' half of a stage's backward runs no hook of FSDP. No-op without FSDP.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -365,10 +308,7 @@ def reduce_accumulated_gradients(model: nn.Module) -> None:
 
 
 def recover_model(model: nn.Module) -> None:
-    """Make the model ready for the next forward after a forward or backward failed half-way.
-
-    Otherwise FSDP would continue with the weights that it had gathered. No-op without FSDP.
-    """
+    """Make the model ready for the next forward after one failed half-way. No-op without FSDP."""
     if not isinstance(model, FSDPModule):
         return
     # Until the first forward it is unknown whether a unit is the root, and nothing is gathered.
@@ -394,11 +334,8 @@ def recover_model(model: nn.Module) -> None:
 
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
-    """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh.
-
-    enable_compile: blocks are compiled; let the compiler split graphs where DDP's buckets end.
-    """
-    if enable_compile:
+    """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh."""
+    if enable_compile:  # let the compiler split graphs where DDP's buckets end
         host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
     # Buffers are not broadcast: each rank's token counts per expert are in one, and are summed later.
     group = dp_mesh.get_group()
@@ -419,10 +356,7 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero.
-
-    For pipeline stages: DDP cannot alternate forwards and backwards.
-    """
+    """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero."""
     buckets: list[list[Tensor]] = []  # of one dtype each
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:

@@ -39,9 +39,7 @@ class ParallelDims:
 
     dp_shard = -1 takes all ranks that the other degrees leave. ep and etp reuse ranks of fsdp and tp.
     always_fsdp: let FSDP hold the parameters even if there is nothing to shard.
-
-    Raises AssertionError (which clients of the interface catch) for degrees below 1, for degrees
-    whose product is not the world size, and for etp that is neither tp nor 1.
+    Raises AssertionError (which clients of the interface catch) for degrees that don't fit.
     """
 
     dp_replicate: int
@@ -81,10 +79,9 @@ class ParallelDims:
             )
 
     def build_mesh(self) -> DeviceMesh:
-        """Build all meshes; returns the 1-D mesh of all ranks.
+        """Build all meshes; returns the 1-D mesh of all ranks. Collective.
 
-        Collective: all ranks must call it. Raises ValueError if ep * etp does not divide the
-        number of ranks that share dense parameters.
+        Raises ValueError if ep * etp does not divide the number of ranks that share dense parameters.
         """
         # Registers the fake backend of unused axes. Torch has it among its testing helpers only.
         torch_parts.get("fake_backend")
@@ -118,12 +115,9 @@ class ParallelDims:
             for cut, axes in _AXES_OF_CUT.items():
                 # An axis without communication gets torch's fake backend, hence no communicator.
                 unused = {name: "fake" for name in axes if not self._axis_exists(name, sizes[name])}
+                cut_sizes = tuple(sizes[name] for name in axes)
                 cuts[cut] = torch_parts.split_mesh(
-                    world_mesh,
-                    0,
-                    tuple(sizes[name] for name in axes),
-                    axes,
-                    backend_override=unused,
+                    world_mesh, 0, cut_sizes, axes, backend_override=unused
                 )
             loss_mesh = torch_parts.join_mesh(cuts["dataloading"]["batch", "cp"], "loss_mesh")
 
@@ -182,17 +176,13 @@ class ParallelDims:
         return mesh
 
     def get_fsdp_mesh(self) -> DeviceMesh:
-        """Return the mesh to shard ordinary parameters on: [fsdp], or [dp_replicate, fsdp].
-
-        Unlike `get_mesh` it also returns an fsdp axis of size 1, on which FSDP runs without
-        communication.
-        """
+        """Return the mesh for ordinary parameters: [fsdp], possibly of size 1, or [dp_replicate, fsdp]."""
         if not self._meshes:
             self.build_mesh()
         return self._mesh_of(["dp_replicate", "fsdp"] if self.dp_replicate_enabled else ["fsdp"])
 
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
-        """Return every axis that has more than one rank, by name."""
+        """Return every axis with more than one rank, by name."""
         if not self._meshes:
             self.build_mesh()
         return {n: m for n, m in self._meshes.items() if m.ndim == 1 and m.size() > 1}

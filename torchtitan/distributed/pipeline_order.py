@@ -21,10 +21,9 @@ class Action(NamedTuple):
     """One thing that a rank does for a stage.
 
     kind: F, forward. B, backward. I and W, the halves of backward in zero-bubble schedules: the
-        gradients of the stage's input, and those of its weights. SEND_F, RECV_F: hidden states, to the
-        next stage. SEND_B, RECV_B: gradients, to the previous stage. REDUCE: reduce the stage's
-        gradients, after its last backward. RESHARD: free the stage's gathered parameters for a while.
-    microbatch: -1 for REDUCE and RESHARD.
+        gradients of the stage's input, and those of its weights. SEND_F, RECV_F: hidden states.
+        SEND_B, RECV_B: gradients. REDUCE: reduce the stage's gradients. RESHARD: free the stage's
+        gathered parameters for a while.
     """
 
     kind: str
@@ -39,7 +38,6 @@ _ACTIVE_STAGES = 3  # one in forward, one in backward, and the next one
 def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str = "") -> Order:
     """Return what every rank computes, from torch's schedule or from a CSV file with a row per rank.
 
-    schedule: torch's schedule class. stages: this rank's stages. n: number of microbatches.
     An overlapped forward and backward, `(0F3;1B2)OVERLAP_F_B`, becomes two actions.
     """
     if csv_path:
@@ -48,8 +46,7 @@ def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str =
         _check_complete(order, stages[0].num_stages, csv_path)
         return order
     if schedule.__name__ in ("Schedule1F1B", "ScheduleGPipe"):
-        num_ranks = stages[0].num_stages
-        is_gpipe = schedule.__name__ == "ScheduleGPipe"
+        num_ranks, is_gpipe = stages[0].num_stages, schedule.__name__ == "ScheduleGPipe"
         return {
             rank: _single_stage_order(rank, n if is_gpipe else min(n, num_ranks - rank), n)
             for rank in range(num_ranks)

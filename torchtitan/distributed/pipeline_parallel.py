@@ -50,16 +50,9 @@ def pipeline_llm(
     """Return (schedule, this rank's parts, holds first stage?, holds last stage?) of a decoder.
 
     Each part is a parallelized copy of the model, without the modules of the other parts.
-    Raises ValueError if model, ranks and schedule don't fit together.
     """
     parallelism = job_config.parallelism
-    n_layers = getattr(model_args, "n_layers", None)
-    if n_layers is None:
-        raise ValueError(
-            f"a model is cut into pipeline stages by its layers, but {type(model_args).__name__} "
-            "has no n_layers; add it, or give the train spec its own pipelining_fn"
-        )
-    *module_names, last = modules_of_stages(parallelism, n_layers)
+    *module_names, last = modules_of_stages(parallelism, model_args.n_layers)
     if getattr(model_args, "value_head", False):
         last = [*last[:-1], "score"]  # in place of the output
     stages, parts = pipeline_module_split(
@@ -150,17 +143,12 @@ def build_pipeline_schedule(
         )
     refuse(layout.pipeline_schedule(job_config))
     microbatch_size = parallelism.pipeline_parallel_microbatch_size
-    n_microbatches = rows // microbatch_size
-    num_stages = stages[0].num_stages
+    n_microbatches, num_stages = rows // microbatch_size, stages[0].num_stages
     if n_microbatches < num_stages:
         logger.warning(
-            "%d pipeline microbatches (training.local_batch_size = %d by "
-            "parallelism.pipeline_parallel_microbatch_size = %d) leave ranks idle: %d stages need at "
-            "least as many microbatches",
-            n_microbatches,
-            rows,
-            microbatch_size,
-            num_stages,
+            f"{n_microbatches} pipeline microbatches (training.local_batch_size = {rows} by "
+            f"parallelism.pipeline_parallel_microbatch_size = {microbatch_size}) leave ranks idle: "
+            f"{num_stages} stages need at least as many microbatches"
         )
     return distributed.PipelineSchedule(
         parallelism.pipeline_parallel_schedule, stages, loss_fn, n_microbatches, csv_path

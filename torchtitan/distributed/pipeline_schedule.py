@@ -10,6 +10,7 @@ B rows, T tokens of a microbatch's input.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,10 +48,8 @@ _MAX_ORDERS = 16  # cached, one per number of microbatches
 
 
 class PipelineSchedule:
-    """Runs a schedule of torch on microbatches of any number and any shapes.
-
-    All ranks of the pipeline call `step` and `eval` together, with the same number of
-    microbatches. That number may change from call to call.
+    """Runs a schedule of torch on microbatches of any shapes. All ranks of the pipeline call `step` and
+    `eval` together, with the same number of microbatches, which may change from call to call.
 
     name: the name of torch's schedule, in upper or lower case.
     stages: this rank's stages, in the order of the model.
@@ -58,8 +57,7 @@ class PipelineSchedule:
     n_microbatches: the number of microbatches that a whole batch is split into.
     csv_path: a file with an order of actions, which replaces the named schedule's order.
 
-    Attribute `replicas`: a mesh of ranks that hold the same stages unsharded and read different data.
-    Each `step` sums gradients over it. None by default.
+    replicas: a mesh of ranks that hold the same stages unsharded; each `step` sums gradients over it.
     """
 
     def __init__(
@@ -110,11 +108,10 @@ class PipelineSchedule:
         loss_fn: replaces the schedule's loss function in this call.
         input_shapes: (B, T) of every microbatch, on all ranks or on none. If it is missing, the
             rank of the first stage broadcasts it, and the other ranks wait.
-        context_mbs: a factory of context managers per microbatch. On each stage, the microbatch's
-            forward and backward each run in a new context.
+        context_mbs: a factory of context managers per microbatch, for its forwards and its backwards.
 
-        Or call it with a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, as clients of
-        0.2.x do. The batch is split into `n_microbatches`, and the outputs are concatenated.
+        Or call it with a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, which is
+        split into `n_microbatches`; the outputs are concatenated.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients and they are disabled here; call eval()")
@@ -122,10 +119,7 @@ class PipelineSchedule:
 
     @torch.no_grad()
     def eval(self, *args: Any, **kwargs: Any) -> list[Any] | Any | None:
-        """Run only the forward of all microbatches; arguments and results are those of `step`.
-
-        Computes no loss if there are no targets.
-        """
+        """Run only the forward of all microbatches, with `step`'s arguments; no loss without targets."""
         return self._run(True, *args, **kwargs)
 
     def broadcast_from_last_stage(self, tensor: Tensor) -> Tensor:
@@ -195,9 +189,7 @@ class PipelineSchedule:
             input_shapes = self._exchange_input_shapes(arg_mbs, n)
         for stage in self.stages:
             stage.begin_step(input_shapes, not forward_only, context_mbs)
-        call = _Call(
-            self, arg_mbs, kwarg_mbs or [{}] * n, target_mbs, loss_fn, keeps_outputs=return_outputs
-        )
+        call = _Call(self, arg_mbs, kwarg_mbs or [{}] * n, target_mbs, loss_fn, return_outputs)
         try:
             with self._summed(forward_only):
                 call.run(self._actions(n, forward_only))
@@ -224,14 +216,12 @@ class PipelineSchedule:
                 f"a pipeline step needs lists of equal length, at least 1, got {lengths}; give every "
                 "microbatch one entry in each list"
             )
-        if self.has_first_stage and lists["arg_mbs"] is None:
-            raise ValueError("the rank with a pipeline's first stage needs arg_mbs, got None")
-        if self.has_last_stage and needs_loss and lists["target_mbs"] is None:
-            raise ValueError("the rank with a pipeline's last stage needs target_mbs, got None")
-        if self.has_last_stage and needs_loss and loss_fn is None:
+        needed = {"arg_mbs": lists["arg_mbs"]} if self.has_first_stage else {}
+        if self.has_last_stage and needs_loss:
+            needed |= {"target_mbs": lists["target_mbs"], "loss_fn": loss_fn}
+        if missing := [name for name, value in needed.items() if value is None]:
             raise ValueError(
-                "a pipeline's step needs a loss function, got None; give loss_fn to this call or to the "
-                "schedule"
+                f"a pipeline's rank needs {', '.join(missing)} for its stages, got None"
             )
         return next(iter(lengths.values()))
 
@@ -321,34 +311,26 @@ class PipelineSchedule:
         return n
 
 
+@dataclass
 class _Call:
-    """One call of `step` or `eval` on this rank: its microbatches, and the tensors being sent or received.
+    """One call of `step` or `eval` on this rank. `run` fills the last stage's losses and outputs."""
 
-    target_mbs: None on ranks without the last stage, and in calls that compute no loss.
-    losses, outputs: the last stage's losses and outputs, filled by `run`.
-    """
+    _schedule: PipelineSchedule
+    _args: Sequence[tuple[Any, ...]] | None
+    _kwargs: Sequence[dict[str, Any]]
+    _targets: Sequence[Any] | None
+    _loss_fn: LossFunction | None
+    _keeps_outputs: bool
 
-    def __init__(
-        self,
-        schedule: PipelineSchedule,
-        arg_mbs: Sequence[tuple[Any, ...]] | None,
-        kwarg_mbs: Sequence[dict[str, Any]],
-        target_mbs: Sequence[Any] | None,
-        loss_fn: LossFunction | None,
-        keeps_outputs: bool,
-    ):
+    def __post_init__(self) -> None:
         self.losses: list[Any] = []
         self.outputs: list[Any] = []
-        self._args, self._kwargs, self._targets = arg_mbs, kwarg_mbs, target_mbs
-        self._loss_fn, self._keeps_outputs = loss_fn, keeps_outputs
-        self._schedule = schedule
-        self._stages = {stage.stage_index: stage for stage in schedule.stages}
+        self._stages = {stage.stage_index: stage for stage in self._schedule.stages}
         # (F or B, stage, microbatch) -> the stage's incoming hidden states (F) or gradient (B).
         self._hidden: dict[tuple[str, int, int], Tensor] = {}
         self._receiving: dict[tuple[str, int, int], dist.Work] = {}
-        self._sending: list[
-            tuple[dist.Work, Tensor]
-        ] = []  # tensors have to live until they are sent
+        # Tensors have to live until they are sent.
+        self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:

@@ -129,7 +129,7 @@ class PipelineStage:
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Accumulate the weights' gradients; return the gradient of the hidden states [B, T, dim].
 
-        gradient: the gradient of the stage's output; None on the last stage, which has the loss.
+        gradient: that of the stage's output; None on the last stage, which has the loss.
         """
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():
@@ -167,11 +167,7 @@ class PipelineStage:
 
 
 class _Forward(NamedTuple):
-    """The start and the end of a microbatch's backward.
-
-    start: the output, or the loss on the last stage; None if it requires no gradient.
-    hidden: the stage's input hidden states; None on the first stage.
-    """
+    """The start of a microbatch's backward, the output or the loss, and its end, the hidden states."""
 
     start: Tensor | GradientEdge | None
     hidden: Tensor | None

@@ -196,9 +196,9 @@ def _global_index_chunks(tensor: Tensor, local: Tensor) -> Iterator[Tensor]:
     for size, offset, whole_size in zip(local.shape[:-1], offsets, whole, strict=False):
         along = torch.arange(offset, offset + size, device=device)
         row_starts = (row_starts[:, None] * whole_size + along).flatten()
-    width = local.shape[-1] if local.ndim else 1
+    width = 1
     if local.ndim:
-        row_starts = row_starts * whole[-1] + offsets[-1]
+        width, row_starts = local.shape[-1], row_starts * whole[-1] + offsets[-1]
 
     chunk = _CHUNK_ELEMENTS_CPU if device.type == "cpu" else _CHUNK_ELEMENTS_ACCELERATOR
     columns = torch.arange(width, device=device)

@@ -6,10 +6,9 @@ own tokens (Korthikanti et al. 2022, arXiv:2205.05198):
     whole    [B, T, M]
     a shard  [B, t, M], t = ceil(T / tp): rank r has the tokens from r * t on
 
-If tp does not divide T, the last shards end in rows of zeros, which `gather` and `join` drop.
-
-There are two ways to gather. In a split module each rank's gradient is one summand of the whole
-gradient: use `gather`. Elsewhere (logits, pipeline stages) every rank has the whole gradient: use `join`.
+If tp does not divide T, the last shards end in rows of zeros, which `gather` and `join` drop. Use
+`gather` in a split module, where each rank's gradient is one summand of the whole gradient, and `join`
+elsewhere (logits, pipeline stages), where every rank has the whole gradient.
 """
 
 from typing import Any
@@ -39,12 +38,10 @@ class WholeSequence:
 
 
 class SequenceShards:
-    """Converts between shards and whole hidden states on a one-dimensional mesh.
+    """Converts between shards and whole hidden states on a one-dimensional mesh. Collective.
 
     overlap: gather and reduce in the form that the compiler's pass for asynchronous tensor
         parallelism recognises next to a matrix product. The results are the same.
-
-    Collective: every rank of the mesh must make the same calls, in the same order, in backward too.
     """
 
     def __init__(self, mesh: DeviceMesh, overlap: bool = False):

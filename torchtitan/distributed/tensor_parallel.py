@@ -61,8 +61,6 @@ def split_parameter(
 ) -> nn.Parameter:
     """Return this rank's share of a parameter, split along `dims[i]` over axis i of the mesh.
 
-    A parameter that is not on the meta device must have the same values on every rank.
-
     Raises ValueError, with `name`, for a dimension that the size of the axis does not divide.
     """
     for axis, dim in enumerate(dims):
@@ -87,13 +85,9 @@ def distribute_modules(
     overlap: bool = False,
     float8_gather: bool = False,
 ) -> None:
-    """Split the model's parameters over a 1-D mesh, in place, by the rows of `plan`.
+    """Split the model's parameters over a 1-D mesh, in place, by the rows of `plan`; see `apply_tp`.
 
     plan: module name (`*` stands for a layer's number) -> row; rows without a module are ignored.
-    loss_parallel: the model returns logits as a DTensor split along the vocabulary, instead of
-        whole plain logits.
-    overlap: use the form of collectives that asynchronous tensor parallelism needs in blocks.
-    float8_gather: gather hidden states in float8 in blocks whose linear layers all support it.
 
     Parameters that are DTensors already are unchanged. Other parameters, if not on the meta device,
     must have the same values on every rank. Modules that share a parameter still share it afterwards.
@@ -127,30 +121,21 @@ def distribute_modules(
         block.sequence = model.sequence
     logger.info("tensor parallelism on %d ranks, loss parallel: %s", mesh.size(), loss_parallel)
     if float8_gather:
-        in_float8 = 0
-        for block in model.layers.values():
-            shards = distributed.float8_shards_for(block, mesh)
-            if shards is not None:
-                block.sequence = shards
-                in_float8 += 1
-        logger.info("%d of %d blocks gather in float8", in_float8, len(model.layers))
+        shards_of = {x: distributed.float8_shards_for(x, mesh) for x in model.layers.values()}
+        in_float8 = {block: shards for block, shards in shards_of.items() if shards is not None}
+        for block, shards in in_float8.items():
+            block.sequence = shards
+        logger.info("%d of %d blocks gather in float8", len(in_float8), len(model.layers))
 
 
 def _find_row(
     plan: Mapping[str, Row], name: str, module: nn.Module, parameters: Mapping[str, Any]
 ) -> Row:
-    pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
-    if pattern is None:
+    row = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), {})
+    if missing := [key for key in parameters if key not in row]:
         raise ValueError(
-            f"the tensor-parallel plan has no row for {name!r}, a {type(module).__name__} with "
-            f"parameters {', '.join(parameters)}; add a row that says how to split them"
-        )
-    row = plan[pattern]
-    missing = [key for key in parameters if key not in row]
-    if missing:
-        raise ValueError(
-            f"the tensor-parallel plan's row {pattern!r} does not say how to split "
-            f"{name}.{missing[0]}, only {', '.join(row)}; add it"
+            f"the tensor-parallel plan does not say how to split {', '.join(missing)} of {name!r}, a "
+            f"{type(module).__name__}, only {', '.join(row) or 'nothing'}; add it"
         )
     return row
 
@@ -202,10 +187,7 @@ class LocalLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding whose rows are split over ranks. [B, T] -> [B, T, M].
-
-    The result is this rank's summand: zero for tokens whose embeddings are on other ranks.
-    """
+    """An embedding whose rows are split over ranks. [B, T] -> this rank's summand of [B, T, M]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local_parameter(self.weight)
@@ -264,19 +246,15 @@ class NoParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def redistributed(x: DTensor, layout: Placement) -> DTensor:
-            if x.placements == (layout,):
-                return x
-            return x.redistribute(placements=(layout,), async_op=True)
-
         def gather_first_input(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
             first, *others = inputs
             if not isinstance(first, DTensor):
                 first = DTensor.from_local(first, mesh, (self.input_layout,), run_check=False)
-            return (redistributed(first, self.desired_input_layout), *others)
+            first = first.redistribute(placements=(self.desired_input_layout,), async_op=True)
+            return (first, *others)
 
         def lay_out_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            output = redistributed(output, self.output_layout)
+            output = output.redistribute(placements=(self.output_layout,), async_op=True)
             return output.to_local() if self.use_local_output else output
 
         return distribute_module(
@@ -290,9 +268,8 @@ class NoParallel(ParallelStyle):
 def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
     """Make the compiler overlap gathers and reductions with matrix products, if the config says so.
 
-    A pass of the compiler (torch's `fx_passes/micro_pipeline_tp.py`) replaces a collective and its product
-    by one operator that sends pieces through symmetric memory, so the ranks must be on one node.
-    Raises RuntimeError if blocks are not compiled.
+    A compiler pass replaces a collective and its product by one operator that sends pieces through
+    symmetric memory, so the ranks must be on one node. Raises RuntimeError if blocks are not compiled.
     """
     if not job_config.parallelism.enable_async_tensor_parallel:
         return

@@ -65,11 +65,9 @@ def second_copies() -> set[int]:
 def sum_gradients(
     copies: list[nn.Parameter], group: dist.ProcessGroup | None, other_rank: int
 ) -> None:
-    """Replace each copy's gradient by the sum of both gradients; a missing gradient is zero.
+    """Replace each copy's gradient by the sum of both gradients, the same bit for bit on both ranks.
 
-    copies: the copies that this rank holds. other_rank: the rank in `group` with the other copy,
-        which must call this at the same time; unused if this rank holds both.
-    Both ranks add the same two numbers, so the sums are equal bit for bit.
+    copies: the copies that this rank holds. other_rank: the rank in `group` with the other copy.
     """
     for parameter in copies:
         if parameter.grad is None:

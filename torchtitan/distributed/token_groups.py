@@ -35,12 +35,10 @@ def kernel_alignment(device: torch.device) -> int:
 def permute_tokens(
     x: Tensor, counts: Tensor, num_ranks: int, experts_per_rank: int, alignment: int
 ) -> tuple[torch.Size, Tensor, Tensor, Tensor]:
-    """Reorder x [N, D] from [rank][expert] to [expert][rank], with padding to aligned slots.
+    """Reorder x [N, D] from [rank][expert] to [expert][rank], with zeros as padding to aligned slots.
 
-    counts: [R * E] int.
-    Returns (shape of x with one more row; reordered x [M, D], with zeros as padding; the input row of
-    each of its M rows, -1 for padding; slot sizes [E] int32). M depends only on N. Rows after the last
-    slot belong to no expert.
+    counts: [R * E] int. Returns (shape of x with one more row; reordered x [M, D], where M depends only
+    on N; the input row of each of its M rows, -1 for padding; slot sizes [E] int32).
     """
     padded_len = x.shape[0] + experts_per_rank * alignment
     padded_len = (padded_len + alignment - 1) // alignment * alignment
@@ -80,7 +78,6 @@ def take_rows(
 
     places: [N, c], the rows of the result that are copies of each row of x; -1 for none. The gradient
         of x is gathered from there and summed in fp32, where torch's indexing would add in any order.
-    rows_have_gaps, places_have_gaps: whether `rows` and `places` may contain -1.
     """
     return _TakeRows.apply(x, rows, places, rows_have_gaps, places_have_gaps)
 
@@ -119,8 +116,7 @@ def generate_permute_indices(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (indices, sizes, ends) of the aligned slots, all int32, without waiting for the device.
 
-    tokens_per_expert_group: [R * E] int, the number of tokens from each rank for each expert.
-    alignment: slot sizes are multiples of it; an expert without tokens has a slot of this size.
+    tokens_per_expert_group: [R * E] int. An expert without tokens has a slot of `alignment` tokens.
     indices [max_len]: the token at each place of the buffer, -1 for none. sizes, ends: [E].
     """
     if use_cpu:

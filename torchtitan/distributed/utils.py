@@ -6,8 +6,7 @@ Other programs also import the names of `process_group` and `determinism` from h
 import contextlib
 import functools
 import math
-from collections.abc import Generator, Iterable
-from typing import Protocol
+from collections.abc import Callable, Generator, Iterable
 
 import torch
 import torch.distributed as dist
@@ -32,10 +31,8 @@ from torchtitan.tools.utils import get_device_info
 # ---- contexts a step runs in ----
 
 
-class TrainContext(Protocol):
-    """A factory of context managers to run forward and backward in."""
-
-    def __call__(self) -> contextlib.AbstractContextManager[None]: ...
+TrainContext = Callable[[], contextlib.AbstractContextManager[None]]
+"""A factory of context managers to run forward and backward in."""
 
 
 def get_train_context(enable_loss_parallel: bool) -> TrainContext:
@@ -48,10 +45,7 @@ def get_train_context(enable_loss_parallel: bool) -> TrainContext:
 def maybe_enable_amp(
     parallel_dims: ParallelDims, mixed_precision_param: str, device_type: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context of every forward: autocast to `mixed_precision_param`, unless FSDP casts.
-
-    Tensor and pipeline parallelism without FSDP run in `training.dtype`.
-    """
+    """Return the context of every forward: autocast to `mixed_precision_param`, unless FSDP casts."""
     dtype = TORCH_DTYPE_MAP[mixed_precision_param]
     if dtype == torch.bfloat16 and device_type == "cpu" and not cpu_multiplies_bf16():
         warn_once(
@@ -94,7 +88,6 @@ def create_context_parallel_ctx(
 
 
 def _reduced(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
-    """Return x, reduced over the ranks of a group with "sum", "max" or "avg"."""
     x = x.clone()
     dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), group)
     return x
@@ -133,10 +126,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.
 
-    The norm is that of the whole model: of all shards and, with `pp_mesh`, of all pipeline stages,
-    where a tied embedding counts once. Collective over the meshes of the gradients and `pp_mesh`.
-    Plain tensors are allowed unless `ep_enabled`.
-    Returns a plain scalar. Raises RuntimeError if it is not finite and `error_if_nonfinite`.
+    The norm is that of all shards and, with `pp_mesh`, of all pipeline stages, where a tied embedding
+    counts once. Collective. Plain tensors are allowed unless `ep_enabled`.
+    Raises RuntimeError if the norm is not finite and `error_if_nonfinite`.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
@@ -167,7 +159,7 @@ def clip_grad_norm_(
         ]
         norm = nn.utils.get_total_norm(rows or [grads[0].new_zeros(())], norm_type, foreach=foreach)
         for mesh, axis in axes:
-            norm = _norm_over(norm, norm_type, (mesh, axis))
+            norm = _norm_over(norm, norm_type, mesh.get_group(axis))
         norms.append(norm)
     if not norms:  # a rank without gradients still takes part in the reduction over stages
         norms = [torch.zeros((), device=get_device_info()[0])]
@@ -175,7 +167,7 @@ def clip_grad_norm_(
     if len(norms) > 1:
         total_norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if pp_mesh is not None:
-        total_norm = _norm_over(total_norm, norm_type, pp_mesh)
+        total_norm = _norm_over(total_norm, norm_type, pp_mesh.get_group())
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"the norm of the gradients is {total_norm.item()}, so they can't be clipped"
@@ -213,11 +205,8 @@ def _without_partial_sums(grad: Tensor) -> Tensor:
     return grad.redistribute(placements=[whole if p.is_partial() else p for p in grad.placements])
 
 
-def _norm_over(
-    norm: Tensor, norm_type: float, ranks: DeviceMesh | tuple[DeviceMesh, int]
-) -> Tensor:
+def _norm_over(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
     """Combine the norms of the parts on these ranks into the norm of the whole."""
-    mesh, axis = ranks if isinstance(ranks, tuple) else (ranks, 0)
     if math.isinf(norm_type):
-        return _reduced(norm, "max", mesh.get_group(axis))
-    return _reduced(norm**norm_type, "sum", mesh.get_group(axis)) ** (1.0 / norm_type)
+        return _reduced(norm, "max", group)
+    return _reduced(norm**norm_type, "sum", group) ** (1.0 / norm_type)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan.config import JobConfig
-from torchtitan.models.utils import get_dense_model_nparams_and_flops
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
@@ -69,4 +69,4 @@ class DecoderArgs(BaseModelArgs):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (number of parameters, FLOPs of forward and backward per token)."""
-        return get_dense_model_nparams_and_flops(self, model, self.head_dims, seq_len)
+        return get_moe_model_nparams_and_flops(self, model, self.head_dims, seq_len)

@@ -63,12 +63,8 @@ def get_document_mask_mod(
 ) -> MaskMod:
     """A query sees its own document, later tokens included; combine this with a causal mask.
 
-    Documents are read from the first of these arguments that is given, [B, T] or one row [T]; if several
-    are given and disagree, a warning names row and token:
-    document_ids: -1 is padding, which sees only itself.
-    positions: go up by exactly one within a document. Negative: padding.
-    batch, eos_id: token ids; the end-of-text token belongs to the document it closes.
-    Raises ValueError if none is given, or only tokens without eos_id.
+    Documents are read from document_ids, else positions, else batch and eos_id, each [B, T] or one row
+    [T], as by `read_document_ids`. Raises ValueError if none is given, or only tokens without eos_id.
     """
     sources = {"input": batch, "positions": positions, "document_ids": document_ids}
     sources = {name: torch.atleast_2d(x) for name, x in sources.items() if x is not None}
@@ -217,10 +213,8 @@ class ScaledDotProductAttentionWrapper(nn.Module):
             is_split = attention_cpu.SHORTEST_SPLIT <= seq_len <= attention_cpu.LONGEST_SPLIT
             if self.batch_invariant or is_split:
                 ends = torch.arange(0, n_rows * seq_len + 1, seq_len, dtype=torch.int32)
-                rows = VarlenMetadata(ends, ends, seq_len, seq_len)
-                out = _varlen(
-                    *map(_pack, (q, k, v)), rows, scale, batch_invariant=self.batch_invariant
-                )
+                how = VarlenMetadata(ends, ends, seq_len, seq_len), scale, None, False
+                out = _varlen(*map(_pack, (q, k, v)), *how, self.batch_invariant)
                 return out.unflatten(0, (n_rows, seq_len)).transpose(1, 2)
         is_for_flash = attn_mask is None and q.dtype.itemsize == 2
         if enable_gqa and q.device.type != "cpu" and not is_for_flash:
@@ -271,15 +265,8 @@ class FlexAttentionWrapper(nn.Module):
                 return attention_cpu.block_mask_attention(
                     q, k, v, block_mask, score_mod=score_mod, scale=scale, return_lse=return_lse
                 )
-            packed = (_pack(x) for x in (q, k, v))
-            results = _varlen(
-                *packed,
-                mask.lengths,
-                scale,
-                mask.window,
-                return_lse,
-                batch_invariant=self.batch_invariant,
-            )
+            how = mask.lengths, scale, mask.window, return_lse, self.batch_invariant
+            results = _varlen(*map(_pack, (q, k, v)), *how)
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))
         flex = load_flex_attention()
@@ -331,15 +318,8 @@ class VarlenAttentionWrapper(nn.Module):
         window: a query sees itself and the window - 1 tokens before it.
         return_lse: also return the log-sum-exp of the scores [N, H]; only on the CPU.
         """
-        packed = (_pack(x) for x in (xq, xk, xv))
-        return _varlen(
-            *packed,
-            attention_masks,
-            scale,
-            window,
-            return_lse,
-            batch_invariant=self.batch_invariant,
-        )
+        how = attention_masks, scale, window, return_lse, self.batch_invariant
+        return _varlen(*map(_pack, (xq, xk, xv)), *how)
 
 
 def _varlen(
@@ -360,11 +340,10 @@ def _varlen(
     width = max(q.shape[-1], value_size)
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     if q.device.type == "cpu":
-        lengths = (metadata.cu_seq_q, metadata.cu_seq_k)
         kernel = attention_cpu.document_attention
         if batch_invariant:
             kernel = attention_cpu.batch_invariant_document_attention
-        out, lse = kernel(q, k, v, *lengths, scale, window)
+        out, lse = kernel(q, k, v, metadata.cu_seq_q, metadata.cu_seq_k, scale, window)
         out = out[..., :value_size]
         return (out, lse) if return_lse else out
     # torch's log-sum-exp has no gradient; `config.checks.device` refuses models that need the gradient.
@@ -376,11 +355,9 @@ def _varlen(
             extra["enable_gqa"] = True
         else:  # torch < 2.13
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if torch.compiler.is_compiling():
-        attend = varlen_attn
-    else:
-        attend = VarlenAttentionWrapper._compiled_varlen_attn
-    out = attend(
+    if not torch.compiler.is_compiling():
+        varlen_attn = VarlenAttentionWrapper._compiled_varlen_attn
+    out = varlen_attn(
         q,
         k,
         v,
@@ -433,13 +410,12 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
 
-    mask: a `DocumentMask`, or an argument of `DocumentMask.from_mask`. If it has a `part`, the T tokens
-        are this rank's tokens of rows that context-parallel ranks share.
+    mask: an argument of `DocumentMask.from_mask`. If it has a `part`, the T tokens are this rank's
+        tokens of rows that context-parallel ranks share.
     window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
         flex ignores it, because a BlockMask contains the window.
     return_lse: also return the log-sum-exp of the scores [B, T, H].
-    Raises TypeError if the wrapper takes another kind of mask, and ValueError for a window or log-sum-exp
-    with sdpa.
+    Raises TypeError if the wrapper takes another kind of mask.
     """
     mask = DocumentMask.from_mask(mask)
     window = window if mask.window is None else mask.window

@@ -1,13 +1,12 @@
 """Attention for packed documents on the CPU, where torch trains neither flex nor varlen.
 
 N packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, S documents.
-A document may have more keys than queries (if context parallelism spreads its queries, say). Then
-there are M packed keys, and a document's last query sees its last key.
+A document may have more keys than queries (as under context parallelism). Then there are M packed
+keys, and a document's last query sees its last key.
 
-`document_attention` costs the sum of squared document lengths, or of length times window if a
-sliding window is shorter than the document: a training step of small models takes a tenth to a half
-less time than with a dense mask. It is an operator, so that torch.compile and activation
-checkpointing see one node whatever the documents. `block_mask_attention` takes any mask, and is slower.
+`document_attention` costs the sum of squared document lengths, or of length times window. It is an
+operator, so that torch.compile and activation checkpointing see one node whatever the documents.
+`block_mask_attention` takes any mask, and is slower.
 """
 
 import functools
@@ -41,8 +40,8 @@ _library.define(
 _WINDOW_QUERIES = 64
 # torch's kernel computes whole blocks of 512 keys, even if causal. Documents of 257 to 512 keys are
 # split into calls of 128 queries, each with the keys up to its last query: about half of the square,
-# and 6 to 10 % of a small model's step at 512. Shorter documents are split if they have fewer queries
-# than keys, because the kernel aligns causality at the first key instead of the last.
+# and 6 to 10 % of a small model's step at 512. Documents with fewer queries than keys are split too,
+# because the kernel aligns causality at the first key instead of the last.
 SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
@@ -55,16 +54,13 @@ def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
 class _Call(NamedTuple):
     """One call of the kernel.
 
-    mask: None, or numbers added to the scores [queries, keys].
-    adds: the call before computed the same queries with other keys; the results are combined.
+    mask: numbers added to the scores [queries, keys]; None: causal, with as many queries as keys.
     keys_again: an earlier call may have used these keys, so this call adds to the keys' gradients.
     """
 
     queries: slice
     keys: slice
-    is_causal: bool = False
     mask: Tensor | None = None
-    adds: bool = False
     keys_again: bool = False
 
 
@@ -78,29 +74,25 @@ def _calls(
             continue
         n_keys = end_key - first_key
         is_windowed = window is not None and n_keys > window
-        is_split = n_keys <= LONGEST_SPLIT and (end - start < n_keys or n_keys >= SHORTEST_SPLIT)
-        if is_windowed or is_split:
-            reach = window if is_windowed else n_keys
-            size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
-            # Last piece first: without a window it sees all keys, and writes all their gradients.
-            for last in range(end, start, -size):
-                first = max(last - size, start)
-                last_key = end_key - (end - last)
-                seen_from = max(first_key, last_key - (last - first) - reach + 1)
-                mask = _window_mask(last - first, last_key - seen_from, reach, dtype)
-                keys_again = is_windowed or last < end
-                keys = slice(seen_from, last_key)
-                yield _Call(slice(first, last), keys, mask=mask, keys_again=keys_again)
+        is_split = end - start < n_keys or SHORTEST_SPLIT <= n_keys <= LONGEST_SPLIT
+        if not is_windowed and not is_split:
+            yield _Call(slice(start, end), slice(first_key, end_key))
             continue
-        own_key = end_key - (end - start)  # the key of the first query's own token
-        if own_key > first_key:  # the kernel aligns causality at the first key, not the last
-            yield _Call(slice(start, end), slice(first_key, own_key))
-        yield _Call(
-            slice(start, end), slice(own_key, end_key), is_causal=True, adds=own_key > first_key
-        )
+        reach = window if is_windowed else n_keys
+        size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
+        # Masks of long documents are large, and used once.
+        make_mask = _cached_mask if is_windowed or n_keys <= LONGEST_SPLIT else _window_mask
+        # Last piece first: without a window it sees all keys, and writes all their gradients.
+        for last in range(end, start, -size):
+            first = max(last - size, start)
+            last_key = end_key - (end - last)
+            seen_from = max(first_key, last_key - (last - first) - reach + 1)
+            mask = make_mask(last - first, last_key - seen_from, reach, dtype)
+            yield _Call(
+                slice(first, last), slice(seen_from, last_key), mask, is_windowed or last < end
+            )
 
 
-@functools.lru_cache(maxsize=32)
 def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
     """Return [queries, keys]: 0 where the query sees the key, else -inf; the last query is at the
     last key."""
@@ -108,6 +100,9 @@ def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -
     distance = query - torch.arange(n_keys, device="cpu")
     hidden = (distance < 0) | (distance >= window)
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+_cached_mask = functools.lru_cache(maxsize=32)(_window_mask)
 
 
 def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -172,27 +167,13 @@ def _forward(
     n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
     packed = q, k, v, out, lse.unsqueeze(-1)
     qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
-    seen, seen_lse = out, lse
-    for queries, keys, is_causal, mask, adds, _ in _calls(*ends, window, dtype):
+    for queries, keys, mask, _ in _calls(*ends, window, dtype):
         # `F.scaled_dot_product_attention` calls this operator on a CPU but does not return the
-        # log-sum-exp, without which results over parts of the keys cannot be combined.
-        part, part_lse = torch_parts.flash_on_cpu(
-            qs[:, :, queries].to(dtype),
-            ks[:, :, keys].to(dtype),
-            vs[:, :, keys].to(dtype),
-            0.0,
-            is_causal,
-            attn_mask=mask,
-            scale=scale,
+        # log-sum-exp.
+        operands = qs[:, :, queries], ks[:, :, keys], vs[:, :, keys]
+        outs[:, :, queries], lses[:, :, queries, 0] = torch_parts.flash_on_cpu(
+            *(x.to(dtype) for x in operands), 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        if adds:
-            # Add to the result of the previous call of the kernel, because `outs` may be rounded to bf16.
-            total_lse = torch.logaddexp(part_lse, seen_lse)
-            part = torch.lerp(seen, part, (part_lse - total_lse).exp().unsqueeze(-1))
-            part_lse = total_lse
-        seen, seen_lse = part, part_lse
-        outs[:, :, queries] = part
-        lses[:, :, queries, 0] = part_lse
     return out, lse
 
 
@@ -218,8 +199,7 @@ def _backward(
 
     With P the probabilities, the kernel's gradient of the scores is P * (grad_out . v - delta),
     where delta = grad_out . out; the log-sum-exp adds P * grad_lse. The kernel adds that term if
-    each head gets one more number: 1 in the values, grad_lse in grad_out, and 0 in out. For queries
-    whose keys took two calls, both calls get the log-sum-exp over all keys.
+    each head gets one more number: 1 in the values, grad_lse in grad_out, and 0 in out.
     """
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     # If the calls write the gradients of all keys, none has to be set to zero first.
@@ -243,29 +223,19 @@ def _backward(
     targets = [_as_kernel_input(x, n_rows) for x in grads]
     head_dim = q.shape[-1]
     calls = _calls(*ends, window, lse.dtype)
-    for queries, keys, is_causal, mask, adds, keys_again in calls:
+    for queries, keys, mask, keys_again in calls:
         g_part, q_part, o_part = (x[:, :, queries].to(lse.dtype) for x in (go, qs, outs))
         k_part, v_part = (x[:, :, keys].to(lse.dtype) for x in (ks, vs))
         if grad_lse is not None:
             q_part, k_part, o_part = (F.pad(x, (0, 1)) for x in (q_part, k_part, o_part))
             v_part = F.pad(v_part, (0, 1), value=1.0)
             g_part = torch.cat((g_part, grad_lses[:, :, queries]), dim=-1)
+        operands = g_part, q_part, k_part, v_part, o_part, lses[:, :, queries, 0]
         parts = torch_parts.flash_on_cpu_backward(
-            g_part,
-            q_part,
-            k_part,
-            v_part,
-            o_part,
-            lses[:, :, queries, 0],
-            0.0,
-            is_causal,
-            attn_mask=mask,
-            scale=scale,
+            *operands, 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        places = (queries, keys, keys)
-        is_added = (adds, keys_again, keys_again)
-        for target, part, place, add in zip(targets, parts, places, is_added, strict=True):
-            if add:
+        for target, part, place in zip(targets, parts, (queries, keys, keys), strict=True):
+            if place is keys and keys_again:
                 target[:, :, place] += part[..., :head_dim]
             else:
                 target[:, :, place] = part[..., :head_dim]

@@ -339,9 +339,8 @@ class Decoder(ModelProtocol):
             projection; its result is returned. `loss.logprobs` has heads. Under tensor
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the other parts.
         routed_experts: [B, T, L, k], see `check_routed_experts`, which is not called here.
-        A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage
-        before the last returns hidden states. Under tensor parallelism hidden states are whole, and logits a
-        DTensor split along V if the loss is parallel. Raises ValueError if a value model gets a head.
+        A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage before
+        the last returns them. With a parallel loss, logits are a DTensor split along V.
         """
         sequence, seq_len = self.sequence, tokens.shape[1]
         if isinstance(attention_masks, Tensor) and attention_masks.ndim == 2:
@@ -387,7 +386,7 @@ class Decoder(ModelProtocol):
 
         routed_experts: integers [B, T, L, k]: the k experts of each token, in each mixture of experts
             or in each layer; k times -1 for a token whose experts the router chooses. Values on an
-            accelerator are not read, because that waits for the device.
+            accelerator are not read.
         """
         name = "the batch's 'routed_experts'"
         if not self.moe_layers:
@@ -434,8 +433,8 @@ class Decoder(ModelProtocol):
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
         """Return the RoPE table; replace it by a longer table if positions go beyond its end.
 
-        row_len: T of whole rows. Reading positions waits for the device, so on an accelerator they are
-        read only if rows are longer than the table.
+        row_len: T of whole rows. On an accelerator positions are read, which waits for the device, only
+        if rows are longer than the table.
         """
         table = getattr(self, self.rope_buffer_name)
         length = row_len
@@ -460,7 +459,6 @@ class Decoder(ModelProtocol):
 
         input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit boundaries
         there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names.
-        Raises TypeError for sdpa, and ValueError if the source of the boundaries is missing.
         """
         args = self.model_args
         if args.attn_type == "sdpa":
@@ -481,7 +479,6 @@ class Decoder(ModelProtocol):
         """Return the layers' mask for tokens [B, T], with the kernel's form in `lowered`.
 
         document_ids: [B, T], on the device or the host; None: each row is one document.
-        Raises ValueError for varlen without document ids.
         """
         if document_ids is not None:
             return self._lowered_masks(DocumentMask.from_documents(document_ids, tokens.device))
@@ -502,10 +499,7 @@ class Decoder(ModelProtocol):
         return self.document_masks(padding_mask, document_ids)
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
-        """Return the DocumentMask of all layers, or a dict: `Attention.mask_name` -> DocumentMask.
-
-        Families with windows or chunks override it.
-        """
+        """Return the DocumentMask of all layers, or a dict: `Attention.mask_name` -> DocumentMask."""
         return documents
 
     def _lowered_masks(self, documents: DocumentMask) -> Masks:

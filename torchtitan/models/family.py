@@ -26,9 +26,8 @@ def build_decoder_train_spec(
     *,
     balance_experts: bool = True,
 ) -> TrainSpec:
-    """Return a new spec that trains a family on text.
+    """Return a new spec that trains a family on text. model_args: shared by all specs of the family.
 
-    model_args: flavor -> args; the spec refers to this mapping, so all specs of a family share it.
     balance_experts: optimizers also even out the load of experts, in flavors that have experts.
     """
     build = build_optimizers_with_moe_load_balancing if balance_experts else build_optimizers
@@ -65,10 +64,7 @@ _INFRA = {
 
 
 def add_old_paths(family: str) -> None:
-    """Make a family's submodules of torchtitan 0.2.x importable; names of `infra` load at first access.
-
-    family: the name of the family's module, which also stands for its `model.args` and so on.
-    """
+    """Make the submodules of torchtitan 0.2.x of a family's module importable; `infra` loads at access."""
     own = sys.modules[family]
     parallelize = {name: family for name in vars(own) if name.startswith("parallelize_")}
     infra = ModuleType(f"{family}.infra.parallelize", "The import path in torchtitan 0.2.x.")

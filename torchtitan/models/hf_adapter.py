@@ -15,7 +15,6 @@ from torchtitan.models.hf_stacks import (
     join_rows,
     split_rows,
     stack,
-    swap_rows_and_columns,
     transposed_shard,
     unstack,
     unstacked_shards,
@@ -102,9 +101,8 @@ class KeyMapAdapter(StateDictAdapter):
         order of the other RoPE convention.
     quantized_format: format of the family's published files; see `build_quantized_reader`.
 
-    A model with a value head reads files of language models and of classifiers with one label. For a
-    sharded model, `to_hf` returns each rank's own experts, and the next `from_hf` accepts these. Files
-    of tied models have no output weight; `from_hf` sets it to the embedding's tensor.
+    For a sharded model, `to_hf` returns each rank's own experts, and the next `from_hf` accepts these.
+    Files of tied models have no output weight; `from_hf` sets it to the embedding's tensor.
     """
 
     from_hf_map: HFKeyMap
@@ -210,8 +208,7 @@ class KeyMapAdapter(StateDictAdapter):
             if len(fused[hf_name]) == len(entry.ours):
                 parts = fused.pop(hf_name)
                 joined = join_rows([parts[ours] for ours in entry.ours])
-                swapped = swap_rows_and_columns(joined) if entry.transposed else joined
-                hf_state_dict[hf_name] = swapped
+                hf_state_dict[hf_name] = joined.transpose(1, 2) if entry.transposed else joined
         if fused:
             raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
         return hf_state_dict
@@ -229,7 +226,7 @@ class KeyMapAdapter(StateDictAdapter):
             hf_template, numbers = to_template(hf_name)
             entry = self.from_hf_map[hf_template]
             if isinstance(entry, Fused):
-                joined = swap_rows_and_columns(tensor) if entry.transposed else tensor
+                joined = tensor.transpose(1, 2) if entry.transposed else tensor
                 parts = split_rows(joined, len(entry.ours))
                 for ours, part in zip(entry.ours, parts, strict=True):
                     state_dict[ours.format(*numbers)] = part
@@ -245,8 +242,8 @@ class KeyMapAdapter(StateDictAdapter):
         return state_dict
 
     def _reorder(self, template: str, tensor: Tensor, to_hf: bool) -> Tensor:
-        n_heads = self.rotated_heads.get(template)
-        return tensor if n_heads is None else swap_rope_layout(tensor, n_heads, to_hf)
+        heads = self.rotated_heads
+        return swap_rope_layout(tensor, heads[template], to_hf) if template in heads else tensor
 
     def ignores_hf_key(self, hf_key: str) -> bool:
         return (
@@ -274,10 +271,9 @@ def _check_all_known(names: Iterable[str], table: Collection[str], where: str) -
 
 
 def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
-    """Reorder the rows of a query or key projection between the two RoPE conventions.
+    """Reorder the rows of a weight [n_heads * D, M] or bias [n_heads * D] for the other RoPE convention.
 
-    tensor: weight [n_heads * D, M] or bias [n_heads * D], plain or DTensor. The two rows of a RoPE
-    pair are adjacent in our order, and D / 2 rows apart in HF's.
+    The two rows of a RoPE pair are adjacent in our order, and D / 2 rows apart in HF's.
     """
     if is_dtensor(tensor):
         tensor_api = load_dtensor()

@@ -47,8 +47,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
     config: the path or folder of a config.json, or its content, in the spelling of transformers 4 or
         5. A classifier with one label becomes a model with a value head.
-    Raises ValueError, naming the field and the reason, for a config that the family cannot express
-    and for values that no model can have.
+    Raises ValueError, naming the field and the reason, for a config that the family cannot express.
     """
     if not isinstance(config, Mapping):
         path = os.path.join(config, "config.json") if os.path.isdir(config) else config

@@ -1,7 +1,4 @@
-"""A table for each model_type of Hugging Face (HF), used to read and to write a config.json.
-
-Each table pairs fields of config.json with our args. Values that a family cannot express are refused.
-"""
+"""For each model_type of Hugging Face (HF), a table that pairs fields of config.json with our args."""
 
 import operator
 import reprlib

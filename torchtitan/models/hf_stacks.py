@@ -1,8 +1,8 @@
 """Splits and joins stacked weights, plain or DTensors, without copies, for `hf_adapter`.
 
-Hugging Face files hold one matrix per expert, or several of our tensors joined into one. The
-functions here return views of a DTensor's local memory. A reader that fills a view fills the
-parameter, and each rank handles only its own shard. E experts, R rows, C columns.
+Hugging Face files hold one matrix per expert, or several of our tensors joined into one. A reader
+that fills a view fills the parameter, and each rank handles only its own shard. E experts, R rows, C
+columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +32,9 @@ class StackLayout(NamedTuple):
 
 
 def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
-    """Return index -> view of this rank's matrices of [E, R, C], and the layout for `stack`.
+    """Return index -> view [R, C] of this rank's matrices of [E, R, C], and the layout for `stack`.
 
-    The views are [R, C]: plain tensors if this rank holds whole matrices, otherwise DTensors on the
-    mesh axes that shard R or C. The layout is None if `stacked` is a plain tensor.
+    Views are DTensors on the mesh axes that shard R or C, if any. A plain tensor has no layout.
     """
     if not is_dtensor(stacked):
         return dict(enumerate(stacked.unbind(0))), None
@@ -66,10 +65,7 @@ def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
 
 
 def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> Tensor:
-    """The inverse of `unstack`; returns a view if the entries are views from `unstack`.
-
-    Raises ValueError with the indices of missing entries of `name`.
-    """
+    """The inverse of `unstack`; returns a view if the entries are views. ValueError if some are missing."""
     numbers = sorted(entries)
     is_sharded = layout is not None and numbers == list(layout.rows)
     if not is_sharded and numbers != list(range(len(numbers))):
@@ -124,24 +120,8 @@ def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
     return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 
 
-def swap_rows_and_columns(tensor: Tensor) -> Tensor:
-    """Return a view [E, C, R] of a tensor [E, R, C]."""
-    if not is_dtensor(tensor):
-        return tensor.transpose(1, 2)
-    swapped = {0: 0, 1: 2, 2: 1}
-    placements = [p if p.is_replicate() else _on_dim(p, swapped[p.dim]) for p in tensor.placements]
-    n_entries, n_rows, n_columns = tensor.shape
-    local = tensor.to_local().transpose(1, 2)
-    shape = torch.Size((n_entries, n_columns, n_rows))
-    entry, row, column = tensor.stride()
-    return _from_local(local, tensor.device_mesh, placements, shape, (entry, column, row))
-
-
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply `change` to the local tensors, which all have the layout of `like`.
-
-    Dim 1 (rows) is gathered first if it is sharded.
-    """
+    """Apply `change` to the local tensors, laid out as `like`, with dim 1 gathered if it is sharded."""
     if not is_dtensor(like):
         return change(*tensors)
     whole = load_dtensor().Replicate()
@@ -168,19 +148,9 @@ def _stack_plain(tensors: list[Tensor]) -> Tensor:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
-def _from_local(
-    local: Tensor,
-    mesh: Any,
-    placements: Sequence[Any],
-    shape: torch.Size,
-    stride: tuple[int, ...] | None = None,
-) -> Tensor:
-    """Return a DTensor. shape: its global shape, which can't be inferred from uneven shards.
-
-    stride: of the global tensor, None if contiguous; the result's `contiguous()` depends on it.
-    """
-    if stride is None:
-        stride = torch.empty(shape, device="meta").stride()
+def _from_local(local: Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size) -> Tensor:
+    """Return a contiguous DTensor of global `shape`, which can't be inferred from uneven shards."""
+    stride = torch.empty(shape, device="meta").stride()
     return load_dtensor().DTensor.from_local(
         local, mesh, placements, run_check=False, shape=shape, stride=stride
     )

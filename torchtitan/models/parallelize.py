@@ -1,13 +1,11 @@
 """The plan that distributes every decoder over a mesh.
 
-The steps run in this order, because each depends on the one before:
+On the meta device, in this order, because each step depends on the one before:
 
     expert, tensor parallel            replaces parameters
     activation checkpointing           wraps blocks
     compile                            traces a block with its checkpointing
     FSDP/HSDP, or DDP                  hooks around compiled blocks; compile must not trace them
-
-All of this happens on the meta device, before any parameter has memory.
 """
 
 from typing import Any
@@ -35,10 +33,7 @@ from torchtitan.tools.utils import get_device_type
 def parallelize_decoder(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """Apply the config's parallelism, checkpointing and compilation in place; return the model.
-
-    Raises ValueError if a kernel of the device cannot run this config.
-    """
+    """Apply the config's parallelism, checkpointing and compilation in place; return the model."""
     for problem in device_limits(job_config, parallel_dims, model):
         raise ValueError(problem)
     if parallel_dims.ep_enabled or parallel_dims.tp_enabled:

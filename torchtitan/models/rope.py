@@ -154,8 +154,7 @@ def _beyond_table(wanted: int | str, length: int) -> str:
 def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Return each token's table row with an axis for heads: [1 or B, T, 1, ...].
 
-    freqs_cis: a table [L, ...] of either convention, or selected rows [1 or B, T, ...].
-    x: [B, T, heads, ...].
+    freqs_cis: a table [L, ...] of either convention, or selected rows [1 or B, T, ...]. x: [B, T, ...].
     """
     if freqs_cis.dim() == 2:
         freqs_cis = select_positions(freqs_cis, positions, x.shape[1])
@@ -164,8 +163,7 @@ def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None
 
 def _rotate_neighbours(x: Tensor, rows: Tensor) -> Tensor:
     """x: [B, T, heads, D]; rows: complex [1 or B, T, 1, D/2]. fp32 inside, x's dtype out."""
-    if torch.compiler.is_compiling():
-        # inductor has no complex kernels; real arithmetic fuses with the operations around it
+    if torch.compiler.is_compiling():  # inductor has no complex kernels
         return _rotate_by_real_numbers(x, rows)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rows).flatten(-2).to(x.dtype)
@@ -181,10 +179,8 @@ def _rotate_by_real_numbers(x: Tensor, rows: Tensor) -> Tensor:
 def apply_rotary_emb(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, with neighbouring pairs rotated by their token's position.
-
-    xq: [B, T, H, D], xk: [B, T, K, D]. freqs_cis and positions as in `reshape_for_broadcast`.
-    """
+    """Return xq [B, T, H, D] and xk [B, T, K, D], with neighbouring pairs rotated by their token's
+    position. freqs_cis and positions as in `reshape_for_broadcast`."""
     rows = reshape_for_broadcast(freqs_cis, xq, positions)
     return _rotate_neighbours(xq, rows), _rotate_neighbours(xk, rows)
 
@@ -199,12 +195,9 @@ def precompute_rope_cache(
     scaling_args: RoPEScalingArgs | YaRNArgs | None = None,
     magnitude: float = 1.0,
 ) -> Tensor:
-    """Return the table fp32 [max_seq_len, 2 * dim] of two halves, for heads of size `dim`.
-
-    magnitude: multiplies the whole table.
-    """
+    """Return the table fp32 [max_seq_len, 2 * dim] of two halves, times `magnitude`."""
     if torch.get_default_device().type == "meta":
-        return torch.empty((max_seq_len, 2 * dim), dtype=torch.float32)
+        return torch.empty(max_seq_len, 2 * dim, dtype=torch.float32)
     angles = _angles(dim, max_seq_len, base, scaling_args)
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos, sin, sin), dim=-1)
@@ -230,17 +223,13 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- for `numerics.batch_invariant`: operations that round a number alike at every place of a tensor ----
 
 
-def _batch_invariant_neighbours(
-    xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    rows = reshape_for_broadcast(freqs_cis, xq, positions)
+def _batch_invariant_neighbours(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    rows = rows.unsqueeze(2)
     return _rotate_by_real_numbers(xq, rows), _rotate_by_real_numbers(xk, rows)
 
 
-def _batch_invariant_halves(
-    xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    cos, sin = reshape_for_broadcast(rope_cache, xq, positions).chunk(2, dim=-1)
+def _batch_invariant_halves(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = rows.unsqueeze(2).chunk(2, dim=-1)
 
     def rotate(x: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)

@@ -116,9 +116,7 @@ def apply_tp(
         torchao has made all linear layers float8 with one scale per tensor.
     enable_async_tp: write the blocks' collectives in the form that the compiler's pass recognises;
         `maybe_enable_async_tp` turns that pass on.
-    cp_enabled: accepted for compatibility and ignored.
-
-    Raises ValueError for a model that the plan doesn't fit.
+    cp_enabled: ignored.
     """
     distribute_modules(
         model,
@@ -146,10 +144,8 @@ def apply_moe_ep_tp(
 
     tp_mesh, ep_mesh: 1-D, or None if the parallelism is off. With both, and without `etp_mesh`,
         each rank of `tp_mesh` sends a share of the tokens to the experts.
-    etp_mesh, ep_etp_mesh: the axis `etp`, and the mesh [ep, etp], if experts are also split by
-        hidden units.
-    Call it before `apply_tp`, which skips modules that are already distributed. Raises ValueError for
-    DualPipe and DeepEP, and for experts that the meshes don't divide.
+    ep_etp_mesh: the mesh [ep, etp], if experts are also split by hidden units.
+    Call it before `apply_tp`. Raises ValueError for DualPipe and DeepEP.
     """
     if dual_pipe_v or use_deepep:
         raise ValueError(

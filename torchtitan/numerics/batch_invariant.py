@@ -90,8 +90,8 @@ class _BatchInvariantSiLU(torch.autograd.Function):
 def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Return attention's output [n, R, D] and the log-sum-exp of the scores [n, R], both fp32.
 
-    q: [n, R, D], multiplied by the softmax's scale; k, v: [n, S, D], S a multiple of `KEYS`; all
-    fp32. visible: bool [1 or n, R, S], True for the keys that a query sees, at least one each.
+    q: [n, R, D], scaled; k, v: [n, S, D], S a multiple of `KEYS`; all fp32. visible: bool [1 or n, R, S],
+    at least one key for each query.
     """
     n_queries = q.shape[1]
     n_missing = -n_queries % QUERIES

@@ -65,7 +65,7 @@ def project(
 ) -> Any:
     """Return `head(x, weight, bias)`, or `product(x, weight, bias)` if head is None.
 
-    in_fp32: with copies of the arguments in fp32 (fp64 stays), without autocast.
+    in_fp32: with copies of the arguments in fp32, without autocast.
     low_rank: x -> an adapter with the method `add_to_layer`, or None; a head gets it by this name.
     """
 
@@ -87,10 +87,7 @@ def project(
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `product`.
-
-    low_rank: (this module, x) -> an adapter as in `project`.
-    """
+    """`nn.Linear`, computed by `product`. low_rank: (this module, x) -> an adapter as in `project`."""
 
     product: Callable[..., Tensor] = staticmethod(linear)
     low_rank: Callable[..., Any] | None = None

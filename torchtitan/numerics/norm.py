@@ -14,11 +14,7 @@ from torch.nn import functional as F
 def rms_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> Tensor:
-    """`F.rms_norm`, bit for bit: x / its root mean square along the last dimensions, times weight.
-
-    (Zhang and Sennrich 2019, arXiv:1910.07467.) x: [..., *normalized_shape]; weight:
-    normalized_shape.
-    """
+    """`F.rms_norm`, bit for bit (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     if (
         x.device.type != "cpu"
         or torch.compiler.is_compiling()  # the compiler fuses the steps

@@ -39,8 +39,7 @@ def onednn_is_faster() -> bool:
 
 
 def use_onednn(model: nn.Module, device: torch.device) -> None:
-    """Let our layers use oneDNN if that is faster, until the engine is closed; not if all products are
-    small. Compiled code uses oneDNN by `compile_options`."""
+    """Let our layers use oneDNN if that is faster, until the engine is closed; not if all products are small."""
     if device.type != "cpu":
         return
     largest = max((p.numel() for p in model.parameters()), default=0)

@@ -84,10 +84,7 @@ class RoundedAdam(Optimizer):
                 self._keep(p, dict(zip(MOMENTS, of_param, strict=True)))
 
     def _moments(self, p: Tensor, *names: str) -> list[Tensor]:
-        """Return this rank's parts of p's moments, in p's dtype. Call `_keep` after changing them.
-
-        At the first call the moments are zero.
-        """
+        """Return this rank's parts of p's moments, in p's dtype. Call `_keep` after changing them."""
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)

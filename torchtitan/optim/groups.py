@@ -16,8 +16,7 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 class ParameterGroups:
     """The trainable parameters of model parts, grouped by the first table whose pattern fits the name.
 
-    names: parameter -> its name in the whole model. numbers: parameter -> 0 for the group of
-    [optimizer], or n for the group of the n-th table.
+    numbers: parameter -> 0 for the group of [optimizer], or n for the group of the n-th table.
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], config: OptimizerConfig) -> None:

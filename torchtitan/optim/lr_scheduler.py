@@ -23,10 +23,7 @@ _DECAY_CURVES: dict[str, Callable[[float], float]] = {
 
 
 class LRSchedulersContainer:
-    """One scheduler per optimizer, all with the same schedule.
-
-    One state is saved for all of them, so it loads into any number of model parts.
-    """
+    """One scheduler per optimizer, all with the same schedule and one saved state."""
 
     def __init__(self, optimizers: OptimizersContainer, lr_lambda: Callable[[int], float]) -> None:
         assert len(optimizers) > 0, "there must be at least one optimizer to schedule"
@@ -74,10 +71,7 @@ class LRSchedulersContainer:
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Set the learning rates again, after loading optimizers with another schedule's learning rates.
-
-    lr_schedulers: nothing is changed if they are of a class of the client's.
-    """
+    """Set the learning rates again, after loading optimizers with another schedule's learning rates."""
     if isinstance(lr_schedulers, LRSchedulersContainer):
         lr_schedulers.set_step(lr_schedulers.last_epoch)
 

@@ -37,8 +37,7 @@ _EPS = 1e-7  # the smallest norm to divide by; torch.optim.Muon's default
 class Muon(RoundedAdam):
     """`torch.optim.Muon` for `matrices`, and AdamW for all other parameters.
 
-    options: those of torch.optim.Muon, for all groups. adam: the arguments of `RoundedAdam`.
-    replicas: the mesh of the ranks that have the same plain parameters, as under DDP.
+    options: those of torch.optim.Muon. replicas: the ranks that have the same plain parameters (DDP).
     Steps are collective over the ranks that share a matrix; a missing gradient counts as zero there.
     """
 
@@ -107,8 +106,7 @@ class Muon(RoundedAdam):
 class _Layout:
     """The spread of a matrix, or of E matrices, over ranks.
 
-    mesh: the mesh of these ranks; None if this rank is the only one. axes: the mesh's axes whose ranks
-    share the matrices. own_number: this rank's index among the ranks that share.
+    axes: the mesh's axes whose ranks share the matrices. own_number: this rank's index among them.
     """
 
     def __init__(self, p: Tensor, replicas: DeviceMesh | None) -> None:
@@ -168,8 +166,7 @@ class _Layout:
 def orthogonalize(x: Tensor, coefficients: Sequence[float], steps: int) -> Tensor:
     """Return x [m, n] or [E, m, n] with the singular values of each matrix near 1.
 
-    The Newton-Schulz iteration of torch.optim.Muon, in the dtype of x. After five steps singular values
-    are between 0.7 and 1.2, except singular values that were tiny.
+    The Newton-Schulz iteration of torch.optim.Muon, in the dtype of x.
     """
     if x.ndim == 3 and len(x) and x.device.type == "cpu":
         # One by one: on the CPU batched products round differently; they only save launches on a GPU.

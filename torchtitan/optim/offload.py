@@ -19,9 +19,9 @@ HOST = torch.device("cpu")
 
 
 class Offloader:
-    """Moves the states of an engine between its device and host memory.
+    """Moves the states of an engine between its `device` and host memory.
 
-    device: the engine's device. places: the current device of "model", "optimizer" and "grad".
+    places: the current device of "model", "optimizer" and "grad".
     """
 
     def __init__(

@@ -28,7 +28,6 @@ _OPTIMIZER_CLASSES: dict[str, type[Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "Muon": Muon,
 }
-_IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 
 
 class OptimizersContainer(Optimizer, Generic[T]):
@@ -36,7 +35,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
 
     It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
     `param_groups` are the live ones of the inner optimizers. `state_dict()` is keyed by parameter name,
-    so keys of pipeline ranks don't collide, and the state loads on another layout.
+    so the state loads on another layout.
     groups_by_part: torch's parameter groups of each part; by default one with all trainable parameters.
     """
 
@@ -198,22 +197,19 @@ def build_optimizers(
 ) -> OptimizersContainer:
     """Return the config's optimizers for every model part of this rank.
 
-    Raises NotImplementedError for an unknown name, for torchft, and for stepping in backward with a
-    setting that excludes it; ValueError for an unknown implementation.
+    Raises NotImplementedError for an unknown name, and for stepping in backward with a setting that
+    excludes it, or for torchft.
     """
     if ft_manager is not None and ft_manager.enabled:
-        raise NotImplementedError(
-            "optimizers under torchft are not available yet; set fault_tolerance.enable = false"
-        )
+        raise NotImplementedError("there is no torchft here; set fault_tolerance.enable = false")
     config = optimizer_config
     if config.name not in _OPTIMIZER_CLASSES:
         raise NotImplementedError(
             f"optimizer.name must be one of {sorted(_OPTIMIZER_CLASSES)}, got {config.name!r}"
         )
-    if config.implementation not in _IMPLEMENTATIONS:
+    if config.implementation not in (choices := ("for-loop", "foreach", "fused")):
         raise ValueError(
-            f"optimizer.implementation must be one of {list(_IMPLEMENTATIONS)}, "
-            f"got {config.implementation!r}"
+            f"optimizer.implementation must be one of {choices}, got {config.implementation!r}"
         )
     optimizer_cls = _OPTIMIZER_CLASSES[config.name]
     optimizer_kwargs = {
@@ -255,10 +251,7 @@ def build_optimizers_with_moe_load_balancing(
     parallel_dims: ParallelDims,
     ft_manager: Any = None,
 ) -> OptimizersContainer:
-    """Return `build_optimizers(...)` with a step hook that balances the load of the experts.
-
-    No hook is added if the first MoE block has no `load_balance_coeff`.
-    """
+    """Return `build_optimizers(...)` with a step hook that balances the load of the experts."""
     optimizers = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
     blocks = _moe_blocks(model_parts)
     if blocks and blocks[0].moe.load_balance_coeff:

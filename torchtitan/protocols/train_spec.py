@@ -108,7 +108,7 @@ def register_train_spec(name: str, train_spec: TrainSpec) -> None:
 def get_train_spec(name: str) -> TrainSpec:
     """Return the spec of a registered, built-in or experimental model, looked up in that order.
 
-    Each call returns a new built-in spec; all share the same flavor args. ValueError for other names.
+    Each call returns a new built-in spec; all share the same flavor args.
     """
     if name in _extra_train_specs:
         return _extra_train_specs[name]

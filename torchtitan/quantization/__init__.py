@@ -49,9 +49,6 @@ class QuantizationConverter(ModelConverter):
         keep_state_dicts_plain(model)
         logger.info(self.message)
 
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Do nothing after an optimizer step; float8 overrides this."""
-
 
 class GroupedMMConverter(QuantizationConverter):
     """Base class of converters for experts; converts modules whose name contains one of `fqns`."""
@@ -86,10 +83,8 @@ def require_gpu(key: str, major: int, minor: int, remedy: str, or_else: bool = F
 def module_filter_fn(
     mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
 ) -> bool:
-    """True for a linear layer that the kernels support and whose name contains none of `filter_fqns`.
-
-    multiple: the kernels need weight sizes that are multiples of this number.
-    """
+    """True for a linear layer with sizes that are multiples of `multiple`, unless `filter_fqns` has a part
+    of its name."""
     return (
         isinstance(mod, nn.Linear)
         and all(size % multiple == 0 for size in mod.weight.shape)

@@ -34,8 +34,7 @@ _BLOCK_SIZE = 32  # consecutive elements of a row or column that share a scale
 class MXLinearConverter(QuantizationConverter):
     """Makes linear layers compute in MXFP8.
 
-    Raises ValueError for an unknown recipe, and on hardware without MXFP8 unless the recipe is
-    emulated; ImportError without torchao.
+    Raises ValueError on hardware without MXFP8 unless the recipe is emulated, ImportError without torchao.
     """
 
     message = "Linear layers compute in MXFP8"
@@ -44,11 +43,6 @@ class MXLinearConverter(QuantizationConverter):
         super().__init__(job_config, parallel_dims)
         options = job_config.quantize.linear.mx
         torchao_config = import_torchao(_TORCHAO_CONFIG, "quantize.linear.mx")
-        if options.recipe_name not in _LINEAR_RECIPES:
-            raise ValueError(
-                f"quantize.linear.mx.recipe_name must be one of {list(_LINEAR_RECIPES)}, "
-                f"got {options.recipe_name!r}"
-            )
         if options.recipe_name != "mxfp8_emulated":
             _check_hardware("quantize.linear.mx")
         if options.mxfp8_dim1_cast_kernel_choice != type(options).mxfp8_dim1_cast_kernel_choice:

@@ -137,9 +137,6 @@ fsdp: FSDP (parallelism.data_parallel_shard_degree); replicate the model with da
     fsdp_shard torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.sharded_param
     fsdp_gathered torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param
     fsdp_gradient torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad
-fsdp within: parallelism.fsdp_reshard_after_forward = a number of ranks; set it to 'always' or 'never'
-    make_forward_mesh torch.distributed.fsdp._fully_shard._fully_shard:_get_post_forward_mesh_info
-    HsdpMesh torch.distributed.fsdp._fully_shard._fsdp_common:HSDPMeshInfo
 async tp: parallelism.enable_async_tensor_parallel; set it to false
     enable_symmetric_memory torch.distributed._symmetric_memory:enable_symm_mem_for_group
     pipelined_products torch._inductor.config:_micro_pipeline_tp
@@ -200,7 +197,6 @@ _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "job": lambda c, n: True,
     "ranks": lambda c, n: n > 1,
     "fsdp": lambda c, n: n > 1 and not _is_ddp(c),
-    "fsdp within": lambda c, n: str(c.parallelism.fsdp_reshard_after_forward).isdecimal(),
     "ddp": lambda c, n: _is_ddp(c),
     "async tp": lambda c, n: c.parallelism.enable_async_tensor_parallel,
     "ac": lambda c, n: c.activation_checkpoint.mode != "none",

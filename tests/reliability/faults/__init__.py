@@ -112,11 +112,7 @@ def bring_about(fault: Fault, folder: Path, finished_run: Path) -> jobs.Outcome:
     )
 
 
-SAVING = [
-    "--checkpoint.enable",
-    "--checkpoint.interval=2",
-    "--checkpoint.no_last_save_model_only",
-]
+SAVING = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no_last_save_model_only"]
 
 
 def finish_a_run(folder: Path) -> Path:

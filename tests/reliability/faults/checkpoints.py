@@ -1,5 +1,6 @@
 """Faults of saving and resuming: no step is lost without a word, and none that is whole."""
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -38,10 +39,6 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def empty_hashes(folder: Path) -> None:
-    (step(folder, 4) / ".sha256sums").write_text("")
-
-
 def remove_metadata_of(*steps: int):
     def remove(folder: Path) -> None:
         for number in steps:
@@ -54,13 +51,10 @@ def interrupt(folder: Path) -> None:
     (step(folder, 4) / ".incomplete").touch()
 
 
-def put_file_in_place_of_step_6(folder: Path) -> None:
-    step(folder, 6).write_text("a file")
-
-
-def put_file_in_place_of_checkpoints(folder: Path) -> None:
+def put_file_in_place_of_checkpoints(folder: Path) -> list[str]:
     (folder / "outputs").mkdir()
     (folder / "outputs/checkpoint").write_text("a file")
+    return SAVING
 
 
 def start_from_elsewhere(folder: Path) -> list[str]:
@@ -142,64 +136,56 @@ def older_steps_are_whole(folder: Path) -> None:
     removed_step(6)(folder)
 
 
+after_run = functools.partial(Fault, after_run=True)
+
+
 def flags(*arguments: str):
     return lambda folder: [*SAVING, *arguments]
 
 
 FAULTS = {
     # Damaged steps
-    "newest checkpoint cut short": Fault(
-        resume(change=truncate), after_run=True, check=whole_steps(2, 4)
+    "newest checkpoint cut short": after_run(resume(change=truncate), check=whole_steps(2, 4)),
+    "checkpoint without .metadata": after_run(
+        resume(change=remove_metadata_of(4)), check=whole_steps(2, 4)
     ),
-    "checkpoint without .metadata": Fault(
-        resume(change=remove_metadata_of(4)), after_run=True, check=whole_steps(2, 4)
+    "list of hashes emptied": after_run(
+        resume(change=lambda f: (step(f, 4) / ".sha256sums").write_text(""))
     ),
-    "list of hashes emptied": Fault(resume(change=empty_hashes), after_run=True),
-    "every checkpoint damaged": Fault(resume(change=remove_metadata_of(2, 4)), after_run=True),
-    "save that was interrupted": Fault(
-        resume(change=interrupt), after_run=True, check=whole_steps(2, 4)
+    "every checkpoint damaged": after_run(resume(change=remove_metadata_of(2, 4))),
+    "save that was interrupted": after_run(resume(change=interrupt), check=whole_steps(2, 4)),
+    "damaged step asked for by number": after_run(
+        resume("--checkpoint.load_step=4", change=truncate)
     ),
-    "damaged step asked for by number": Fault(
-        resume("--checkpoint.load_step=4", change=truncate), after_run=True
+    "interrupted step asked for by number": after_run(
+        resume("--checkpoint.load_step=4", change=interrupt)
     ),
-    "interrupted step asked for by number": Fault(
-        resume("--checkpoint.load_step=4", change=interrupt), after_run=True
-    ),
-    "older step asked for by number": Fault(resume("--checkpoint.load_step=2"), after_run=True),
+    "older step asked for by number": after_run(resume("--checkpoint.load_step=2")),
     # What a run starts from
-    "foreign folder among the checkpoints": Fault(start_from_elsewhere, after_run=True),
-    "initial_load_path that is the folder of all steps": Fault(
-        start_from_folder_of_steps, after_run=True
-    ),
+    "foreign folder among the checkpoints": after_run(start_from_elsewhere),
+    "initial_load_path that is the folder of all steps": after_run(start_from_folder_of_steps),
     "initial_load_path with Hugging Face files": start_from_hf_files,
-    "checkpoint of another model": Fault(
-        resume("--model.name=qwen3", "--training.steps=5"), after_run=True
-    ),
-    "newest checkpoint with weights only": Fault(
+    "checkpoint of another model": after_run(resume("--model.name=qwen3", "--training.steps=5")),
+    "newest checkpoint with weights only": after_run(
         resume("--training.steps=6", change=keep_weights_only),
-        after_run=True,
         absent=("start from zero", "Loading the checkpoint"),
     ),
-    "run that is complete": Fault(resume(), after_run=True, absent=("Loading the checkpoint",)),
+    "run that is complete": after_run(resume(), absent=("Loading the checkpoint",)),
     # What a resume has otherwise
-    "resume with another optimizer": Fault(
-        resume("--optimizer.name=Adam", "--training.steps=5"), after_run=True
+    "resume with another optimizer": after_run(
+        resume("--optimizer.name=Adam", "--training.steps=5")
     ),
-    "resume with another tokenizer": Fault(take_other_tokenizer, after_run=True),
-    "resume with another sequence length and batch": Fault(
-        resume("--training.seq_len=64", "--training.local_batch_size=2", "--training.steps=5"),
-        after_run=True,
+    "resume with another tokenizer": after_run(take_other_tokenizer),
+    "resume with another sequence length and batch": after_run(
+        resume("--training.seq_len=64", "--training.local_batch_size=2", "--training.steps=5")
     ),
-    "resume of another function": Fault(
-        resume("--model.args", "norm_eps=1e-3", "--training.steps=5"), after_run=True
+    "resume of another function": after_run(
+        resume("--model.args", "norm_eps=1e-3", "--training.steps=5")
     ),
-    "resume with other data": Fault(
+    "resume with other data": after_run(
         resume(
-            "--training.dataset=python_docs",
-            "--training.dataset_path=None",
-            "--training.steps=5",
-        ),
-        after_run=True,
+            "--training.dataset=python_docs", "--training.dataset_path=None", "--training.steps=5"
+        )
     ),
     # Settings
     "unknown name in exclude_from_loading": flags("--checkpoint.exclude_from_loading=foo"),
@@ -208,23 +194,19 @@ FAULTS = {
         start_in_folder_of_other_job("outputs/checkpoint"), check=release
     ),
     "two jobs in one dump folder": Fault(start_in_folder_of_other_job("outputs"), check=release),
-    "file where the checkpoint folder should be": lambda folder: (
-        put_file_in_place_of_checkpoints(folder),
-        SAVING,
-    )[1],
-    "disk that gets full": Fault(
-        resume("--training.steps=6", FULL_DISK), after_run=True, check=older_steps_are_whole
+    "file where the checkpoint folder should be": put_file_in_place_of_checkpoints,
+    "disk that gets full": after_run(
+        resume("--training.steps=6", FULL_DISK), check=older_steps_are_whole
     ),
-    "disk that gets full while a save is written beside training": Fault(
+    "disk that gets full while a save is written beside training": after_run(
         resume("--training.steps=7", "--checkpoint.async_mode=async", FULL_DISK),
-        after_run=True,
         check=older_steps_are_whole,
     ),
     "limit on the size of files": Fault(
         flags(LIMITED), ranks=2, environment={"LIMITED_RANKS": "1"}, check=removed_step(2)
     ),
-    "file where a step's folder should be": Fault(
-        resume("--training.steps=6", change=put_file_in_place_of_step_6), after_run=True
+    "file where a step's folder should be": after_run(
+        resume("--training.steps=6", change=lambda f: step(f, 6).write_text("a file"))
     ),
     "export to Hugging Face files that fails": Fault(
         flags(LIMITED, *HF_EXPORT, "--checkpoint.interval=9"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.reliability import jobs
 from tests.reliability.faults import Fault
+from tests.reliability.faults.config import flags
 
 GOOD_LINE = '{"text": "one two three four five six seven eight nine ten"}\n'
 
@@ -18,11 +19,8 @@ def data_file(name: str, content: str | bytes, *arguments: str):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return [
-            "--training.dataset=local",
-            f"--training.dataset_path={folder / name.split('/')[0]}",
-            *arguments,
-        ]
+        data = f"--training.dataset_path={folder / name.split('/')[0]}"
+        return ["--training.dataset=local", data, *arguments]
 
     return arrange
 
@@ -69,14 +67,12 @@ FAULTS = {
     "Parquet file that is damaged": data_file("data.parquet", bytes(range(256)) * 20),
     "JSON in UTF-16": data_file("data.jsonl", GOOD_LINE.encode("utf-16")),
     "folder without data": data_file("folder/data.csv", "a,b\n"),
-    "data that are not there": lambda _folder: [
-        "--training.dataset=local",
-        "--training.dataset_path=/nowhere/data.jsonl",
-    ],
-    "dataset of a hub that is offline": lambda _folder: [
-        "--training.dataset=c4",
-        "--training.dataset_path=None",
-    ],
+    "data that are not there": flags(
+        "--training.dataset=local", "--training.dataset_path=/nowhere/data.jsonl"
+    ),
+    "dataset of a hub that is offline": flags(
+        "--training.dataset=c4", "--training.dataset_path=None"
+    ),
     "folder without a tokenizer": tokenizer({"config.json": "{}"}),
     "tokenizer.json that is damaged": tokenizer({"tokenizer.json": WHOLE[:1000]}),
     "token ids beyond the model's vocabulary": tokenizer(

@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 from tests.reliability import jobs
 from tests.reliability.faults import SAVING, Fault
@@ -16,20 +17,10 @@ def flags(*arguments: str):
     return lambda folder: arguments
 
 
-def breaks(what: str, rank: int = 0, step: int | None = 2, **others: str) -> dict[str, str | None]:
-    """The environment of a job in which this goes wrong."""
-    own = {"BROKEN": what, "BROKEN_RANK": str(rank)} | others
-    return own if step is None else own | {"BROKEN_STEP": str(step)}
-
-
-def rank_of_two(rank: str, **others: str) -> dict[str, str | None]:
+def rank_of_two(**others: str) -> dict[str, str | None]:
     """The environment of one rank whose peer is not there."""
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(_PORT),
-    } | others
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_PORT)}
+    return {"WORLD_SIZE": "2"} | where | others
 
 
 _taken: list[socket.socket] = []
@@ -65,27 +56,38 @@ def one_step_is_whole(folder: Path) -> None:
     assert not (step / ".incomplete").exists()
 
 
-LONG_SAVING = [*SAVING, "--checkpoint.interval=1000", "--training.steps=1000"]
+LONG = ["--training.steps=1000"]
+LONG_SAVING = [*SAVING, "--checkpoint.interval=1000", *LONG]
+
+
+def alone(*arguments: str, **environment: str) -> Fault:
+    """One rank whose peer is not there."""
+    return Fault(flags(*arguments), environment=rank_of_two(**environment))
+
+
+def broken(what: str, *arguments: str, rank: int = 0, step: int | None = 2, **more: Any) -> Fault:
+    """A job in which this goes wrong on a rank, after a step or on import."""
+    environment = {"BROKEN": what, "BROKEN_RANK": str(rank)} | more.pop("environment", {})
+    environment |= {} if step is None else {"BROKEN_STEP": str(step)}
+    return Fault(flags(_BROKEN, *arguments), environment=environment, **more)
+
 
 FAULTS = {
-    "rank number beyond the number of ranks": Fault(flags(), environment=rank_of_two("5")),
-    "local rank beyond the processes of the machine": Fault(
-        flags(), environment=rank_of_two("0", WORLD_SIZE="1", LOCAL_RANK="3", LOCAL_WORLD_SIZE="1")
+    "rank number beyond the number of ranks": alone(RANK="5"),
+    "local rank beyond the processes of the machine": alone(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="3", LOCAL_WORLD_SIZE="1"
     ),
     "half of torchrun's environment": Fault(flags(), environment={"RANK": "0", "WORLD_SIZE": "2"}),
     "port in use": Fault(
-        with_port_in_use, environment=rank_of_two("0", MASTER_PORT=str(_PORT + 1))
+        with_port_in_use, environment=rank_of_two(RANK="0", MASTER_PORT=str(_PORT + 1))
     ),
     "port that another program has, and does not answer at": Fault(
-        with_port_in_use, environment=rank_of_two("1", MASTER_PORT=str(_PORT + 1))
+        with_port_in_use, environment=rank_of_two(RANK="1", MASTER_PORT=str(_PORT + 1))
     ),
-    "wrong master address": Fault(
-        flags("--comm.init_timeout_seconds=2"),
-        environment=rank_of_two("1", MASTER_ADDR="nowhere.invalid"),
+    "wrong master address": alone(
+        "--comm.init_timeout_seconds=2", RANK="1", MASTER_ADDR="nowhere.invalid"
     ),
-    "rank that is not there": Fault(
-        flags("--comm.init_timeout_seconds=2"), environment=rank_of_two("0")
-    ),
+    "rank that is not there": alone("--comm.init_timeout_seconds=2", RANK="0"),
     "unknown key on one rank": Fault(
         flags(), ranks=2, arguments_of_rank={1: ["--training.stepz=3"]}
     ),
@@ -97,47 +99,25 @@ FAULTS = {
     "tokenizer and data that differ on one rank": Fault(
         with_own_files_on_rank_1, ranks=2, arguments_of_rank={1: _own_files}
     ),
-    "module to import that raises": Fault(flags(_BROKEN), environment=breaks("raise", step=None)),
-    "code that ends the process during training": Fault(
-        flags(_BROKEN), environment=breaks("exit"), absent=("training completed",)
+    "module to import that raises": broken("raise", step=None),
+    "code that ends the process during training": broken("exit", absent=("training completed",)),
+    "out of memory": broken("out of memory"),
+    "data worker that is killed": broken(
+        "kill data worker", "--training.dataloader.num_workers=1", *LONG
     ),
-    "out of memory": Fault(flags(_BROKEN), environment=breaks("out of memory")),
-    "data worker that is killed": Fault(
-        flags(_BROKEN, "--training.dataloader.num_workers=1", "--training.steps=1000"),
-        environment=breaks("kill data worker"),
+    "rank that is killed": broken("SIGKILL", *LONG, rank=1, ranks=2),
+    "rank that fails": broken("fail to read", *LONG, rank=1, ranks=2),
+    "rank that hangs": broken("hang", *LONG, "--comm.train_timeout_seconds=3", rank=1, ranks=2),
+    "SIGTERM to one rank before it trains": broken("SIGTERM", rank=1, step=None, ranks=2),
+    "SIGTERM to one rank": broken(
+        "SIGTERM", *LONG_SAVING, rank=1, ranks=2, check=one_step_is_whole
     ),
-    "rank that is killed": Fault(
-        flags(_BROKEN, "--training.steps=1000"), environment=breaks("SIGKILL", rank=1), ranks=2
+    "Ctrl-C": broken("SIGINT", *LONG_SAVING, check=one_step_is_whole),
+    "second signal while a run is ending": broken(
+        "SIGTERM", *LONG_SAVING, environment={"BROKEN_TIMES": "2"}
     ),
-    "rank that fails": Fault(
-        flags(_BROKEN, "--training.steps=1000"), environment=breaks("fail to read", rank=1), ranks=2
-    ),
-    "rank that hangs": Fault(
-        flags(_BROKEN, "--training.steps=1000", "--comm.train_timeout_seconds=3"),
-        environment=breaks("hang", rank=1),
-        ranks=2,
-    ),
-    "SIGTERM to one rank before it trains": Fault(
-        flags(_BROKEN), environment=breaks("SIGTERM", rank=1, step=None), ranks=2
-    ),
-    "SIGTERM to one rank": Fault(
-        flags(_BROKEN, *LONG_SAVING),
-        environment=breaks("SIGTERM", rank=1),
-        ranks=2,
-        check=one_step_is_whole,
-    ),
-    "Ctrl-C": Fault(
-        flags(_BROKEN, *LONG_SAVING), environment=breaks("SIGINT"), check=one_step_is_whole
-    ),
-    "second signal while a run is ending": Fault(
-        flags(_BROKEN, *LONG_SAVING), environment=breaks("SIGTERM", BROKEN_TIMES="2")
-    ),
-    "SIGTERM without checkpoints": Fault(
-        flags(_BROKEN, "--training.steps=1000"), environment=breaks("SIGTERM")
-    ),
-    "Ctrl-C without checkpoints": Fault(
-        flags(_BROKEN, "--training.steps=1000"), environment=breaks("SIGINT")
-    ),
+    "SIGTERM without checkpoints": broken("SIGTERM", *LONG),
+    "Ctrl-C without checkpoints": broken("SIGINT", *LONG),
     "time limit that comes near": Fault(
         flags(*LONG_SAVING, "--training.time_limit_minutes=0.02", "--metrics.log_freq=10"),
         check=one_step_is_whole,

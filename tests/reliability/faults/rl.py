@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.reliability import jobs
 from tests.reliability.faults import Fault
 
 REWARDS = "tests.reliability.hostile_rewards"
@@ -13,15 +14,11 @@ def rl_job(*arguments: str, reward: str = f"{REWARDS}:good", prompts: str = PROM
 
     def arrange(folder: Path) -> list[str]:
         (folder / "prompts.jsonl").write_text(prompts)
-        return [
-            "--rl.task.name=jsonl",
-            f"--rl.task.path={folder}/prompts.jsonl",
-            f"--rl.task.reward_fn={reward}",
-            "--rl.num_prompts_per_step=2",
-            "--rl.num_samples_per_prompt=2",
-            "--rl.sampling.max_tokens=4",
-            *arguments,
-        ]
+        own = jobs.flags_in(f"""
+            rl.task.name=jsonl rl.task.path={folder}/prompts.jsonl rl.task.reward_fn={reward}
+            rl.num_prompts_per_step=2 rl.num_samples_per_prompt=2 rl.sampling.max_tokens=4
+        """)
+        return [*own, *arguments]
 
     return Fault(arrange, module="torchtitan.rl.train", **more)
 

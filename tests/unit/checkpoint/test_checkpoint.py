@@ -214,23 +214,13 @@ def test_interval_first_step_and_last_step_decide_what_is_saved(tmp_path, config
     [
         (dict(enable=False), None, "enable = false leaves no folder.*give the step folder as path"),
         (dict(load_only=True), "somewhere", "load_only = true forbids saving"),
+        (dict(keep_latest_k=1), None, "at least 2, .* got 1"),
+        (dict(last_save_in_hf=True), None, "state_dict_adapter"),
     ],
 )
-def test_save_that_was_asked_for_and_cannot_be_is_an_error(tmp_path, config, path, message):
+def test_settings_that_contradict_each_other_or_a_save_are_refused(tmp_path, config, path, message):
     with pytest.raises(ValueError, match=message):
         Run(tmp_path, **config).manager.save(1, path=path and str(tmp_path / path), force=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(keep_latest_k=1), "at least 2, .* got 1"),
-        (dict(last_save_in_hf=True), "state_dict_adapter"),
-    ],
-)
-def test_contradicting_settings_are_refused(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        Run(tmp_path, **settings)
 
 
 # What is in a checkpoint
@@ -553,41 +543,28 @@ def test_checkpoint_of_a_torch_that_describes_tensors_by_more_is_read(tmp_path, 
     assert_same(loaded.everything(), saved.everything())
 
 
-def test_manager_of_its_own_takes_a_mode_in_capitals_as_0_2_does(tmp_path):
-    assert Run(tmp_path, async_mode="ASYNC").manager.async_mode.value == "async"
-
-
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_everything_is_restored_exactly(tmp_path, async_mode):
-    run = Run(tmp_path, async_mode=async_mode, keep_latest_k=0)
+@pytest.mark.parametrize("async_mode", ["disabled", "ASYNC"])  # in any case, as 0.2.x takes it
+@pytest.mark.parametrize("path", [None, "elsewhere/global_step_2"])
+def test_everything_is_restored_exactly_from_its_own_folder_and_any_other(
+    tmp_path, async_mode, path
+):
+    """If a path is given, the run's own folder, which holds other weights, is ignored."""
+    if path is not None:
+        Run(tmp_path, seed=5).train_and_save(9)
+        path = str(tmp_path / path)
+    options = dict(enable=path is None or async_mode == "ASYNC", keep_latest_k=0)
+    run = Run(tmp_path, async_mode=async_mode, **options)
     run.train(2)
-    run.manager.save(2)
+    run.manager.save(2, path=path)
     saved = run.everything()
     run.train(3)  # must not change what an asynchronous save is writing
     run.manager.close()
-
-    other = Run(tmp_path, seed=1)
-    assert other.manager.load()
+    other = Run(tmp_path, seed=1, **options)
+    assert other.manager.load(path=path)
     assert_same(saved, other.everything())
     other.train(3)
     assert_same(run.everything(), other.everything())
-
-
-@pytest.mark.parametrize(("async_mode", "enable"), [("disabled", False), ("async", True)])
-def test_any_folder_is_saved_to_and_loaded_from_by_path(tmp_path, async_mode, enable):
-    """The run's own folder, which holds other weights, is ignored."""
-    Run(tmp_path, seed=5).train_and_save(9)
-    run = Run(tmp_path, async_mode=async_mode, enable=enable, interval=500)
-    run.train(2)
-    path = str(tmp_path / "elsewhere" / "global_step_2")
-    run.manager.save(2, path=path)
-    saved = run.everything()
-    run.train()
-    run.manager.close()
-    other = Run(tmp_path, seed=1, enable=enable)
-    assert other.manager.load(path=path)
-    assert_same(saved, other.everything())
-    assert not (tmp_path / "checkpoint" / "step-2").exists()
+    assert steps_in(tmp_path) == ([2] if path is None else [9])
 
 
 def test_load_by_path_can_leave_all_but_the_weights_alone(tmp_path):
@@ -604,18 +581,6 @@ def test_load_by_path_can_leave_all_but_the_weights_alone(tmp_path):
         {k: v for k, v in after.items() if k not in weights},
         {k: v for k, v in before.items() if k not in weights},
     )
-
-
-def test_path_that_is_no_checkpoint_says_so(tmp_path):
-    run = Run(tmp_path)
-    run.train_and_save(1)
-    with pytest.raises(FileNotFoundError, match="must be a folder with a checkpoint"):
-        run.manager.load(path=str(tmp_path / "step-1"))
-    with pytest.raises(ValueError, match=r"load\(path=...\) must be.*checkpoints in it: step-1"):
-        run.manager.load(path=str(tmp_path / "checkpoint"))
-    truncate(tmp_path / "checkpoint" / "step-1" / "__0_0.distcp")
-    with pytest.raises(ValueError, match="step-1 is damaged"):
-        run.manager.load(path=str(tmp_path / "checkpoint" / "step-1"))
 
 
 def test_checkpoint_from_before_weights_had_a_version_loads(tmp_path):
@@ -841,12 +806,20 @@ def test_steps_that_will_be_replaced_are_told(tmp_path, caplog):
         assert "holds steps after 2" not in caplog.text
 
 
-def test_damage_in_a_named_step_is_an_error(tmp_path):
-    Run(tmp_path).train_and_save(1, 2)
-    truncate(tmp_path / "checkpoint" / "step-2" / "__0_0.distcp")
-    with pytest.raises(ValueError, match="step-2 is damaged: __0_0.distcp"):
-        Run(tmp_path).manager.load(step=2)
-    mark_unfinished(str(tmp_path / "checkpoint" / "step-2"))
+def test_damage_in_a_named_step_or_path_and_a_missing_step_are_errors(tmp_path):
+    run, folder = Run(tmp_path), tmp_path / "checkpoint"
+    run.train_and_save(1, 2)
+    truncate(folder / "step-2" / "__0_0.distcp")
+    for named, error, message in (
+        ({"step": 2}, ValueError, "step-2 is damaged: __0_0.distcp"),
+        ({"path": folder / "step-2"}, ValueError, "step-2 is damaged"),
+        ({"path": folder}, ValueError, r"load\(path=...\) must be.*checkpoints in it: step-1"),
+        ({"path": tmp_path / "step-1"}, FileNotFoundError, "must be a folder with a checkpoint"),
+        ({"step": 3}, FileNotFoundError, "step 3 in .*checkpoint .steps there: 1, 2"),
+    ):
+        with pytest.raises(error, match=message):
+            run.manager.load(**named)
+    mark_unfinished(str(folder / "step-2"))
     with pytest.raises(ValueError, match="step-2 is incomplete"):
         Run(tmp_path).manager.load(step=2)
 
@@ -858,12 +831,6 @@ def test_verification_can_be_turned_off(tmp_path):
     with pytest.raises(ValueError, match="Every checkpoint in .* is damaged"):
         Run(tmp_path).manager.load()
     assert Run(tmp_path, verify_on_load=False).manager.load()
-
-
-def test_missing_step_names_the_folder_and_the_steps_there(tmp_path):
-    Run(tmp_path).train_and_save(1, 2)
-    with pytest.raises(FileNotFoundError, match="step 3 in .*checkpoint .steps there: 1, 2"):
-        Run(tmp_path).manager.load(step=3)
 
 
 @pytest.mark.parametrize(
@@ -937,6 +904,11 @@ def test_initial_path_is_used_when_own_folder_holds_nothing_whole(tmp_path):
     assert weights.manager.load()
     assert weights.counter.step == 0
     assert_same_weights(weights, source)
+    # Also if the run does not save, whatever lies in its folder.
+    source.manager.save(2)
+    unsaving = Run(tmp_path / "source", seed=1, initial_load_path=path, enable=False)
+    assert unsaving.manager.load()
+    assert_same(unsaving.everything(), weights.everything())
     all_of_it = Run(tmp_path / "own", seed=1, initial_load_path=path, initial_load_model_only=False)
     assert all_of_it.manager.load()
     assert_same(all_of_it.everything(), source.everything())
@@ -946,33 +918,19 @@ def test_initial_path_is_used_when_own_folder_holds_nothing_whole(tmp_path):
     assert_same_weights(again, all_of_it)
 
 
-def test_initial_weights_load_whether_or_not_the_run_saves(tmp_path):
-    source = Run(tmp_path / "source")
-    source.train_and_save(1)
-    path = str(tmp_path / "source" / "checkpoint" / "step-1")
-    source.train_and_save(2)  # which a run that does not save ignores
-    runs = [
-        Run(tmp_path / name, seed=1, enable=enable, initial_load_path=path)
-        for name, enable in (("saving", True), ("source", False))
-    ]
-    assert all(run.manager.load() for run in runs)
-    assert_same(runs[0].everything(), runs[1].everything())
-
-
 def test_initial_path_that_is_no_checkpoint_names_those_that_lie_in_it(tmp_path):
-    source = Run(tmp_path / "source")
-    source.train_and_save(1)
-    folder = tmp_path / "source" / "checkpoint"
-    with pytest.raises(ValueError, match="initial_load_path must be a folder.*'nowhere'"):
-        Run(tmp_path, initial_load_path="nowhere").manager.load()
-    with pytest.raises(ValueError, match=r"initial_load_path .*name one of .*: step-1$"):
-        Run(tmp_path, initial_load_path=str(folder)).manager.load()
-    (tmp_path / "hf").mkdir()
-    with pytest.raises(ValueError, match="initial_load_path .*: none$"):
-        Run(tmp_path, initial_load_path=str(tmp_path / "hf")).manager.load()
+    Run(tmp_path / "source").train_and_save(1)
+    for name in ("empty", "hf"):
+        (tmp_path / name).mkdir()
     (tmp_path / "hf" / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="set checkpoint.initial_load_in_hf = true"):
-        Run(tmp_path, initial_load_path=str(tmp_path / "hf")).manager.load()
+    for path, message in (
+        ("nowhere", "initial_load_path must be a folder.*nowhere'"),
+        ("source/checkpoint", r"initial_load_path .*name one of .*: step-1$"),
+        ("empty", "initial_load_path .*: none$"),
+        ("hf", "set checkpoint.initial_load_in_hf = true"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Run(tmp_path, initial_load_path=str(tmp_path / path)).manager.load()
 
 
 def test_step_zero_is_a_seed_of_weights(tmp_path):

@@ -71,19 +71,13 @@ def resumed(loaded=("optimizer", "dataloader"), allowed=(), saved=None, **change
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lora.alpha", 32.0),
-        ("lora.use_rslora", True),
-        ("lora.alpha_pattern", {"q_proj": 4}),
-        ("lora.dropout", 0.1),
-        ("training.restart_positions", False),
-        ("training.mask_boundary_loss", True),
-        ("training.dataset", "local"),
-        ("training.packing", "fit"),
-        ("training.shuffle", True),
-        ("training.eos_token", "x"),
+        ("lora.alpha", 32.0), ("lora.use_rslora", True), ("lora.alpha_pattern", {"q_proj": 4}),
+        ("lora.dropout", 0.1), ("training.restart_positions", False),
+        ("training.mask_boundary_loss", True), ("training.dataset", "local"),
+        ("training.packing", "fit"), ("training.shuffle", True), ("training.eos_token", "x"),
         ("validation.dataset", "local"),
     ],
-)
+)  # fmt: skip
 def test_other_meaning_is_refused_with_the_setting_that_allows_it(key, value, caplog):
     changes = {key.replace(".", "__"): value}
     with pytest.raises(ValueError) as error:
@@ -97,18 +91,15 @@ def test_other_meaning_is_refused_with_the_setting_that_allows_it(key, value, ca
         resumed(loaded=["optimizer"], **changes)  # the data begin again
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reader", "needed"),
-    [
-        ("training.data_seed", 3, "training__shuffle", True),
-        ("training.too_long", "cut", "training__dataset", "chat"),
-    ],
-)
-def test_settings_are_compared_where_something_reads_them(key, value, reader, needed):
-    changes = {key.replace(".", "__"): value}
-    resumed(**changes)
-    with pytest.raises(ValueError, match=f"{key} was"):
-        resumed(saved={reader: needed}, **{reader: needed}, **changes)
+def test_settings_are_compared_where_something_reads_them():
+    for key, value, reader in (
+        ("training.data_seed", 3, {"training__shuffle": True}),
+        ("training.too_long", "cut", {"training__dataset": "chat"}),
+    ):
+        changes = {key.replace(".", "__"): value}
+        resumed(**changes)
+        with pytest.raises(ValueError, match=f"{key} was"):
+            resumed(saved=reader, **reader, **changes)
 
 
 def test_other_weights_sources_and_chat_templates_are_refused(tmp_path):
@@ -134,6 +125,16 @@ def test_other_weights_sources_and_chat_templates_are_refused(tmp_path):
             compare_with_saved(saved, other, "step-4", loaded, ())
 
 
+def test_other_optimizer_and_wrong_names_of_settings_to_allow_are_refused():
+    saved, own = (record_of(config_with(optimizer__name=n), 8, None) for n in ("AdamW", "Adam"))
+    with pytest.raises(ValueError, match="'AdamW', got 'Adam'.*exclude_from_loading"):
+        compare_with_saved(saved, own, "step-4", ["optimizer"])
+    compare_with_saved(saved, own, "step-4", ["dataloader"])
+    compare_with_saved({}, own, "step-4", ["optimizer"])
+    with pytest.raises(ValueError, match="allow_changed .* 'lora.alfa', did you mean 'lora.alpha'"):
+        record_of(config_with(checkpoint__allow_changed=["lora.alfa"]), 8, None)
+
+
 def test_other_tokenizer_is_refused(tmp_path):
     """Its vocabulary may be the same: here the end-of-text token differs, or the normalizer."""
     shutil.copytree(TOKENIZER, tmp_path / "copy")
@@ -150,9 +151,7 @@ def test_other_tokenizer_is_refused(tmp_path):
     )
     compare_with_saved(saved, same, "step-4", ["dataloader"], ())
     for other in (ends, normalizes):
-        with pytest.raises(
-            ValueError, match=r"content of model.hf_assets_path was .*allow_changed = "
-        ):
+        with pytest.raises(ValueError, match=r"content of model.hf_assets_path was .*allow_ch"):
             compare_with_saved(saved, other, "step-4", ["dataloader"], ())
         compare_with_saved(saved, other, "step-4", ["dataloader"], ["model.hf_assets_path"])
 
@@ -190,11 +189,6 @@ def test_other_task_of_rl_is_refused(tmp_path, caplog):
         record_of(RLConfig(checkpoint=Checkpoint(allow_changed=allowed)), 8, None)
 
 
-def test_wrong_name_of_a_setting_to_allow_is_refused():
-    with pytest.raises(ValueError, match="allow_changed .* 'lora.alfa', did you mean 'lora.alpha'"):
-        record_of(config_with(checkpoint__allow_changed=["lora.alfa"]), 8, None)
-
-
 def test_run_continues_with_the_content_of_its_data_wherever_that_lies(tmp_path, own_flavors):
     """Not with as many other documents, or another epsilon or base of the model's positions."""
     from tests.reliability.jobs import TINY_JOB
@@ -225,14 +219,6 @@ def test_run_continues_with_the_content_of_its_data_wherever_that_lies(tmp_path,
         with pytest.raises(ValueError, match=f"cannot continue from .*step-3: {key} was"):
             run(4, *flags)
     run(4, "other", "--checkpoint.allow_changed=training.dataset_path")
-
-
-def test_other_optimizer_is_an_error_with_both_names():
-    saved, own = (record_of(config_with(optimizer__name=n), 8, None) for n in ("AdamW", "Adam"))
-    with pytest.raises(ValueError, match="'AdamW', got 'Adam'.*exclude_from_loading"):
-        compare_with_saved(saved, own, "step-4", ["optimizer"])
-    compare_with_saved(saved, own, "step-4", ["dataloader"])
-    compare_with_saved({}, own, "step-4", ["optimizer"])
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "[" * 10**5])

@@ -6,9 +6,7 @@ from scripts.composability import refused_pairs
 
 # Rule -> the pairs that it refuses, of the features in scripts/composability.py.
 REFUSED = {
-    "layout.early_step_with_ddp": {
-        "DDP 2 + early step",
-    },
+    "layout.early_step_with_ddp": {"DDP 2 + early step"},
     "device.device_limits": {
         "CP 2, allgather + fp32",
         "CP 2, ptrr + fp32",
@@ -19,10 +17,7 @@ REFUSED = {
         "TP 2, asynchronous + varlen",
         "varlen + fp32",
     },
-    "layout.tensor_parallel": {
-        "TP 2 + experts, float8",
-        "TP 2, asynchronous + experts, float8",
-    },
+    "layout.tensor_parallel": {"TP 2 + experts, float8", "TP 2, asynchronous + experts, float8"},
     "model.output_in_high_precision": {"TP 2 + float8", "TP 2, asynchronous + float8"},
     "layout.pipeline_schedule": {
         "PP 2, ZBVZeroBubble + compile",
@@ -34,15 +29,9 @@ REFUSED = {
         "PP 2, ZBVZeroBubble + early step",
         "experts, EP 2 + early step",
     },
-    "layout.context_parallel": {
-        "CP 2, ptrr + sdpa",
-    },
-    "model.attention": {
-        "sdpa + packed documents",
-    },
-    "layout.global_batch_size": {
-        "early step + accumulation",
-    },
+    "layout.context_parallel": {"CP 2, ptrr + sdpa"},
+    "model.attention": {"sdpa + packed documents"},
+    "layout.global_batch_size": {"early step + accumulation"},
 }
 
 

@@ -1,5 +1,6 @@
 """A setting that nothing reads under the rest of the config is named once."""
 
+import copy
 import dataclasses
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import get_args, get_origin
 import pytest
 
 import torchtitan
+from tests.reliability.jobs import flags_in
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.checks import check_job_config
 from torchtitan.config.checks.common import problem_in
@@ -60,18 +62,12 @@ def sections_in(section):
 
 
 def tiny_job(folder):
-    return ConfigManager().parse_args(
-        [
-            f"--job.dump_folder={folder}",
-            "--model.flavor=debugmodel",
-            "--model.args=dim=32, n_layers=1, n_heads=2",
-            "--training.seq_len=16",
-            "--training.local_batch_size=1",
-            "--training.steps=2",
-            "--training.mixed_precision_param=float32",
-            "--activation_checkpoint.mode=none",
-        ]
-    )
+    settings = flags_in(f"""
+        job.dump_folder={folder} model.flavor=debugmodel training.seq_len=16 training.steps=2
+        training.local_batch_size=1 training.mixed_precision_param=float32
+        activation_checkpoint.mode=none
+    """)
+    return ConfigManager().parse_args([*settings, "--model.args=dim=32, n_layers=1, n_heads=2"])
 
 
 @pytest.mark.long
@@ -91,9 +87,9 @@ def test_each_key_that_a_run_does_not_read_is_named_when_it_is_changed(tmp_path,
     trainer.close()
     monkeypatch.undo()
 
-    silent = []
+    silent, job = [], tiny_job(tmp_path)
     for key, value, annotation, _ in settings_of(JobConfig()):
-        config = tiny_job(tmp_path)
+        config = copy.deepcopy(job)
         section = config
         for name in key.split(".")[:-1]:
             section = getattr(section, name)

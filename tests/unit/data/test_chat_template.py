@@ -14,7 +14,7 @@ QUESTION = [{"role": "user", "content": "2+2?"}]
 RESULT = {"role": "tool", "content": "4"}
 
 
-def test_folder_without_a_template_has_none_and_a_file_takes_its_place(tmp_path):
+def test_folder_has_no_template_one_or_one_for_tools_and_a_file_takes_its_place(tmp_path):
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path / "model")))
     assert ChatTemplate.of_tokenizer(tokenizer) is None
     path = tmp_path / "own.jinja"
@@ -23,9 +23,6 @@ def test_folder_without_a_template_has_none_and_a_file_takes_its_place(tmp_path)
     assert chat.render(QUESTION) == "<|begin|>2+2?<|im_end|>"
     with pytest.raises(ValueError, match="cannot read the chat template .*none.jinja"):
         ChatTemplate.of_tokenizer(tokenizer, path=str(tmp_path / "none.jinja"))
-
-
-def test_folder_with_several_templates_has_one_for_tools(tmp_path):
     several = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, several)))
     assert ChatTemplate.of_tokenizer(tokenizer).render(QUESTION) == "d"
@@ -79,9 +76,7 @@ def test_template_that_never_ends_is_refused_by_its_name(case, monkeypatch):
 def test_text_beyond_all_chats_and_messages_nested_too_deeply_are_refused():
     chat = ChatTemplate("{{ 'ab' * messages[0].content }}", "bad.jinja")
     assert chat.render([{"content": 2**23}]) == "ab" * 2**23
-    with pytest.raises(
-        ValueError, match="bad.jinja .*: its output has 16,777,218 characters; the limit"
-    ):
+    with pytest.raises(ValueError, match="bad.jinja .*: its output has 16,777,218 characters"):
         chat.render([{"content": 2**23 + 1}])
     content: list = []
     for _ in range(100_000):
@@ -91,9 +86,7 @@ def test_text_beyond_all_chats_and_messages_nested_too_deeply_are_refused():
 
 
 def test_source_that_is_no_template_is_told(tmp_path):
-    with pytest.raises(
-        ValueError, match="bad.jinja is not a Jinja template: Expected an expression"
-    ):
+    with pytest.raises(ValueError, match="bad.jinja is not a Jinja template: Expected an ex"):
         ChatTemplate("{% for %}{% endfor %}", "bad.jinja")
     for source in ("{{ " + "(" * 10**5, "{{ " + "(" * 150 + "1" + ")" * 150 + " }}"):
         with pytest.raises(ValueError, match="bad.jinja is not a Jinja template: "):
@@ -144,9 +137,7 @@ def test_turns_stay_as_they_were_or_the_template_is_refused():
     for chat, reply in zip(
         refused, [{"role": "user", "content": "Really?"}, RESULT, RESULT], strict=True
     ):
-        with pytest.raises(
-            ValueError, match=f"differently once .* '{reply['role']}' follows.*set rl"
-        ):
+        with pytest.raises(ValueError, match=f"once .* '{reply['role']}' follows.*set rl"):
             chat.check_turns(QUESTION, reply)
 
 

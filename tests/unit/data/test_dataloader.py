@@ -7,7 +7,7 @@ from torch.utils.data import IterableDataset
 
 from tests import hostile
 from torchtitan.config import ConfigManager
-from torchtitan.data.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
+from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.processes.stop import leave_signals_to_trainer
@@ -188,10 +188,9 @@ def test_one_hostile_position_among_those_of_other_ranks_executes_nothing(tmp_pa
 
 @pytest.mark.parametrize("name", sorted(hostile.PICKLES))
 def test_position_executes_nothing(tmp_path, name):
-    data = loader(batch_size=4)
     state = hostile.PICKLES[name](tmp_path / "canary")
     with pytest.raises(ValueError, match="data position of dp_rank_0"):
-        data.load_state_dict({"world_size": 1, "dp_rank_0": state})
+        loader(batch_size=4).load_state_dict({"world_size": 1, "dp_rank_0": state})
     assert not (tmp_path / "canary").exists()
 
 
@@ -215,10 +214,10 @@ def test_damaged_position_is_named(state, message):
         iter(data)
 
 
-@pytest.mark.parametrize("ranks", [0, 10**12, "2"])
-def test_number_of_ranks_that_is_none_is_named(ranks):
-    with pytest.raises(ValueError, match="number of ranks is"):
-        loader(batch_size=4).load_state_dict({"world_size": ranks})
+def test_number_of_ranks_that_is_none_is_named():
+    for ranks in (0, 10**12, "2"):
+        with pytest.raises(ValueError, match="number of ranks is"):
+            loader(batch_size=4).load_state_dict({"world_size": ranks})
 
 
 def test_position_that_could_not_be_read_again_is_refused_when_it_is_saved():
@@ -228,7 +227,3 @@ def test_position_that_could_not_be_read_again_is_refused_when_it_is_saved():
     next(iter(data))
     with pytest.raises(ValueError, match="which a checkpoint is to hold.*it names numpy"):
         data.state_dict()
-
-
-def test_exhaustion_may_be_raised_inside_a_generator():
-    assert not issubclass(DataloaderExhaustedError, StopIteration)

@@ -161,18 +161,14 @@ def test_data_without_documents_or_tokens_fail_instead_of_looping(monkeypatch):
     assert tokens_of(*next(iter(mostly_empty))) == [0] * 5
 
 
-def test_stream_with_fewer_parts_than_readers_fails_instead_of_looping():
-    stream = Dataset.from_list(documents_of([9])).to_iterable_dataset()
-    dataset = make_dataset(stream, dp_rank=1, dp_world_size=2, infinite=True)
-    with pytest.raises(ValueError, match="no documents for this rank"):
-        next(iter(dataset))
-
-
-def test_samples_and_loaders_of_another_type_are_named():
+def test_samples_loaders_and_streams_that_cannot_serve_are_named():
     with pytest.raises(ValueError, match="'numbers'.*must be a string, got 7"):
         next(iter(make_dataset([{"text": 7}])))
     with pytest.raises(ValueError, match="len.. and .i..*IterableDataset, got generator"):
         make_dataset(sample for sample in documents_of([9]))
+    stream = Dataset.from_list(documents_of([9])).to_iterable_dataset()
+    with pytest.raises(ValueError, match="no documents for this rank"):  # which would wait for ever
+        next(iter(make_dataset(stream, dp_rank=1, dp_world_size=2, infinite=True)))
 
 
 # ---- another number of readers ----
@@ -243,9 +239,7 @@ def test_stream_saved_by_two_ranks_names_the_remedies_on_three():
     states = {}
     for rank in range(2):
         states |= build(stream, 2, rank, 0).state_dict()
-    with pytest.raises(
-        ValueError, match="resume on as many ranks.*exclude_from_loading = .'dataloader'"
-    ):
+    with pytest.raises(ValueError, match="on as many ranks.*exclude_from_loading = .'data"):
         build(stream, 3, 0, 0).load_state_dict(states)
 
 
@@ -327,20 +321,21 @@ def test_real_tokenizer_cuts_long_documents_without_a_trace_or_warns(short_piece
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("num_before", [0, 1, 100, 900])
-def test_resume_within_a_long_document_is_exact(stream, num_before, short_pieces):
+def test_resume_within_a_long_document_is_exact(stream, short_pieces):
     samples = documents_of([3, 5000, 2])
     if stream:
         samples = Dataset.from_list(samples).to_iterable_dataset()
     unbroken = iter(dataset := make_dataset(samples, marks=True))
-    for _ in range(num_before):
-        next(unbroken)
-    state = dataset.state_dict()
-    if not stream:
-        assert len(str(state)) < 250, "a position holds no text and no tokens"
-    resumed = make_dataset(samples, marks=True)
-    resumed.load_state_dict(state)
-    assert sequences_of(resumed) == [tokens_of(*item) for item in unbroken]
+    rows, states = [], [dataset.state_dict()]
+    for row in unbroken:
+        rows.append(tokens_of(*row))
+        states.append(dataset.state_dict())
+    for num_before in (0, 1, 100, 900):
+        if not stream:
+            assert len(str(states[num_before])) < 250, "a position holds no text and no tokens"
+        resumed = make_dataset(samples, marks=True)
+        resumed.load_state_dict(states[num_before])
+        assert sequences_of(resumed) == rows[num_before:]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -437,9 +432,7 @@ def test_file_that_changes_while_it_is_read_is_named(tmp_path, name):
             (tmp_path / "other").write_text(content)
             os.utime(tmp_path / "other", ns=(0, path.stat().st_mtime_ns + 10**9))
             (tmp_path / "other").rename(path)
-        with pytest.raises(
-            ValueError, match=f"{name} had 32 bytes when the job started, and {now}"
-        ):
+        with pytest.raises(ValueError, match=f"{name} had 32 bytes when .*, and {now}"):
             documents[len(documents) - 1]
 
 
@@ -493,9 +486,7 @@ def test_parquet_files_may_differ_in_columns_that_are_not_read(tmp_path, monkeyp
         pyarrow.parquet.write_table(pyarrow.table(columns | more), folder / f"{name}.parquet")
     assert local_texts(folder) == ["one", "2024-05-01"] * 2
     pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), folder / "c.parquet")
-    with pytest.raises(
-        ValueError, match=r"c.parquet: need .* under 'text', got the keys \['body'\]"
-    ):
+    with pytest.raises(ValueError, match=r"c.parquet: need .* 'text', got the keys \['body'\]"):
         load_local_documents(str(folder))
 
 
@@ -576,20 +567,20 @@ def test_unknown_dataset_lists_the_closest_and_a_path_wins_over_the_registered_o
     assert _validate_dataset("c4", "elsewhere")[0] == "elsewhere"
 
 
+ARGUMENTS = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}
+
+
 def test_builders_take_their_own_section():
     register(documents_of([100]), "train_numbers")
     register(documents_of([50]), "validation_numbers")
     config = JobConfig()
-    config.training.dataset, config.training.seq_len = "train_numbers", 4
-    config.training.local_batch_size = 3
-    config.validation.dataset, config.validation.seq_len = "validation_numbers", 9
-    config.validation.local_batch_size = 2
-    arguments = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}
-
-    training = build_text_dataloader(job_config=config, **arguments)
-    batches = iter(training)
+    for section, values in {"training": (4, 3), "validation": (9, 2)}.items():
+        part = getattr(config, section)
+        part.dataset = "train_numbers" if section == "training" else "validation_numbers"
+        part.seq_len, part.local_batch_size = values
+    batches = iter(build_text_dataloader(job_config=config, **ARGUMENTS))
     assert [next(batches)[1].shape for _ in range(30)] == [(3, 4)] * 30  # an infinite dataset
-    validation = build_text_validation_dataloader(job_config=config, **arguments)
+    validation = build_text_validation_dataloader(job_config=config, **ARGUMENTS)
     assert [labels.shape for _, labels in validation] == [(2, 9)] * 3  # a row is padding
 
 
@@ -612,10 +603,9 @@ def test_validation_without_data_of_its_own_takes_the_training_section(caplog):
     config = JobConfig()
     config.training.dataset, config.training.seq_len = "numbers", 4
     config.training.dataset_path, config.validation.local_batch_size = "somewhere", 2
-    arguments = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}
 
     def shapes():
-        validation = build_text_validation_dataloader(job_config=config, **arguments)
+        validation = build_text_validation_dataloader(job_config=config, **ARGUMENTS)
         return {tuple(labels.shape) for _, labels in validation}
 
     assert shapes() == {(2, 4)}

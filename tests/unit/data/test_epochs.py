@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.test_row_streams import source
+from tests.unit.data.test_row_streams import source, tokens_of
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import MixtureSource
@@ -128,7 +128,7 @@ def test_each_pass_reads_every_document_once_and_the_rest_is_padding(
     in_order = [
         row for s in range(steps) for r in of_ranks for row in r[s * rows : s * rows + rows]
     ]
-    everything = [1000 * i + t for i, length in enumerate(lengths) for t in range(length)]
+    everything = tokens_of(lengths)
     read, num_read = Counter(), 0
     for x, labels in in_order:
         own = tokens_in([(x["input"][None], labels[None])], method, -7)
@@ -237,9 +237,8 @@ def test_finished_run_goes_on_with_another_epoch():
     more.load_state_dict(first.state_dict())
     assert more.num_steps_left == 2
     read += list(more)
-    everything = [1000 * i + t for i, length in enumerate(lengths) for t in range(length)]
     as_batches = [(x["input"][None], labels[None]) for x, labels in read]
-    assert tokens_in(as_batches, "concat", -7) == Counter(everything * 2)
+    assert tokens_in(as_batches, "concat", -7) == Counter(tokens_of(lengths) * 2)
 
 
 def test_position_in_other_rows_is_refused():

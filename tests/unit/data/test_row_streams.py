@@ -37,6 +37,10 @@ class Numbered:
         return 1000 * index + np.arange(self.lengths[index])
 
 
+def tokens_of(lengths):
+    return [1000 * i + k for i, length in enumerate(lengths) for k in range(length)]
+
+
 def source(lengths, **fields):
     return Source("numbers", Numbered(lengths), Tokens, TOKENIZER, **fields)
 
@@ -134,11 +138,9 @@ def test_trained_tokens_are_the_labels_that_count():
 # ---- mixtures ----
 
 
-@pytest.mark.parametrize(
-    ("method", "n_rows", "error"),
-    [("concat", 4, 0.005), ("concat", 64, 0.005), ("fit", 4, 0.005), ("fit", 64, 0.005)],
-)
-def test_shares_of_a_mixture_follow_the_weights(method, n_rows, error):
+@pytest.mark.parametrize("n_rows", [4, 64])
+@pytest.mark.parametrize("method", ["concat", "fit"])
+def test_shares_of_a_mixture_follow_the_weights(method, n_rows):
     """After a million tokens, although documents of one source are ten times longer than another's."""
     generator = np.random.default_rng(1)
     weights = [0.5, 0.3, 0.2]
@@ -153,7 +155,7 @@ def test_shares_of_a_mixture_follow_the_weights(method, n_rows, error):
     while tokens.sum() < 1_000_000:
         x, _ = next(rows)
         tokens += x["sources"][x["document_ids"] >= 0].bincount(minlength=3)
-    assert (tokens / tokens.sum() - torch.tensor(weights)).abs().max() <= error
+    assert (tokens / tokens.sum() - torch.tensor(weights)).abs().max() <= 0.005
 
 
 def test_sources_of_equal_length_have_orders_of_their_own():
@@ -229,9 +231,7 @@ def test_ranks_share_the_files_of_a_stream():
             stream_rows(0, 1, 8, n=96)[0][80:],
         ]
         assert rest[0] == rest[1]
-    with pytest.raises(
-        ValueError, match="8 data-parallel ranks.*4 in common.*on 1 or 2 or 4 ranks"
-    ):
+    with pytest.raises(ValueError, match="8 data-p.*4 in common.*on 1 or 2 or 4 ranks"):
         stream_rows(0, 8, 1)
 
 
@@ -319,9 +319,7 @@ def test_waiting_document_of_another_length_than_at_the_save_is_refused():
     rows_of(dataset, 1)
     state = dataset.state_dict()
     lengths[2] = 6
-    with pytest.raises(
-        ValueError, match="document 2 .* had 5 tokens .* has 6; resume with the same"
-    ):
+    with pytest.raises(ValueError, match="document 2 .* had 5 tokens .* has 6; resume with"):
         PackedDataset([source(lengths)], Packing("fit", 16)).load_state_dict(state)
 
 
@@ -347,5 +345,4 @@ def test_another_global_batch_loses_no_token_and_repeats_none():
             dataset.inherit(states)
         seen += [t for _, tokens in documents_in(rows_of(dataset, n)) for t in tokens]
         states = [dataset.state_dict()]
-    everything = [1000 * i + k for i, length in enumerate(lengths) for k in range(length)]
-    assert sorted(seen) == everything
+    assert sorted(seen) == tokens_of(lengths)

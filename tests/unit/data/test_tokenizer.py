@@ -34,6 +34,13 @@ def word_backend(words=("[UNK]", "<s>", "</s>", "hello", "world")):
     return backend
 
 
+WORDS = {"tokenizer__json": word_backend().to_str()}
+
+
+def folder_of_words(folder, **config):
+    return write_folder(folder, **WORDS, tokenizer_config__json=config)
+
+
 def test_shipped_tokenizer_fits_the_debug_models_exactly(shipped):
     assert shipped.get_vocab_size() == shipped.vocab_size == 2048
     assert sorted(shipped.get_vocab().values()) == list(range(2048))
@@ -62,9 +69,7 @@ def test_begin_and_end_are_added_on_request_only(shipped):
 
 def test_config_sets_what_is_added_by_default(tmp_path):
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-    path = write_folder(tmp_path, tokenizer_config__json=config)
-    word_backend().save(path + "/tokenizer.json")
-    tokenizer = HuggingFaceTokenizer(path)
+    tokenizer = HuggingFaceTokenizer(folder_of_words(tmp_path, **config))
     assert tokenizer.default_add_bos and not tokenizer.default_add_eos
     assert tokenizer.encode("hello") == [1, 3]
     assert tokenizer.encode("hello", add_bos=False, add_eos=True) == [3, 2]
@@ -92,15 +97,10 @@ def test_tokens_of_the_config_keep_their_flags_and_get_the_next_ids_those_with_a
             "901": {"content": "<end>", "special": True},
         },
     }
-    path = write_folder(tmp_path, tokenizer_config__json=config)
-    word_backend().save(path + "/tokenizer.json")
-    tokenizer = HuggingFaceTokenizer(path)
+    tokenizer = HuggingFaceTokenizer(folder_of_words(tmp_path, **config))
     added = tokenizer.tokenizer.get_added_tokens_decoder()
-    assert {number: token.content for number, token in added.items()} == {
-        5: "<tool>",
-        6: "<end>",
-        7: "<start>",
-    }
+    contents = [(number, token.content) for number, token in added.items()]
+    assert sorted(contents) == [(5, "<tool>"), (6, "<end>"), (7, "<start>")]
     assert [added[number].special for number in (5, 6, 7)] == [False, True, True]
     assert added[7].lstrip and tokenizer.bos_id == 7 and tokenizer.eos_id is None
     assert tokenizer.get_vocab_size() == 8
@@ -118,28 +118,10 @@ def test_vocab_and_merges_make_byte_level_bpe(tmp_path):
 
 
 def test_missing_folder_or_tokenizer_names_the_config_key_or_what_is_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="/nowhere/tok.*model.hf_assets_path.*download_hf"):
+    with pytest.raises(FileNotFoundError, match="/nowhere/tok.*model.hf_assets_path.*hf download"):
         HuggingFaceTokenizer("/nowhere/tok")
     with pytest.raises(FileNotFoundError, match="README.md"):
         HuggingFaceTokenizer(write_folder(tmp_path, README__md="no tokenizer"))
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
-def test_broken_json_is_named(tmp_path, name):
-    if name == "tokenizer_config.json":
-        word_backend().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "merges.txt").write_text("")
-    (tmp_path / name).write_text('{"version": ')
-    with pytest.raises(ValueError, match=name):
-        HuggingFaceTokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("value", [{"lstrip": True}, 7, {"content": 7}])
-def test_special_token_without_text_is_named(tmp_path, value):
-    path = write_folder(tmp_path, tokenizer_config__json={"eos_token": value})
-    word_backend().save(path + "/tokenizer.json")
-    with pytest.raises(ValueError, match="eos_token"):
-        HuggingFaceTokenizer(path)
 
 
 def test_truncation_and_padding_of_the_file_are_left_to_whoever_made_batches(tmp_path):
@@ -155,6 +137,11 @@ def test_truncation_and_padding_of_the_file_are_left_to_whoever_made_batches(tmp
     ("files", "message"),
     [
         ({"tokenizer__json": "[" * 100_000}, "cannot read the tokenizer in .*tokenizer.json"),
+        ({"tokenizer__json": '{"version": '}, "tokenizer.json"),
+        (WORDS | {"tokenizer_config__json": '{"version": '}, "tokenizer_config.json"),
+        ({"vocab__json": '{"version": ', "merges__txt": ""}, "vocab.json"),
+        *((WORDS | {"tokenizer_config__json": {"eos_token": value}}, "eos_token")
+          for value in ({"lstrip": True}, 7, {"content": 7})),
         ({"vocab__json": '{"a":' * 100_000, "merges__txt": ""}, "vocab.json is not valid JSON: .*too deeply"),
         ({"vocab__json": {"a": "b"}, "merges__txt": ""}, "(?s)merges.txt does not fit the vocabulary beside it: .*integer"),
         ({"vocab__json": {"a": 0}, "merges__txt": "", "tokenizer_config__json": {"added_tokens_decoder": [1]}},
@@ -172,10 +159,10 @@ def test_content_that_is_no_tokenizer_is_named(tmp_path, files, message):
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "vocab.json").write_text('{"a": 0}')
-    (tmp_path / "merges.txt").write_bytes(b"a\n\xff\n")
+    folder = write_folder(tmp_path / "t", vocab__json={"a": 0})
+    (tmp_path / "t/merges.txt").write_bytes(b"a\n\xff\n")
     with pytest.raises(ValueError, match="merges.txt does not fit.*can't decode byte 0xff"):
-        HuggingFaceTokenizer(str(tmp_path))
+        HuggingFaceTokenizer(folder)
 
 
 def test_lines_of_merges_end_with_a_newline_only(tmp_path):
@@ -199,8 +186,7 @@ def test_lines_of_merges_end_with_a_newline_only(tmp_path):
 )
 def test_documents_begin_as_the_files_and_the_job_say(config, options, begins, tmp_path, caplog):
     caplog.set_level("INFO")
-    path = write_folder(tmp_path, tokenizer_config__json={"eos_token": "</s>"} | config)
-    word_backend().save(path + "/tokenizer.json")
+    path = folder_of_words(tmp_path, **{"eos_token": "</s>"} | config)
     tokenizer = HuggingFaceTokenizer(path, **options)
     assert tokenizer.begins_documents == begins
     document = OpenDocument(0, tokenizer, "hello world")

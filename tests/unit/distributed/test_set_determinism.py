@@ -1,37 +1,19 @@
 """Seeds of simulated ranks, read back from torch's generator."""
 
+import math
 import os
-from types import SimpleNamespace
+from collections import defaultdict
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config import Debug
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism
 from torchtitan.testing.gloo import run_ranks
-
-
-class SimulatedDims:
-    """The part of ParallelDims that `set_determinism` uses, for one rank of a simulated world."""
-
-    def __init__(self, sizes, coordinate):
-        self.meshes = {}
-        for name, size in sizes.items():
-            mesh = MagicMock(device_type="cpu")
-            mesh.size.return_value = size
-            mesh.get_local_rank.return_value = coordinate[name]
-            self.meshes[name] = mesh
-        self.world_size = 1
-        for size in sizes.values():
-            self.world_size *= size
-        self.world_mesh = SimpleNamespace(device_type="cpu")
-        for name in ("pp", "tp", "cp", "dp_replicate", "dp_shard", "ep", "etp"):
-            setattr(self, name, sizes.get(name, 1))
-
-    def get_optional_mesh(self, name):
-        return self.meshes.get(name)
 
 
 @pytest.fixture(autouse=True)
@@ -46,43 +28,28 @@ def seed_in_use():
     return torch.get_rng_state()[:8].view(torch.int64).item()
 
 
-def seeds(sizes, distinct, seed):
-    """Return the seed of every rank, by coordinate, and the set of base seeds."""
-    found, bases = {}, set()
-    coordinates = [{}]
-    for name, size in sizes.items():
-        coordinates = [c | {name: i} for c in coordinates for i in range(size)]
-    for coordinate in coordinates:
-        simulated = SimulatedDims(sizes, coordinate)
-        with (
-            patch("torch.distributed.distributed_c10d.get_world_size", return_value=8),
-            patch("torch.distributed.distributed_c10d.get_rank", return_value=0),
-        ):
-            base = set_determinism(
-                parallel_dims=simulated,
-                device=torch.device("cpu"),
-                debug_config=Debug(seed=seed, deterministic=False),
-                distinct_seed_mesh_dims=distinct,
-            )
-        bases.add(base)
-        found[tuple(coordinate.values())] = seed_in_use()
+def seeds(distinct, seed, **degrees):
+    """Return (index on each of `distinct` -> its ranks' seeds) in a simulated world, and the base seeds."""
+    ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
+    world_size = math.prod(degrees.values())
+    found, bases = defaultdict(set), set()
+    for rank in range(world_size):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dims = ParallelDims(**ones | degrees, world_size=world_size)
+        bases.add(set_determinism(dims, torch.device("cpu"), Debug(seed=seed), distinct))
+        found[tuple(dims.get_mesh(name).get_local_rank() for name in distinct)].add(seed_in_use())
+        dist.destroy_process_group()
     return found, bases
 
 
 def test_pipeline_ranks_differ_and_data_parallel_ranks_agree():
-    found, bases = seeds({"dp_shard": 4, "pp": 2}, ["pp"], 1000)
-    assert bases == {1000}
-    for pp in range(2):
-        assert {found[dp, pp] for dp in range(4)} == {1000 + pp}
+    assert seeds(["pp"], 1000, dp_shard=4, pp=2) == ({(0,): {1000}, (1,): {1001}}, {1000})
 
 
 def test_first_distinct_axis_varies_fastest():
-    sizes = {"dp_shard": 3, "dp_replicate": 2, "tp": 4}
-    found, bases = seeds(sizes, ["dp_shard", "dp_replicate"], 2000)
+    found, bases = seeds(["fsdp", "dp_replicate"], 2000, dp_shard=3, dp_replicate=2, tp=2)
     assert bases == {2000}
-    for (shard, replicate, _tp), seed in found.items():
-        assert seed == 2000 + shard + 3 * replicate
-    assert len(set(found.values())) == 6
+    assert found == {(s, r): {2000 + s + 3 * r} for s in range(3) for r in range(2)}
 
 
 def test_one_process_is_seeded_without_a_process_group():

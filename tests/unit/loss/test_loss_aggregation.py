@@ -81,25 +81,17 @@ def test_sequences_without_a_token_count_in_verls_denominator_if_asked(mode):
     assert ranks / (sum(share for _, share in parts) or 1) == pytest.approx(whole, rel=1e-6)
 
 
-def test_prompts_without_a_token_count_if_asked():
-    weights = aggregation_weights(
-        MASKS, "prompt-mean", prompt_ids=["a", "a", "b", "c"], count_empty=True
-    )
-    found = torch.cat(weights).tolist()
-    assert found == pytest.approx([1 / 9, 1 / 9, 0, 0, 1 / 9, 0, 0])  # prompts a, b and c
-
-
 def test_prompts_weigh_alike_however_many_tokens_answer_them():
-    weights = aggregation_weights(MASKS, "prompt-mean", prompt_ids=[7, 8, 8, 9])
-    assert [w.tolist() for w in weights] == [[0.25, 0.25, 0], [0, 0.5], [0, 0], []]
+    def weights(ids, **options):
+        found = aggregation_weights(MASKS, "prompt-mean", prompt_ids=ids, **options)
+        return [w.tolist() for w in found]
 
-
-def test_prompts_may_be_told_apart_by_a_tensor():
-    expected = aggregation_weights(MASKS, "prompt-mean", prompt_ids=[7, 8, 8, 9])
+    expected = [[0.25, 0.25, 0], [0, 0.5], [0, 0], []]
     ids = torch.tensor([7, 8, 8, 9])
-    for prompt_ids in (ids, list(ids)):
-        weights = aggregation_weights(MASKS, "prompt-mean", prompt_ids=prompt_ids)
-        assert [w.tolist() for w in weights] == [w.tolist() for w in expected]
+    assert weights([7, 8, 8, 9]) == weights(ids) == weights(list(ids)) == expected
+    # Prompts without a token count if asked: a, b and c.
+    found = sum(weights(["a", "a", "b", "c"], count_empty=True), [])
+    assert found == pytest.approx([1 / 9, 1 / 9, 0, 0, 1 / 9, 0, 0])
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
@@ -144,19 +136,18 @@ def test_step_without_a_token_in_the_loss_has_weights_zero(mode, masks):
     assert [w.tolist() for w in weights] == [[0.0] * len(mask) for mask in masks]
 
 
-def test_sum_norm_refuses_to_run_without_its_constant():
-    for norm in (None, 0, -1.0):
-        with pytest.raises(ValueError, match="norm, which must be above 0"):
-            aggregation_weights(MASKS, "seq-mean-token-sum-norm", norm=norm)
-
-
-def test_unknown_mode_and_missing_prompts_are_refused():
-    with pytest.raises(ValueError, match="must be one of token-mean, .*, got 'mean'"):
-        aggregation_weights(MASKS, "mean")
-    with pytest.raises(ValueError, match="one for each of 4 sequences, got none"):
-        aggregation_weights(MASKS, "prompt-mean")
-    with pytest.raises(ValueError, match="one for each of 4 sequences, got 2"):
-        aggregation_weights(MASKS, "prompt-mean", prompt_ids=[1, 2])
+def test_what_a_mode_lacks_and_an_unknown_mode_are_refused():
+    for mode, options, message in (
+        *(
+            ("seq-mean-token-sum-norm", {"norm": n}, "norm, which must be above 0")
+            for n in (None, 0, -1)
+        ),
+        ("mean", {}, "must be one of token-mean, .*, got 'mean'"),
+        ("prompt-mean", {}, "one for each of 4 sequences, got none"),
+        ("prompt-mean", {"prompt_ids": [1, 2]}, "one for each of 4 sequences, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            aggregation_weights(MASKS, mode, **options)
 
 
 def test_values_without_weight_count_nowhere_even_if_not_finite():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
-from torchtitan.batch.documents import document_ids_from_positions
+from torchtitan.batch.documents import PADDING, document_ids_from_positions
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models import attention
 from torchtitan.models.attention import (
@@ -34,46 +34,41 @@ FP32 = {"rtol": 1e-5, "atol": 5e-6}
 EOS = 2
 
 
-def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=8, value_dim=None, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=8, value_dim=None, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
     shapes = [(n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, value_dim or head_dim)]
-    return tuple(
-        torch.randn(n_rows, seq_len, heads, size, generator=generator)
-        .transpose(1, 2)
-        .requires_grad_()
+    return [
+        torch.randn(n_rows, heads, seq_len, size, generator=generator).to(dtype).requires_grad_()
         for heads, size in shapes
-    )
+    ]
 
 
 def dense(q, k, v, allowed, scale=None):
-    """Softmax over allowed pairs, step by step; zeros for a query that sees nothing.
-
-    q: [B, H, T, D]; k, v: [B, K, T, D]; allowed: bool, broadcastable to [B, H, T, T].
-    """
-    n_rep = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(n_rep, dim=1) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * scale
-    weights = torch.where(allowed, (scores - scores.amax(-1, keepdim=True)).exp(), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    return (weights / torch.where(total > 0, total, 1.0)) @ v.double()
+    """(output [B, H, T, Dv], log-sum-exp [B, H, T]) in float64; allowed: bool [B or 1, 1 or H, T, T]."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def allowed_pairs(document_ids):
-    """bool [B, 1, T, T]: causal, within a run of equal ids; padding sees only itself."""
-    n_rows, seq_len = document_ids.shape
-    allowed = torch.zeros(n_rows, 1, seq_len, seq_len, dtype=torch.bool)
-    for row, ids in enumerate(document_ids.tolist()):
-        for q in range(seq_len):
-            key = q
-            while key >= 0 and ids[key] == ids[q] and (key == q or ids[q] >= 0):
-                allowed[row, 0, q, key] = True
-                key -= 1
-    return allowed
+def allowed_pairs(document_ids, window=None):
+    """bool [B, 1, T, T]: causal, within a document and the window; padding sees only itself."""
+    columns = torch.arange(document_ids.shape[1])
+    distance = columns[:, None] - columns
+    same = (document_ids[:, :, None] == document_ids[:, None]) & (document_ids != PADDING)[:, None]
+    allowed = (same & (distance >= 0)) | (distance == 0)
+    return (allowed if window is None else allowed & (distance < window))[:, None]
 
 
-def varlen_metadata(document_ids):
-    return DocumentMask.from_documents(document_ids).lower("varlen").lowered
+def ids_of(*rows):
+    """Document ids from lengths; a negative length is padding."""
+    return torch.tensor(
+        [
+            [PADDING if n < 0 else i for i, n in enumerate(row) for _ in range(abs(n))]
+            for row in rows
+        ]
+    )
 
 
 def assert_same(actual, expected, inputs, **tolerance):
@@ -91,47 +86,45 @@ def assert_same(actual, expected, inputs, **tolerance):
 
 @st.composite
 def packings(draw):
-    """Ids [B, T] with single tokens and padding anywhere."""
-    seq_len = draw(st.integers(1, 40))
-    n_rows = draw(st.integers(1, 3))
+    """Ids [B, T] with documents shorter and longer than a chunk of the windowed operator."""
+    seq_len = draw(st.integers(1, 160))
     rows = []
-    for _ in range(n_rows):
-        row, document = [], 0
-        while len(row) < seq_len:
-            length = draw(st.integers(1, 12))
-            is_padding = draw(st.integers(0, 3)) == 0
-            row += [-1 if is_padding else document] * length
-            document += not is_padding
-        rows.append(row[:seq_len])
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-@settings(max_examples=60, deadline=None)
-@given(packings(), st.sampled_from([4, 16]))
-def test_block_mask_from_boundaries_equals_the_evaluated_one(document_ids, block_size):
-    allowed = allowed_pairs(document_ids)[:, 0]
-    n_rows, seq_len = document_ids.shape
-
-    def by_lookup(b, h, q_idx, kv_idx):
-        return allowed[b, q_idx, kv_idx]
-
-    wanted = create_block_mask(
-        by_lookup, n_rows, None, seq_len, seq_len, device="cpu", BLOCK_SIZE=block_size
-    )
-    mask = DocumentMask.from_documents(document_ids).block_mask(block_size)
-    assert mask.shape == wanted.shape
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        counts = getattr(mask, f"{kind}_num_blocks")
-        assert torch.equal(counts, getattr(wanted, f"{kind}_num_blocks")), kind
-        indices, wanted_indices = (getattr(m, f"{kind}_indices") for m in (mask, wanted))
-        for place in (counts > 0).nonzero().tolist():
-            n = counts[tuple(place)]
-            assert set(indices[tuple(place)][:n].tolist()) == set(
-                wanted_indices[tuple(place)][:n].tolist()
+    for _ in range(draw(st.integers(1, 2))):
+        lengths = draw(
+            st.lists(
+                st.one_of(st.integers(-3, -1), st.integers(1, 9), st.integers(60, 140)),
+                min_size=1,
+                max_size=8,
             )
-    q_idx, kv_idx = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
-    for row in range(n_rows):
-        assert torch.equal(mask.mask_mod(row, 0, q_idx, kv_idx), allowed[row])
+        )
+        rows.append((ids_of(lengths)[0].tolist() + [len(lengths)] * seq_len)[:seq_len])
+    return torch.tensor(rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(packings(), st.sampled_from([4, 16]), st.sampled_from([None, 1, 3, 16, 50]))
+def test_block_mask_from_boundaries_equals_the_evaluated_one(ids, block_size, window):
+    n_rows, seq_len = ids.shape
+    whole_rows = DocumentMask.from_rows(n_rows, seq_len, ids.device).with_window(window)
+    for documents, mask in (
+        (ids, DocumentMask.from_documents(ids).with_window(window)),
+        (ids[:1] * 0, whole_rows),
+    ):
+        mask = mask.block_mask(block_size)
+        allowed = allowed_pairs(documents, window)[:, 0]
+
+        def by_lookup(b, h, q_idx, kv_idx, allowed=allowed):
+            return allowed[b, q_idx, kv_idx]
+
+        wanted = create_block_mask(
+            by_lookup, len(documents), None, seq_len, seq_len, device="cpu", BLOCK_SIZE=block_size
+        )
+        # dense blocks: visible blocks, and blocks that need no mask
+        assert torch.equal(mask.to_dense(), wanted.to_dense())
+        assert torch.equal(mask.full_kv_num_blocks, wanted.full_kv_num_blocks)
+        q_idx, kv_idx = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
+        for row in range(len(documents)):
+            assert torch.equal(mask.mask_mod(row, 0, q_idx, kv_idx), allowed[row])
 
 
 def lookup(mask_mod, n_rows, seq_len):
@@ -182,7 +175,7 @@ def test_document_masks_compose_with_other_masks(name):
                 allowed[row, 0, q, k] = seen and documents[q] == documents[k]
     inputs = tensors(2, 10, 4, 2)
     out = FlexAttentionWrapper()(*inputs, block_mask=mask, enable_gqa=True)
-    assert_same(out, dense(*inputs, allowed), inputs, **FP32)
+    assert_same(out, dense(*inputs, allowed)[0], inputs, **FP32)
 
 
 def test_score_mod_changes_the_scores():
@@ -207,7 +200,7 @@ def test_values_may_have_another_head_size(attn_type):
     inputs = tensors(2, 7, 4, 2, head_dim=12, value_dim=8)
     out = attend(build_inner_attention(attn_type), *inputs, mask)
     assert out.shape == (2, 7, 4, 8)
-    expected = dense(*inputs, torch.ones(7, 7).tril().bool()).transpose(1, 2)
+    expected = dense(*inputs, torch.ones(7, 7).tril().bool())[0].transpose(1, 2)
     assert_same(out, expected, inputs, **FP32)
 
 
@@ -217,7 +210,7 @@ def test_bf16_differs_from_fp32_by_its_own_rounding(attn_type):
     inputs = [x.detach().bfloat16().requires_grad_() for x in tensors(1, 32, 4, 2)]
     out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.from_documents(ids))
     assert out.dtype == torch.bfloat16
-    expected = dense(*inputs, allowed_pairs(ids)).transpose(1, 2)
+    expected = dense(*inputs, allowed_pairs(ids))[0].transpose(1, 2)
     # bf16 keeps 8 bits: 4e-3 relative per rounding, a few of them.
     assert_same(out, expected, inputs, rtol=2e-2, atol=3e-2)
 
@@ -232,7 +225,7 @@ def test_varlen_metadata_has_the_known_boundaries():
 
 
 def test_mask_of_another_batch_names_both_sizes():
-    metadata = varlen_metadata(torch.zeros(1, 6, dtype=torch.int32))
+    metadata = DocumentMask.from_rows(1, 6, torch.device("cpu")).lower("varlen").lowered
     with pytest.raises(ValueError, match="cover 6 tokens and the batch has 5"):
         VarlenAttentionWrapper()(*tensors(1, 5, 2, 2), metadata)
 
@@ -240,7 +233,7 @@ def test_mask_of_another_batch_names_both_sizes():
 def test_sdpa_is_causal():
     inputs = tensors(2, 9, 4, 2)
     out = ScaledDotProductAttentionWrapper()(*inputs, enable_gqa=True)
-    assert_same(out, dense(*inputs, torch.ones(9, 9).tril().bool()), inputs, **FP32)
+    assert_same(out, dense(*inputs, torch.ones(9, 9).tril().bool())[0], inputs, **FP32)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -336,7 +329,7 @@ def test_changing_documents_do_not_recompile_after_warm_up(attn_type):
         mask = DocumentMask.from_documents(ids).lower(attn_type)
         out = compiled(inner, *inputs, mask)
         torch.testing.assert_close(
-            out.double(), dense(*inputs, allowed_pairs(ids)).transpose(1, 2), **FP32
+            out.double(), dense(*inputs, allowed_pairs(ids))[0].transpose(1, 2), **FP32
         )
         torch.autograd.grad(out.sum(), inputs)
         n_compiled.append(counter.frame_count)
@@ -391,3 +384,154 @@ def test_flex_in_a_compiled_block_takes_the_options_of_its_card(
     model[0](*(torch.empty(1, 2, 8, 128, dtype=dtype, device="meta") for _ in "qkv"))
     options = flex.flex_attention.call_args.kwargs.get("kernel_options")
     assert (options is not None and options["bwd_num_warps"] == 4) == is_set
+
+
+# ---- windows, and gradients through the log-sum-exp of the scores ----
+
+
+@settings(max_examples=25, deadline=None)
+@given(packings(), st.sampled_from([(2, 2), (4, 1)]), st.sampled_from([None, 1, 2, 7, 64, 130]))
+def test_window_and_log_sum_exp_with_gradients_equal_dense_attention(ids, heads, window):
+    inputs = tensors(*ids.shape, *heads)
+    expected_out, expected_lse = dense(*inputs, allowed_pairs(ids, window), scale=0.5)
+    expected_out, expected_lse = expected_out.transpose(1, 2), expected_lse.transpose(1, 2)
+    generator = torch.Generator().manual_seed(1)
+    grad_out, grad_lse = (
+        torch.randn(x.shape, generator=generator) for x in (expected_out, expected_lse)
+    )
+    expected_grads = torch.autograd.grad(
+        (expected_out, expected_lse), inputs, (grad_out.double(), grad_lse.double())
+    )
+    documents = DocumentMask.from_documents(ids)
+    metadata = documents.lower("varlen").lowered  # which has no window
+    for attn_type, mask, of_layer in (
+        ("flex", documents.with_window(window), None),
+        ("varlen", documents.with_window(window), None),
+        ("varlen", metadata, window),
+    ):
+        wrapper = build_inner_attention(attn_type)
+        out, lse = attend(wrapper, *inputs, mask, 0.5, window=of_layer, return_lse=True)
+        assert lse.dtype == torch.float32
+        grads = torch.autograd.grad((out, lse), inputs, (grad_out, grad_lse))
+        # fp32 sums of up to 140 terms of order 1
+        for got, want in zip(
+            (out, lse, *grads), (expected_out, expected_lse, *expected_grads), strict=True
+        ):
+            torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("used", ["output", "lse"])
+def test_gradient_is_right_when_only_one_result_is_used(used):
+    ids = ids_of([5, 1, 9, -2])
+    inputs = tensors(*ids.shape, 4, 2, dtype=torch.float64)
+    which = ["output", "lse"].index(used)
+    expected = dense(*inputs, allowed_pairs(ids, 4))[which].transpose(1, 2)
+    mask = DocumentMask.from_documents(ids).with_window(4)
+    actual = attend(build_inner_attention("flex"), *inputs, mask, return_lse=True)[which]
+    weight = torch.arange(actual.numel(), dtype=torch.float64).view(actual.shape)
+    for got, want in zip(
+        torch.autograd.grad((actual * weight).sum(), inputs, materialize_grads=True),
+        torch.autograd.grad((expected * weight).sum(), inputs, materialize_grads=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_key_gradients_of_a_window_are_summed_before_they_are_rounded_to_bf16():
+    ids = ids_of([300])
+    inputs = tensors(1, 300, 2, 1, dtype=torch.bfloat16)
+    out, lse = attend(
+        build_inner_attention("varlen"),
+        *inputs,
+        DocumentMask.from_documents(ids).with_window(200),
+        return_lse=True,
+    )
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    expected, _ = dense(*inputs, allowed_pairs(ids, 200))
+    grad = torch.ones_like(out)
+    (actual,) = torch.autograd.grad(out, inputs[2:], grad)
+    (wanted,) = torch.autograd.grad(expected, inputs[2:], grad.transpose(1, 2).double())
+    # Half a unit of bf16's last place, because only the result is rounded.
+    torch.testing.assert_close(actual.double(), wanted.double(), rtol=2**-8, atol=1e-4)
+
+
+def test_mask_without_boundaries_gives_the_same_under_a_window():
+    ids = ids_of([30, 1, 50])
+    inputs = tensors(*ids.shape, 4, 2)
+    mask = DocumentMask.from_documents(ids).with_window(9)
+    by_document, by_mask = (
+        attend(build_inner_attention("flex"), *inputs, one, return_lse=True)
+        for one in (mask, mask.block_mask(block_size=16))
+    )
+    for got, want in zip(by_mask, by_document, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_window_below_one_and_kernels_that_cannot_are_refused():
+    ids = ids_of([4])
+    inputs = tensors(1, 4, 2, 2)
+    with pytest.raises(ValueError, match="holds at least the query itself, got window_size=0"):
+        DocumentMask.from_documents(ids).with_window(0)
+    for request in ({"window": 2}, {"return_lse": True}):
+        with pytest.raises(ValueError, match="set model.attn_type to 'flex' or 'varlen'"):
+            attend(build_inner_attention("sdpa"), *inputs, None, **request)
+
+
+@pytest.mark.parametrize("window", [None, 40, 200, 1000])
+@pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (4, 1), (6, 2)])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_long_documents_equal_dense_attention(window, n_heads, n_kv_heads, return_lse):
+    ids = ids_of([700, 1, 3], [150, 500, 54])
+    check_long_documents(tensors(2, 704, n_heads, n_kv_heads, 8, 4), ids, window, return_lse)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0, 3000.0])
+def test_large_scores_of_either_sign_neither_overflow_nor_vanish(size):
+    q, k, v = tensors(1, 300, 2, 2)
+    with torch.no_grad():
+        q *= size**0.5
+        k *= size**0.5
+        k[:, :, 200:] = -q[
+            :, :, 200:
+        ]  # these score themselves lowest, and other tokens far from the bound
+        q[:, 1, :10] = 0
+    # The last bit of a score of 3,000 is 2e-4, and products round it in another order on each CPU.
+    digits = max(2e-5, size * 1e-6)
+    check_long_documents([q, k, v], ids_of([300]), None, True, digits)
+
+
+def check_long_documents(inputs, ids, window, return_lse, digits=2e-5):
+    mask = DocumentMask.from_documents(ids).lower("varlen")
+    attention = build_inner_attention("varlen")
+    results = attend(attention, *inputs, mask, 0.3, window, return_lse)
+    out, lse = results if return_lse else (results, None)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wanted, wanted_lse = dense(*exact, allowed_pairs(ids, window), 0.3)
+    generator = torch.Generator().manual_seed(1)
+    grads = (
+        torch.randn(out.shape, generator=generator),
+        torch.randn(lse.shape if return_lse else ()),
+    )
+    loss, wanted_loss = (out * grads[0]).sum(), (wanted.transpose(1, 2) * grads[0]).sum()
+    torch.testing.assert_close(out.double(), wanted.transpose(1, 2), rtol=0, atol=digits)
+    if return_lse:
+        torch.testing.assert_close(lse.double(), wanted_lse.transpose(1, 2), rtol=1e-6, atol=digits)
+        loss = loss + (lse * grads[1]).sum()
+        wanted_loss = wanted_loss + (wanted_lse.transpose(1, 2) * grads[1]).sum()
+    found = torch.autograd.grad(loss, inputs)
+    for gradient, expected in zip(found, torch.autograd.grad(wanted_loss, exact), strict=True):
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(gradient.double(), expected, rtol=0, atol=2 * digits * largest)
+
+
+@pytest.mark.parametrize("n_heads, n_kv_heads", [(4, 4), (4, 2)])
+def test_causal_rows_equal_torchs_kernel(n_heads, n_kv_heads):
+    inputs = tensors(3, 260, n_heads, n_kv_heads, 16, 16)
+    out = build_inner_attention("sdpa")(*inputs, enable_gqa=n_heads != n_kv_heads)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *inputs, is_causal=True, enable_gqa=n_heads != n_kv_heads
+    )
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    factors = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found, expected = (torch.autograd.grad((x * factors).sum(), inputs) for x in (out, wanted))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

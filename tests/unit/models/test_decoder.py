@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.torch_alone import run_with_torch_alone
+from tests.unit.models.tiny import filled, on_meta, sized
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import JobConfig
 from torchtitan.distributed import context_parallel
@@ -21,30 +22,16 @@ EOS = 2
 
 
 def meta_model(args):
-    with torch.device("meta"):
-        return Transformer(args)
+    return on_meta(Transformer, args)
 
 
 def tiny_args(**changes):
-    sizes = {
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "vocab_size": 64,
-        "multiple_of": 16,
-        "max_seq_len": 64,
-        "rope_theta": 500000,
-    }
-    return TransformerModelArgs(**sizes | changes)
+    sizes = {"n_kv_heads": 2, "multiple_of": 16, "rope_theta": 500000}
+    return sized(TransformerModelArgs, **sizes | changes)
 
 
 def tiny_model(**changes):
-    torch.manual_seed(0)
-    model = Transformer(tiny_args(**changes))
-    with torch.no_grad():
-        model.init_weights()
-    return model
+    return filled(Transformer(tiny_args(**changes)))
 
 
 def test_initial_weights_have_the_spread_of_the_table():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.models.tiny import filled, on_meta, sized
 from torchtitan.checkpoint.hf import load_from_hf
 from torchtitan.models.deepseek_v3 import (
     DeepSeekV3Model,
@@ -16,43 +17,23 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.models.rope import precompute_freqs_cis
 
 
-def meta_model(args):
-    with torch.device("meta"):
-        return DeepSeekV3Model(args)
-
-
 def tiny_args(**changes):
-    sizes = {
-        "dim": 32,
-        "inter_dim": 48,
-        "moe_inter_dim": 16,
-        "n_layers": 2,
-        "n_heads": 4,
-        "vocab_size": 64,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "max_seq_len": 64,
-        "moe_args": MoEArgs(num_experts=4, top_k=2, score_before_experts=False),
-    }
-    return DeepSeekV3ModelArgs(**sizes | changes)
+    sizes = {"inter_dim": 48, "moe_inter_dim": 16, "kv_lora_rank": 16, "v_head_dim": 8}
+    sizes |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+    experts = MoEArgs(num_experts=4, top_k=2, score_before_experts=False)
+    return sized(DeepSeekV3ModelArgs, moe_args=experts, **sizes | changes)
 
 
-def built(args):
-    model = DeepSeekV3Model(args)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        model.init_weights()
-    return model
+def built(args, seed=3):
+    return filled(DeepSeekV3Model(args), seed)
 
 
 def test_every_norm_has_the_eps_of_the_published_models():
-    model = meta_model(tiny_args(q_lora_rank=12))
+    model = on_meta(DeepSeekV3Model, tiny_args(q_lora_rank=12))
     eps = {name: m.eps for name, m in model.named_modules() if isinstance(m, torch.nn.RMSNorm)}
     assert len(eps) == 9 and set(eps.values()) == {1e-6}
     # The latents' norms keep their eps for any norm_eps.
-    other = meta_model(tiny_args(q_lora_rank=12, norm_eps=1e-5)).layers["0"].attention
+    other = on_meta(DeepSeekV3Model, tiny_args(q_lora_rank=12, norm_eps=1e-5)).layers["0"].attention
     assert other.q_norm.eps == other.kv_norm.eps == 1e-6
 
 
@@ -77,11 +58,8 @@ def hf_files(model):
 
 
 def load(args, folder, **options):
-    model = DeepSeekV3Model(args)
-    torch.manual_seed(4)
-    with torch.no_grad():
-        model.init_weights()
-        model.layers["1"].moe.expert_bias.fill_(7.0)
+    model = built(args, seed=4)
+    model.layers["1"].moe.expert_bias.fill_(7.0)
     state = load_from_hf(
         model.state_dict(), DeepSeekV3StateDictAdapter(args, None), str(folder), **options
     )

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.unit.models.tiny import filled, on_meta
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.models.moe import MoEArgs
@@ -72,8 +73,7 @@ def args_of(family, flavor):
 
 
 def meta_model(family, args):
-    with torch.device("meta"):
-        return get_train_spec(family).model_cls(args)
+    return on_meta(get_train_spec(family).model_cls, args)
 
 
 # ---- sizes ----
@@ -226,13 +226,6 @@ def tiny_args(family, **changes):
     flavor, sizes = TINY[family]
     sizes = sizes | {"max_seq_len": 64} | changes
     return dataclasses.replace(args_of(family, flavor), **sizes)
-
-
-def filled(model):
-    torch.manual_seed(3)
-    with torch.no_grad():
-        model.init_weights()
-    return model
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from tests.unit.models.tiny import sized
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.gpt_oss import (
@@ -26,19 +27,9 @@ pytestmark = pytest.mark.long
 
 
 def tiny_args(**changes):
-    sizes = {
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "vocab_size": 64,
-        "head_dim": 16,
-        "moe_inter_dim": 32,
-        "sliding_window_size": 4,
-        "max_seq_len": 64,
-        "moe_args": copy.copy(gptoss_configs["debugmodel"].moe_args),
-    }
-    return GptOssModelArgs(**sizes | changes)
+    sizes = {"n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 32, "sliding_window_size": 4}
+    experts = copy.copy(gptoss_configs["debugmodel"].moe_args)
+    return sized(GptOssModelArgs, moe_args=experts, **sizes | changes)
 
 
 def built(args, seed=0):

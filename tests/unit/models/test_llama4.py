@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.unit.models.tiny import filled, on_meta, sized
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import JobConfig
 from torchtitan.distributed.context_parallel import ContextPart
@@ -21,32 +22,16 @@ from torchtitan.models.moe import MoEArgs
 
 
 def tiny_args(**changes):
-    sizes = {
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "vocab_size": 64,
-        "max_seq_len": 64,
-        "multiple_of": 8,
-        "moe_args": MoEArgs(num_experts=4),
-        "fixed_attn_block_size": 4,
-        "attn_type": "flex",
-    }
-    return TransformerModelArgs(**sizes | changes)
+    sizes = {"n_kv_heads": 2, "multiple_of": 8, "fixed_attn_block_size": 4, "attn_type": "flex"}
+    return sized(TransformerModelArgs, moe_args=MoEArgs(num_experts=4), **sizes | changes)
 
 
 def meta_model(args):
-    with torch.device("meta"):
-        return Transformer(args)
+    return on_meta(Transformer, args)
 
 
 def tiny_model(**changes):
-    torch.manual_seed(0)
-    model = Transformer(tiny_args(**changes))
-    with torch.no_grad():
-        model.init_weights()
-    return model
+    return filled(Transformer(tiny_args(**changes)))
 
 
 def test_every_expert_has_the_full_width_without_auto_scaling():

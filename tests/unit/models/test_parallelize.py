@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.unit.models.tiny import filled, sized
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
@@ -37,12 +38,7 @@ def nothing_compiled_before():
 
 
 def tiny_model(**changes):
-    torch.manual_seed(0)
-    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "multiple_of": 16}
-    model = Transformer(TransformerModelArgs(**sizes | changes, max_seq_len=64))
-    with torch.no_grad():
-        model.init_weights()
-    return model
+    return filled(Transformer(sized(TransformerModelArgs, multiple_of=16, **changes)))
 
 
 def test_one_process_without_options_gets_the_model_as_it_is():

@@ -3,31 +3,17 @@
 import pytest
 import torch
 
+from tests.unit.models.tiny import filled, on_meta, sized
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs, Qwen3StateDictAdapter
 
 
-def meta_model(args):
-    with torch.device("meta"):
-        return Qwen3Model(args)
-
-
 def tiny_args(**changes):
-    sizes = {
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "vocab_size": 64,
-        "head_dim": 16,
-        "hidden_dim": 48,
-        "max_seq_len": 64,
-    }
-    return Qwen3ModelArgs(**sizes | changes)
+    return sized(Qwen3ModelArgs, n_kv_heads=2, head_dim=16, hidden_dim=48, **changes)
 
 
 def test_qwen2_has_biases_and_no_norms_in_attention():
     args = tiny_args(qk_norm=False, qkv_bias=True)
-    names = [name for name, _ in meta_model(args).layers["0"].attention.named_parameters()]
+    names = [name for name, _ in on_meta(Qwen3Model, args).layers["0"].attention.named_parameters()]
     assert names == [f"{w}.{kind}" for w in ("wq", "wk", "wv") for kind in ("weight", "bias")] + [
         "wo.weight"
     ]
@@ -38,7 +24,7 @@ def test_qwen2_has_biases_and_no_norms_in_attention():
     [({}, {"qk_norm": False, "qkv_bias": True}), ({"qk_norm": False, "qkv_bias": True}, {})],
 )
 def test_qwen2_weights_in_a_qwen3_model_are_named_and_the_reverse(there, here):
-    state = meta_model(tiny_args(**there)).state_dict()
+    state = on_meta(Qwen3Model, tiny_args(**there)).state_dict()
     files = Qwen3StateDictAdapter(tiny_args(**there), None).to_hf(state)
     other = Qwen3StateDictAdapter(tiny_args(**here), None)
     odd_one = "q_norm.weight" if there == {} else "q_proj.bias"
@@ -49,9 +35,7 @@ def test_qwen2_weights_in_a_qwen3_model_are_named_and_the_reverse(there, here):
 
 
 def test_normed_queries_and_keys_have_the_dtype_of_values():
-    model = Qwen3Model(tiny_args())
-    with torch.no_grad():
-        model.init_weights()
+    model = filled(Qwen3Model(tiny_args()))
     attention = model.layers["0"].attention
     seen = []
 

@@ -81,10 +81,6 @@ def test_decay_follows_its_curve_down_to_the_floor(decay_type, curve):
     assert seen == pytest.approx(expected)
 
 
-def test_total_steps_stretch_the_schedule_beyond_the_training_steps():
-    assert factors(4, warmup_steps=0, total_steps=8) == pytest.approx([1.0, 7 / 8, 6 / 8, 5 / 8])
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     steps=st.integers(1, 25),

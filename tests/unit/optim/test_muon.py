@@ -193,10 +193,6 @@ def parts_with_groups(seed=0, **options):
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}], ids=["AdamW", "bf16"])
 def test_groups_that_are_empty_in_a_part_resume_bitwise(options):
     parts, optimizers = parts_with_groups(**options)
-    assert [[len(g["params"]) for g in o.param_groups] for o in optimizers] == [
-        [0, 2, 0],
-        [0, 0, 2],
-    ]
     schedule = LRScheduler(warmup_steps=0)
     schedulers = build_lr_schedulers(optimizers, schedule, 10)
     for step in range(2):
@@ -205,6 +201,8 @@ def test_groups_that_are_empty_in_a_part_resume_bitwise(options):
         optimizers.zero_grad()
         schedulers.step()
     saved = copy.deepcopy((optimizers.state_dict(), schedulers.state_dict()))
+    sizes = [[len(group["params"]) for group in one.param_groups] for one in optimizers]
+    assert sizes == [[0, 2, 0], [0, 0, 2]]
 
     resumed, loaded = parts_with_groups(seed=5, **options)
     follower = build_lr_schedulers(loaded, schedule, 10)

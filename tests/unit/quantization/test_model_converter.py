@@ -12,7 +12,6 @@ from torchtitan.protocols import model_converter
 from torchtitan.protocols.model_converter import (
     ModelConvertersContainer,
     build_model_converters,
-    find_model_converter,
     register_model_converter,
 )
 from torchtitan.quantization import module_filter_fn
@@ -91,27 +90,6 @@ def test_unknown_converter_is_a_key_error_that_names_the_choices():
     assert str(error.value).startswith("model.converters: 'quantize.linear.float9' is unknown")
     assert "'quantize.linear.float8'" in str(error.value)
     assert isinstance(error.value, ValueError)
-
-
-def test_model_is_logged_after_conversion_when_asked(registry, caplog):
-    config = JobConfig()
-    config.model.print_after_conversion = True
-    with caplog.at_level("INFO"):
-        build_model_converters(config, one_rank()).convert(nn.Linear(3, 7))
-    assert "out_features=7" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "name, class_name",
-    [
-        ("quantize.linear.float8", "Float8LinearConverter"),
-        ("quantize.grouped_mm.float8", "Float8GroupedMMConverter"),
-        ("quantize.linear.mx", "MXLinearConverter"),
-        ("quantize.grouped_mm.mx", "MXGroupedMMConverter"),
-    ],
-)
-def test_built_in_converters_are_found_without_registration(name, class_name):
-    assert find_model_converter(name).__name__ == class_name
 
 
 # --- quantization ---------------------------------------------------------------------------

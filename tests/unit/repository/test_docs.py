@@ -1,9 +1,10 @@
-"""What the documentation names is there, and its examples run."""
+"""What the documentation names is there, and its examples run; test_docs_site.py checks its links."""
 
 import dataclasses
 import importlib
 import itertools
 import json
+import operator
 import os
 import pkgutil
 import re
@@ -44,65 +45,26 @@ PAGES = {
 FILES = (".py", ".jsonl", ".safetensors.index.json")  # look like keys
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page):
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", PAGES[page])
-    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+def missing_files(text: str) -> list[str]:
+    folders = "torchtitan|tests|scripts|benchmarks|examples|docs|\\.ci"
+    named = re.findall(rf"(?<![\w/.])(?:\./)?((?:{folders})/[\w./-]+)", text)
+    return [path for path in named if "NAME" not in path and not (ROOT / path.rstrip(".")).exists()]
 
 
-def anchors_of(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub and the documentation site make them."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
-    words = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
-    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_anchors_of_links_are_headings(page):
-    missing = []
-    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", PAGES[page]):
-        target = (ROOT / page).parent.joinpath(file) if file else ROOT / page
-        if anchor not in anchors_of(target.read_text()):
-            missing.append(f"{file}#{anchor}")
-    assert missing == []
-
-
-def test_every_page_is_in_the_navigation_of_the_site():
-    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    pages = {
-        "index.md",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        *(path.name for path in DOCS.glob("*.md")),
-    }
-    assert sorted(listed) == sorted(pages)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files_of_the_repository_that_a_page_names_are_there(page):
-    named = re.findall(
-        r"(?<![\w/.])(?:\./)?((?:torchtitan|tests|scripts|benchmarks|examples|docs|\.ci)/[\w./-]+)",
-        PAGES[page],
-    )
-    missing = {path for path in named if not (ROOT / path.rstrip(".")).exists()}
-    assert {path for path in missing if "NAME" not in path} == set()
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_keys_that_a_page_names_are_keys_of_the_config(page):
-    config = RLJobConfig()
+def missing_keys(text: str) -> list[str]:
+    config, missing = RLJobConfig(), []
     sections = "|".join(field.name for field in dataclasses.fields(config))
-    for key in re.findall(rf"(?:`|--)((?:{sections})(?:\.[a-z]\w*)+)[`\s=]", PAGES[page]):
-        value = config
-        for name in [] if key.endswith(FILES) else key.split("."):
-            assert hasattr(value, name), f"{page}: {key}"
-            value = getattr(value, name)
+    for key in re.findall(rf"(?:`|--)((?:{sections})(?:\.[a-z]\w*)+)[`\s=]", text):
+        try:
+            key.endswith(FILES) or operator.attrgetter(key)(config)
+        except AttributeError:
+            missing.append(key)
+    return missing
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_modules_and_names_that_a_page_gives_the_path_of_can_be_imported(page):
+def missing_modules(text: str) -> list[str]:
     missing = []
-    for path in sorted(set(re.findall(r"(?<![\w./-])torchtitan(?:\.[A-Za-z_]\w*)+", PAGES[page]))):
+    for path in sorted(set(re.findall(r"(?<![\w./-])torchtitan(?:\.[A-Za-z_]\w*)+", text))):
         try:
             value = pkgutil.resolve_name(path)
             if isinstance(value, ModuleType):  # an attribute would be no path of a module
@@ -110,7 +72,13 @@ def test_modules_and_names_that_a_page_gives_the_path_of_can_be_imported(page):
         except (ImportError, AttributeError) as error:
             package = (getattr(error, "name", None) or "torchtitan").partition(".")[0]
             missing += [path] if package == "torchtitan" else []  # others may not be installed
-    assert missing == []
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_keys_of_the_config_modules_and_names_that_a_page_names_are_there(page):
+    for missing in (missing_files, missing_keys, missing_modules):
+        assert missing(PAGES[page]) == []
 
 
 # ---- architecture.md ----

@@ -139,13 +139,6 @@ def test_installed_torch_has_the_part_as_the_table_says(name):
 
 FOUR_RANKS = ["--comm.mode=fake_backend", "--parallelism.data_parallel_shard_degree=4"]
 TAKEN_AWAY = {
-    "make_forward_mesh": (
-        [*FOUR_RANKS, "--parallelism.fsdp_reshard_after_forward=2"],
-        "parallelism.fsdp_reshard_after_forward = a number of ranks needs "
-        "torch.distributed.fsdp._fully_shard._fully_shard._get_post_forward_mesh_info, which torch "
-        f"{torch.__version__} does not have; install torch 2.11 to 2.15, or set it to 'always' or "
-        "'never'",
-    ),
     "copy_states": (
         ["--checkpoint.enable", "--checkpoint.async_mode=async"],
         "checkpoint.async_mode = 'async' needs torch.distributed._state_dict_utils._copy_state_dict, "

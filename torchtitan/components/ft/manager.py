@@ -45,10 +45,6 @@ def maybe_semi_sync_training(
     optimizer: Any,
     fragment_fn: Callable[..., list[nn.Module]] | None = None,
 ) -> AbstractContextManager:
-    """Return a null context. Raises NotImplementedError if the config has a `semi_sync_method`."""
-    if ft_config.enable and ft_config.semi_sync_method is not None:
-        raise NotImplementedError(
-            f"fault_tolerance.semi_sync_method = {ft_config.semi_sync_method!r} is not available "
-            "yet; leave it out"
-        )
+    """Return a null context. Raises as `FTManager` does if the config enables torchft."""
+    FTManager(ft_config)
     return nullcontext()

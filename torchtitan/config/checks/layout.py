@@ -14,7 +14,6 @@ from torchtitan.config.checks.common import (
     compiled_model,
     data_sections,
     divides,
-    guess,
     has_experts,
     one_of,
     problem_in,
@@ -34,18 +33,7 @@ from torchtitan.tools.files import open_file
 
 def degrees(job_config: JobConfig) -> Iterator[str]:
     parallelism = job_config.parallelism
-    policy, policies = parallelism.fsdp_reshard_after_forward, ("default", "always", "never")
-    if policy not in policies and not str(policy).isdecimal():
-        yield (
-            f"parallelism.fsdp_reshard_after_forward must be 'default', 'always', 'never' or a "
-            f"number of ranks, got {policy!r}{guess(policy, policies)}"
-        )
     tp, etp = parallelism.tensor_parallel_degree, parallelism.expert_tensor_parallel_degree
-    if policy not in policies and tp > 1:
-        yield (
-            f"parallelism.fsdp_reshard_after_forward = {policy} needs whole parameters, but "
-            f"tensor_parallel_degree = {tp} splits them; set the former to 'always' or 'never'"
-        )
     if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
         yield _other_tensor_degree(etp, tp)
 

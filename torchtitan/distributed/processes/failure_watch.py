@@ -70,8 +70,7 @@ class Watch:
 class FailureWatch(Watch):
     """The watch that all ranks of the default process group make together.
 
-    groups: the groups that steps communicate over, aborted when the engine is lost.
-    host_group: a group of all ranks for tensors in host memory.
+    groups: those that steps communicate over. host_group: all ranks, for tensors in host memory.
     """
 
     def __init__(self, groups: Collection[dist.ProcessGroup], host_group: dist.ProcessGroup):

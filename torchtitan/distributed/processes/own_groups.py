@@ -46,10 +46,8 @@ def making_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def making_meshes() -> Iterator[None]:
-    """`making_groups` for meshes: an axis of all ranks gets a new group if the default is the host's.
-
-    Source of torch 2.13: `DeviceMesh` itself uses the default group for an axis of all ranks.
-    """
+    """`making_groups` for meshes: an axis of all ranks gets a new group if the default is the host's,
+    which torch (2.13) would use."""
     with making_groups(), contextlib.ExitStack() as stack:
         is_hosts = dist.is_initialized() and not group_is_ours()
         if is_hosts and dist.get_world_size() > 1 and dist.get_backend() != "fake":
@@ -89,10 +87,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches, which would give the next engine's meshes the groups of this engine.
-
-    Torch clears the caches only in `tensor.debug`, whose import takes a fifth of a second.
-    """
+    """Clear DTensor's caches, which would give the next engine's meshes the groups of this engine."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     with contextlib.suppress(AttributeError, TypeError):  # a torch with other caches

@@ -59,11 +59,9 @@ class Peers:
     its rank was killed. If a connection is silent for the store's timeout (at least a minute), its rank was
     stopped: a thread sends regular messages, even while the main thread hangs.
 
-    Each rank draws a secret and publishes only its digest in the store. Rank 0 reads the digests
-    before it opens its port, admits each secret once, and closes the port when all ranks are
-    connected. So nobody who reads the store, or finds the port, can pass for a rank, end the job or
-    use up rank 0's files. Not protected: a program that can write to torch's store at MASTER_PORT
-    can end the job or take part in it, so keep the ports of a job's machines closed to others.
+    Each rank publishes only the digest of its secret in the store, and rank 0 admits each secret once: who
+    reads the store, or finds the port, cannot pass for a rank. A program that can write to torch's store
+    at MASTER_PORT can end the job, so keep the ports of a job's machines closed to others.
 
     helpers: ranks that the other ranks don't need in order to save: when a helper fails, they have
         longer to end by themselves.
@@ -109,9 +107,8 @@ class Peers:
         self, store: dist.Store, num_ranks: int, settings: dict[str, Any], error: str | None = None
     ) -> None:
         config = {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK}
-        store.set(
-            f"config_{self.rank}", json.dumps({"error": error, "config": config}, default=str)
-        )
+        own = json.dumps({"error": error, "config": config}, default=str)
+        store.set(f"config_{self.rank}", own)
         if self.rank == 0:
             names = [f"config_{rank}" for rank in range(num_ranks)]
             store.wait(names, self._store.timeout)

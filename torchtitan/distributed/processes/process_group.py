@@ -37,11 +37,8 @@ def init_distributed(
 
     A group that this function makes is destroyed with the last engine of this process. Outside
     torchrun (no RANK, no WORLD_SIZE) this process becomes the only rank of a group.
-    `enable_cpu_backend` adds gloo for CPU tensors on a machine with accelerators. NCCL writes its
-    traces of a hang below `base_folder`.
-
-    Raises ValueError if only some of torchrun's variables are set, and if an existing group cannot
-    communicate on this machine's device; RunError if not all ranks join in time.
+    `enable_cpu_backend` adds gloo for CPU tensors. NCCL writes its traces of a hang below `base_folder`.
+    Raises ValueError if an existing group cannot communicate on this machine's device.
     """
     if comm_config.mode != "default" and not dist.is_initialized():
         value = os.environ.get("NGPU", "")
@@ -180,10 +177,8 @@ def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, 
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:
-    """Make this process a rank of the job's part `name` for good. Call `find_peers` first.
-
-    RANK, WORLD_SIZE and the default process group become those of the part.
-    """
+    """Make this process a rank of the job's part `name` for good, with the part's RANK, WORLD_SIZE and
+    default process group. Call `find_peers` first."""
     store = _meeting_places[_meeting_place()][0][0]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     place = dist.PrefixStore(name, store), rank, world_size

@@ -22,9 +22,9 @@ _TIME_LIMIT = 64  # in place of a signal's number
 class StopRequest:
     """Decides whether to save and end after this step, with the same answer on every rank.
 
-    The reason is a signal of `SIGNALS` that any rank received, or `training.time_limit_minutes`. Enter
-    it around the training loop; call `ask` and `answer` in each step, on every rank. If the config
-    saves no checkpoints, the first signal ends the process, SIGINT by KeyboardInterrupt.
+    The reason is a signal of `SIGNALS` that any rank received, or `training.time_limit_minutes`. Call
+    `ask` and `answer` in each step, on every rank. If the config saves no checkpoints, the first
+    signal ends the process, SIGINT by KeyboardInterrupt.
     """
 
     def __init__(self, job_config: JobConfig) -> None:

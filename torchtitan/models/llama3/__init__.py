@@ -46,10 +46,7 @@ class TransformerModelArgs(DecoderArgs):
         return self.hidden_dim_by_rule() if self.hidden_dim is None else self.hidden_dim
 
     def hidden_dim_by_rule(self, n_shares: int = 1) -> int:
-        """Return the hidden size of each of `n_shares` feed-forwards by the rule of 8/3 dim.
-
-        A SwiGLU of 8/3 dim has as many parameters as a two-layer network of 4 dim.
-        """
+        """Return the hidden size of each of `n_shares` feed-forwards by the rule of 8/3 dim."""
         hidden = int(8 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:
             hidden = int(self.ffn_dim_multiplier * hidden)

@@ -3,11 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch import nn
-
 from torchtitan.config import JobConfig
 from torchtitan.models.args import DecoderArgs
-from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 
 @dataclass
@@ -53,6 +50,3 @@ class MoEDecoderArgs(DecoderArgs):
         super().update_from_config(job_config, **kwargs)
         forced = job_config.debug.moe_force_load_balance
         self.moe_args = replace(self.moe_args, _debug_force_load_balance=forced)
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        return get_moe_model_nparams_and_flops(self, model, self.head_dims, seq_len)

@@ -4,6 +4,7 @@ B rows, S tokens in a row, T = B * S, D model dim, E experts, k experts per toke
 of an expert, N tokens in one call of the experts.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -215,8 +216,7 @@ def _mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
 class TokenChoiceTopKRouter(nn.Module):
     """Each token chooses its k best experts; no expert has a limit, and no token is dropped.
 
-    Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Arguments as in
-    `MoEArgs`. Raises ValueError, or NotImplementedError for an unknown score_func.
+    Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Arguments as in `MoEArgs`.
     """
 
     def __init__(
@@ -240,24 +240,27 @@ class TokenChoiceTopKRouter(nn.Module):
             )
         num_candidates = num_experts
         if num_expert_groups is not None:
-            group_size = _check_groups(
-                num_experts, num_expert_groups, num_limited_groups, group_score
-            )
-            num_candidates = group_size * num_limited_groups
+            group_size, rest = divmod(num_experts, max(num_expert_groups, 1))
+            least = {"top2_sum": 2, "max": 1}.get(group_score)
+            limited = num_limited_groups or 0
+            if rest or least is None or group_size < least or not 1 <= limited <= num_expert_groups:
+                raise ValueError(
+                    f"num_expert_groups = {num_expert_groups} must divide num_experts = {num_experts} "
+                    f"into groups of two or more (of one with group_score = 'max'), num_limited_groups "
+                    f"must be 1 to num_expert_groups, and group_score 'top2_sum' or 'max'; got "
+                    f"num_limited_groups = {num_limited_groups}, group_score = {group_score!r}"
+                )
+            num_candidates = group_size * limited
         if not 1 <= top_k <= num_candidates:
             raise ValueError(
                 f"top_k must be between 1 and the {num_candidates} experts a token can choose "
                 f"from, got {top_k}"
             )
         self.gate = RouterGate(dim, num_experts, bias=gate_bias)
-        self.num_experts = num_experts
-        self.num_expert_groups = num_expert_groups
-        self.num_limited_groups = num_limited_groups
-        self.top_k = top_k
-        self.score_func = score_func
-        self.route_norm = route_norm
-        self.route_scale = route_scale
-        self.group_score = group_score
+        self.num_experts, self.top_k = num_experts, top_k
+        self.num_expert_groups, self.num_limited_groups = num_expert_groups, num_limited_groups
+        self.score_func, self.group_score = score_func, group_score
+        self.route_norm, self.route_scale = route_norm, route_scale
         self._debug_force_load_balance = _debug_force_load_balance
 
     def forward(
@@ -295,34 +298,14 @@ class TokenChoiceTopKRouter(nn.Module):
         init_linear(self.gate, init_std)
 
 
-def _check_groups(
-    num_experts: int, num_groups: int, num_limited_groups: int | None, group_score: str
-) -> int:
-    """Return the number of experts in a group."""
-    if num_limited_groups is None or not 1 <= num_limited_groups <= num_groups:
-        raise ValueError(
-            f"num_limited_groups must be between 1 and num_expert_groups = {num_groups}, "
-            f"got {num_limited_groups}"
-        )
-    if num_experts % num_groups:
-        raise ValueError(
-            f"num_experts must be a multiple of num_expert_groups = {num_groups}, got {num_experts}"
-        )
-    if group_score not in ("top2_sum", "max"):
-        raise ValueError(f"group_score must be 'top2_sum' or 'max', got {group_score!r}")
-    group_size = num_experts // num_groups
-    if group_score == "top2_sum" and group_size < 2:
-        raise ValueError(
-            f"group_score 'top2_sum' needs two experts or more in a group, got num_experts = "
-            f"{num_experts} with num_expert_groups = {num_groups}"
-        )
-    return group_size
-
-
 def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
     """Count the tokens of each expert without waiting: int64 expert ids of any shape -> [E] int64."""
     ids = selected_experts.flatten()
     return ids.new_zeros(num_experts).scatter_add(0, ids, torch.ones_like(ids))
+
+
+# Arguments of the router that have the same names in `MoEArgs`.
+_ROUTER_ARGS = inspect.signature(TokenChoiceTopKRouter).parameters.keys() - {"dim", "num_experts"}
 
 
 class TokenReorderer(nn.Module):
@@ -342,8 +325,8 @@ class TokenReorderer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
 
-        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: the number
-        of groups, if the second input has groups in place of experts.
+        Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: the number of groups,
+        if the second input has groups in place of experts.
         """
         pairs = selected_experts_indices.flatten().argsort(stable=True)
         counts = count_tokens(selected_experts_indices, num_groups or self.num_experts)
@@ -354,9 +337,8 @@ class TokenReorderer(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts, plus shared experts that see every token.
+    """Routed experts, by default `GroupedExperts`, plus shared experts that see every token.
 
-    experts: a module with the forward of `GroupedExperts`, which is the default.
     expert_bias [E] fp32 balances the load: before each step the optimizer changes it by the counts
     that training forwards have added to tokens_per_expert [E] fp32.
     """
@@ -372,19 +354,8 @@ class MoE(nn.Module):
         if experts is None:
             experts = GroupedExperts(dim, hidden_dim, num_experts, moe_args.use_grouped_mm)
         self.experts = experts
-        self.router = TokenChoiceTopKRouter(
-            dim=dim,
-            num_experts=num_experts,
-            num_expert_groups=moe_args.num_expert_groups,
-            num_limited_groups=moe_args.num_limited_groups,
-            top_k=moe_args.top_k,
-            score_func=moe_args.score_func,
-            route_norm=moe_args.route_norm,
-            route_scale=moe_args.route_scale,
-            gate_bias=moe_args.gate_bias,
-            group_score=moe_args.group_score,
-            _debug_force_load_balance=moe_args._debug_force_load_balance,
-        )
+        routing = {name: getattr(moe_args, name) for name in _ROUTER_ARGS}
+        self.router = TokenChoiceTopKRouter(dim, num_experts, **routing)
         self.reorderer = TokenReorderer(num_experts, moe_args.top_k)
         self.shared_experts = None
         if moe_args.num_shared_experts > 0:
@@ -453,10 +424,7 @@ class MoE(nn.Module):
 
 
 def build_moe(args: MoEArgs, dim: int, hidden_dim: int, moe_impl: str = "standard") -> MoE:
-    """Return the layer for parallelism.expert_parallel_comm_backend = `moe_impl`.
-
-    Raises ValueError for anything but "standard".
-    """
+    """Return the layer for parallelism.expert_parallel_comm_backend = `moe_impl`, which must be "standard"."""
     if moe_impl != "standard":
         raise ValueError(
             f"parallelism.expert_parallel_comm_backend = {moe_impl!r} is not available; set it "

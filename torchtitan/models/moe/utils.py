@@ -32,9 +32,9 @@ def _permute(
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `func(w1, w2, w3, x, num_tokens_per_expert)` wrapped to pad its groups of tokens.
+    """Return `func(*weights, x, num_tokens_per_expert)` wrapped to pad its groups of tokens.
 
-    There may be any number of weights; the largest along dim 0 has one entry per group of tokens.
+    The largest weight along dim 0 has one entry per group of tokens.
     """
 
     # Not `functools.wraps`: the compiler cannot trace it on a partial, which `func` may be.

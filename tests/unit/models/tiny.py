@@ -1,0 +1,22 @@
+"""Tiny models of every family."""
+
+import torch
+
+_SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "max_seq_len": 64}
+
+
+def sized(args_cls, **fields):
+    """Args of these sizes, with other fields."""
+    return args_cls(**_SIZES | fields)
+
+
+def on_meta(model_cls, args):
+    with torch.device("meta"):
+        return model_cls(args)
+
+
+def filled(model, seed=0):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.init_weights()
+    return model
