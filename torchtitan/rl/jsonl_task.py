@@ -191,7 +191,7 @@ class JsonlTask(Task):
     # ---- grades ----
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
-        return self.grade_episodes([(prompt, [Turn(text)])])[0]
+        return self.grade_all([(prompt, text)])[0]
 
     def grade_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Grade]:
         return self.grade_episodes([(prompt, [Turn(text)]) for prompt, text in pairs])
