@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.reliability.browser import CHROMIUM, browser
-from torchtitan.callbacks.metrics import JsonlLogger, TensorBoardLogger
 from torchtitan.report.page import page_of
 from torchtitan.report.read import read_run, thin_out
 
@@ -135,26 +134,6 @@ def test_half_written_and_damaged_lines_are_passed_over(tmp_path):
     curve = read_run(tmp_path).curves["loss"]
     assert list(curve.steps) == [1, 2, 3]
     assert math.isnan(curve.values[1])
-
-
-def test_tensorboard_files_give_the_curves_that_jsonl_gives(tmp_path):
-    for start, steps in enumerate([range(1, 6), range(4, 9)]):
-        loggers = [
-            JsonlLogger(str(tmp_path / "jsonl" / "metrics.jsonl")),
-            TensorBoardLogger(str(tmp_path / "board" / "tb" / f"2026-{start}")),
-        ]
-        for step in steps:
-            for backend in loggers:
-                backend.log({LOSS: 1 / step, "grad_norm": float(step)}, step)
-        for backend in loggers:
-            backend.close()
-    of_jsonl, of_board = read_run(tmp_path / "jsonl"), read_run(tmp_path / "board")
-    assert of_board.source == "TensorBoard files"
-    assert of_board.curves.keys() == of_jsonl.curves.keys()
-    for metric, curve in of_board.curves.items():
-        expected = of_jsonl.curves[metric]
-        assert (curve.starts, curve.steps) == (expected.starts, expected.steps)
-        assert list(curve.values) == pytest.approx(list(expected.values))  # TensorBoard stores fp32
 
 
 def test_files_outside_the_folder_are_not_read(tmp_path):

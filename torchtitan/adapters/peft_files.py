@@ -112,8 +112,8 @@ def save_peft(
 ) -> None:
     """Write the adapters, and the parameters that train whole, to `folder`. Collective.
 
-    entries: the state dict of this rank's model parts. trained: the names of all trained parameters.
-    Raises ValueError for an adapter of a weight that Hugging Face does not store as a linear layer.
+    entries: the state dict of this rank's parts. trained: names of all trained parameters. Raises
+    ValueError for an adapter of a weight that Hugging Face does not store as a linear layer.
     """
     adapter = copy.copy(adapter)  # a conversion changes the adapter's state
     adapted = list(adapted_weights(parts))
@@ -196,9 +196,8 @@ def _hf_layers_of(
     missing = [one.weight for one, layers in zip(adapted, found, strict=True) if not layers]
     if missing := [name for part in all_ranks(missing) for name in part]:
         raise ValueError(
-            f"PEFT's files have no place for the adapter of {shorten(missing)}, which Hugging Face's "
-            "model does not store as a linear layer; leave it out of lora.target_modules, or write "
-            "merged weights with save_hf"
+            f"PEFT's files have no place for the adapter of {shorten(missing)}, no linear layer of Hugging "
+            "Face's model; leave it out of lora.target_modules, or write merged weights with save_hf"
         )
     return found
 
@@ -212,11 +211,10 @@ def _config(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    layers: HF layers with an adapter. known: HF names of all matrices. trained_whole: HF names of the
-    parameters that train whole.
+    layers: HF layers with an adapter. known, trained_whole: HF names of matrices, of parameters.
     `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
-    unless the patterns name the joined parameter, so the config's scale is alpha / r. In a model with
-    experts it takes all layers with such names for experts; others are listed in target_parameters.
+    unless the patterns name the joined parameter. In a model with experts it takes all layers with
+    such names for experts; others are listed in target_parameters.
     """
     known = set(known)
     ranks = {name: layer.rank for name, layer in layers.items()}
@@ -225,13 +223,8 @@ def _config(
     (alpha, _), *_ = Counter(alphas.values()).most_common() or [(8.0, 0)]
     has_experts = any(map(_EXPERT.fullmatch, known))
     names_of_experts = {part for parts in _EXPERTS.values() for part in parts}
-    as_parameters = {
-        name
-        for name in known
-        if has_experts
-        and name.rpartition(".")[2] in names_of_experts
-        and not _EXPERT.fullmatch(name)
-    }
+    named_like_experts = {n for n in known if n.rpartition(".")[2] in names_of_experts}
+    as_parameters = {n for n in named_like_experts if has_experts and not _EXPERT.fullmatch(n)}
 
     def end(name: str) -> str:  # the suffix that matches this layer in all blocks
         if (expert := _EXPERT.fullmatch(name)) and as_parameters:
@@ -297,8 +290,7 @@ def _joined_gates(layers: Mapping[str, _Layer]) -> dict[str, _Layer]:
     if unreadable:
         logger.warning(
             f"peft for transformers 5 cannot read the adapters of {shorten(unreadable)}, because it "
-            "joins gate_proj and up_proj, which need adapters of one scale; peft for transformers 4 "
-            "reads them"
+            "joins gate_proj and up_proj, which need adapters of one scale"
         )
     return joined
 
@@ -316,9 +308,8 @@ def load_peft(
 ) -> None:
     """Read the adapters, and the parameters that train whole, from `folder`. Collective.
 
-    entries: the live state dict of this rank's model parts. trained: names of all trained parameters.
-    Raises ValueError on all ranks, before anything changes, if the files hold another kind of adapter,
-    if their layers, ranks, scales or sizes differ from the model's, or if ranks have different files.
+    entries, trained: see `save_peft`. Raises ValueError on all ranks, before anything changes, if the
+    files hold another kind of adapter, do not fit the model, or differ between ranks.
     """
     adapter = copy.copy(adapter)
     path = os.path.join(folder, WEIGHTS_FILE)
@@ -416,10 +407,7 @@ def _matching(
     config: Mapping[str, Any],
     folder: str,
 ) -> dict[str, _Stored]:
-    """Return model's key -> matrix in the file. Collective; raises ValueError if they don't match.
-
-    wanted, layers: this rank's keys with their shapes, and this rank's layers.
-    """
+    """Return this rank's `wanted` keys' matrices in the file; ValueError if they differ. Collective."""
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
     of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
     fused = {matrix.key for matrix in of_experts.values()}
@@ -451,10 +439,7 @@ def _check_copies(copies: Mapping[str, Any], file: Any, path: str) -> None:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return the contents of adapter_config.json.
-
-    Raises ValueError if the folder holds no adapters, or adapters of a kind that ours are not.
-    """
+    """Return adapter_config.json; ValueError if the folder has none, or one of another kind."""
     path = os.path.join(folder, CONFIG_FILE)
     if not os.path.exists(path):
         raise ValueError(
@@ -504,8 +489,8 @@ def _fused_experts(
     """Return key -> matrix of the fused experts' adapters in a file of `peft` for transformers 5.
 
     gate_up_proj [E, 2 H, D] of E experts has A [E r, D] and B [2 H, r E]; down_proj [E, D, H] has
-    A [E r, H] and B [D, r E]. `peft` wraps the experts' module once for each of `parameters`
-    (target_parameters), so keys of the parameter that was wrapped first contain base_layer.
+    A [E r, H] and B [D, r E]. `peft` wraps the experts once for each of `parameters`, so keys of the
+    parameter that was wrapped first contain base_layer.
     """
     wrapped = [p for p in _EXPERTS if any(x.rpartition(".")[2] == p for x in parameters)]
     places = [re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_A\.weight", x) for x in wanted]

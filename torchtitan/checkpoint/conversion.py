@@ -24,10 +24,7 @@ from torchtitan.tools.logging import logger
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
-    """Return a model's state dict of zeros on the CPU, without initialising the model.
-
-    Raises ValueError if the sizes are impossible or the weights don't fit into the host's memory.
-    """
+    """Return a model's state dict of zeros on the CPU; ValueError if it cannot exist on this machine."""
     try:
         with torch.device("meta"):
             model = model_cls(model_args)
@@ -133,25 +130,16 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
                 f"{folder} cannot be written while {source} is read, because one is in the other; "
                 "give another folder to write to"
             )
-    entries = []
-    if target.exists():
-        if not target.is_dir():
-            raise ValueError(f"{target} is a file; give a folder to write to")
-        entries = list(target.iterdir())
+    entries = list(target.iterdir()) if target.exists() else []
     if entries and not overwrite:
         raise ValueError(
             f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
             "another folder, or --overwrite to replace the weights in it"
         )
-    if folders := [e.name for e in entries if e.is_dir() and e.name != NAMED_TEMPLATES]:
-        raise ValueError(
-            f"{target} holds folders ({shorten(sorted(folders))}), not only weights, so it is not "
-            "overwritten; give another folder"
-        )
-    if target.is_mount():
-        raise ValueError(
-            f"{folder} is a mounted volume, which cannot be replaced; give a folder in it"
-        )
+    folders = [e.name for e in entries if e.is_dir() and e.name != NAMED_TEMPLATES]
+    if folders or target.is_mount():
+        what = f"holds folders ({shorten(sorted(folders))})" if folders else "is a mounted volume"
+        raise ValueError(f"{target} {what}, so it is not replaced; give another folder")
     beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
     before = target.with_name(f"{target.name}.before-{os.getpid()}")
     beside.mkdir(parents=True)

@@ -152,11 +152,9 @@ class SafeReader(torch_dcp.FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """The bytes of one entry. torch calls this method of its reader for each entry
-        (`torch_parts.read_entry`).
+        """Return one entry's bytes, for torch; ValueError if it would take more memory than it has bytes.
 
-        Raises ValueError for an entry that would take more memory than it has bytes: a zip archive
-        can be compressed, and a pickle can make a bytearray of any length.
+        A zip archive can be compressed, and a pickle can make a bytearray of any length.
         """
         entry = _EntryView(file, sinfo.offset, sinfo.length)
         if entry.read(4) == b"PK\3\4":  # otherwise a pickle from before torch 1.6, never compressed
@@ -231,20 +229,19 @@ def check_chunks(metadata: Metadata, path: str) -> None:
     """
     for name, entry in metadata.state_dict_metadata.items():
         starts: list[torch.Size | None] = [None]
+        problem = ""
         if isinstance(entry, TensorStorageMetadata):
             boxes = tuple((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks)
             if not _are_tiles(tuple(entry.size), boxes):
-                raise ValueError(
-                    f"{path} is damaged: its {len(boxes)} chunks of {name} do not cover every number "
-                    f"of the {list(entry.size)} once; load another checkpoint"
+                problem = (
+                    f"its {len(boxes)} chunks of {name} do not cover every number of the "
+                    f"{list(entry.size)} once"
                 )
             starts = [chunk.offsets for chunk in entry.chunks]
-        for start in starts:
-            if _Index(name, start) not in metadata.storage_data:
-                raise ValueError(
-                    f"{path} is damaged: it has no file position for a chunk of {name}; load another "
-                    "checkpoint"
-                )
+        if any(_Index(name, start) not in metadata.storage_data for start in starts):
+            problem = problem or f"it has no file position for a chunk of {name}"
+        if problem:
+            raise ValueError(f"{path} is damaged: {problem}; load another checkpoint")
 
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -253,11 +250,8 @@ _MAX_CELLS = 2**20  # a tensor sharded over a mesh has one grid cell per chunk
 
 @functools.lru_cache(256)  # layers, and their optimizer moments, share the same boxes
 def _are_tiles(size: tuple[int, ...], boxes: tuple[_Box, ...]) -> bool:
-    """True if the boxes lie inside a tensor of this size and cover each element exactly once.
-
-    The edges of all boxes cut the tensor into a grid; the function counts the boxes over each cell.
-    """
-    lines = [{0, n} for n in size]
+    """True if the boxes lie inside a tensor of this size and cover each element exactly once."""
+    lines = [{0, n} for n in size]  # the edges of all boxes, which cut the tensor into cells
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(size):
             return False

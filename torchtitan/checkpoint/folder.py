@@ -85,17 +85,14 @@ def contents_of(folder: str) -> Contents:
         if os.path.isfile(os.path.join(folder, name)):
             return contents
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    if any(name == HASHES_FILE or name.endswith(".distcp") for name in names):
-        return Contents.DAMAGED
-    return Contents.UNKNOWN
+    is_damaged = any(name == HASHES_FILE or name.endswith(".distcp") for name in names)
+    return Contents.DAMAGED if is_damaged else Contents.UNKNOWN
 
 
 def path_inside(folder: str, name: str) -> str:
-    """Return the path of file `name` in `folder`, links resolved; ValueError if it leads elsewhere.
-
-    Links of Hugging Face's cache, from snapshots/<revision> to the repository's blobs, are allowed.
-    """
+    """Return the path of file `name` in `folder`, links resolved; ValueError if it leads elsewhere."""
     root, path = Path(folder).resolve(), Path(folder, name).resolve()
+    # Links of Hugging Face's cache, from snapshots/<revision> to the repository's blobs, are allowed.
     blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
     if not any(path.is_relative_to(place) for place in (root, *blobs)):
         raise ValueError(
@@ -153,12 +150,9 @@ def mark_base(folder: str) -> None:
 
 
 def start_writing(folder: str) -> None:
-    """Create `folder`, mark it unfinished, and remove the files of an older checkpoint in it.
-
-    Otherwise a later load could use the older `.metadata` with new files.
-    """
+    """Create `folder`, mark it unfinished, and remove the files of an older checkpoint in it."""
     mark_unfinished(folder)
-    _remove_weights(folder)
+    _remove_weights(folder)  # or a later load could use the older `.metadata` with new files
 
 
 def remove_failed_save(folder: str) -> None:
@@ -179,10 +173,7 @@ def _remove_weights(folder: str) -> None:
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
-    """Write the hashes (file name -> SHA-256), then remove the marker: now `folder` is complete.
-
-    The hashes are synced to disk first, so they reveal data lost in a crash of the machine.
-    """
+    """Write the hashes (file name -> SHA-256), synced, then remove the marker: `folder` is complete."""
     lines = [f"# {len(hashes)} files"]
     lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
     _write_synced(os.path.join(folder, HASHES_FILE), "\n".join(lines) + "\n")
@@ -218,20 +209,20 @@ def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None
 
     Collective: each rank hashes its share. hashes: the recorded hashes; None reads them from disk.
     """
+
+    def problems(expected: dict[str, str]) -> Iterator[str]:
+        for name in own_share(list(expected)):
+            try:
+                if hash_file(os.path.join(folder, name)) != expected[name]:
+                    yield f"{name} does not have the content that was written (SHA-256 differs)"
+            except OSError as error:
+                yield f"{name} cannot be read ({error.strerror})"
+
     try:
         expected = from_rank_zero(lambda: recorded_hashes(folder)) if hashes is None else hashes
     except (ValueError, OSError) as error:
         return str(error)
-    problem = None
-    for name in own_share(list(expected)):
-        try:
-            if hash_file(os.path.join(folder, name)) != expected[name]:
-                problem = f"{name} does not have the content that was written (SHA-256 differs)"
-        except OSError as error:
-            problem = f"{name} cannot be read ({error.strerror})"
-        if problem:
-            break
-    return next(filter(None, all_ranks(problem)), None)
+    return next(filter(None, all_ranks(next(problems(expected), None))), None)
 
 
 def own_share(names: list[str]) -> list[str]:
@@ -241,10 +232,7 @@ def own_share(names: list[str]) -> list[str]:
 
 
 def recorded_hashes(folder: str) -> dict[str, str]:
-    """Return file name -> SHA-256; empty if the folder has no hash file.
-
-    Raises ValueError if the hash file is damaged, or if DCP files have neither hashes nor `.metadata`.
-    """
+    """Return file name -> SHA-256; empty if the folder has no hash file. ValueError if it is damaged."""
     path, entries = os.path.join(folder, HASHES_FILE), []
     if os.path.exists(path):
         with open_file(path, errors="replace") as file:
@@ -301,7 +289,6 @@ class _HashingFileSystem(FileSystem):
 class HashingWriter(FileSystemWriter):
     """DCP's file writer, which also hashes the files, and sets and removes the unfinished marker.
 
-    DCP calls its methods in the caller's thread or in a background thread or process.
     record: settings of the run, written to `run.json`.
     copy_states: copies the states for an asynchronous save in a thread of this process.
     """

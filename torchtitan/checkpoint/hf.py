@@ -3,26 +3,24 @@
 A model is read and written part by part, because converting a part needs memory for its copies.
 """
 
-import json
 import os
 import shutil
-import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import _TYPES
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
     HF_INDEX,
-    HashedFile,
     finish_writing,
+    hash_file,
     hash_over_ranks,
     start_writing,
 )
@@ -32,6 +30,7 @@ from torchtitan.checkpoint.hf_assets import (
     are_quantized,
     check_files,
     differences_from_config,
+    write_json,
     write_model_files,
 )
 from torchtitan.checkpoint.states import (
@@ -45,7 +44,7 @@ from torchtitan.distributed.dtensor import is_dtensor, local_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten, to_template
 from torchtitan.tools import torch_parts
-from torchtitan.tools.files import open_file, regular_file
+from torchtitan.tools.files import regular_file, save_tensors
 from torchtitan.tools.logging import logger
 
 _CONSOLIDATION_THREADS = 5
@@ -99,11 +98,8 @@ def load_from_hf(
         fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
         if no_scale := sorted(n for n in fp8 if f"{n}{SCALE}" not in saved):
             raise ValueError(f"{path} cannot be read: it has no scales of {shorten(no_scale)}")
-        relevant = {
-            name: shape
-            for name, shape in relevant.items()
-            if name in wanted or name.removesuffix(SCALE) not in wanted
-        }
+        scales = {f"{name}{SCALE}" for name in wanted} - wanted.keys()
+        relevant = {name: shape for name, shape in relevant.items() if name not in scales}
     remedy = _remedy(relevant, missing_files, difference)
     check_same_model(wanted, relevant, path, model_description, remedy)
     _check_config(difference or {}, chosen_args, path)
@@ -150,13 +146,12 @@ def _remedy(
         return f"{HF_INDEX} names files that are missing: {shorten(missing_files)}; fetch them"
     if are_quantized(saved):
         return "The weights are quantized: set checkpoint.initial_load_in_hf_quantized = true"
-    if difference == {}:
-        return (
-            "The config.json beside them describes the model of the config, too: fetch all files "
-            "again, or correct config.json (vocab_size, or tie_word_embeddings if only "
-            "lm_head.weight is missing)"
-        )
-    return ""
+    if difference != {}:
+        return ""
+    return (
+        "The config.json beside them describes this model, too: fetch all files again, or correct "
+        "config.json (vocab_size, or tie_word_embeddings if only lm_head.weight is missing)"
+    )
 
 
 def _check_config(
@@ -196,13 +191,13 @@ def _check_ignored(
     if not untrained:
         return
     parts = f"{path} has parts that are not trained, so not read: {_counted(untrained)}"
-    if untrained_weights == "refuse":
+    if untrained_weights == "drop":
+        logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
+    elif untrained_weights == "refuse":
         raise ValueError(
             f"{parts}; checkpoint.untrained_weights = 'refuse' forbids them: set it to 'copy' to "
             "keep them in exports, or to 'drop' to leave them out"
         )
-    if untrained_weights == "drop":
-        logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
     elif are_quantized(untrained):
         raise ValueError(
             f"{parts}; they are quantized, and an export is not, so checkpoint.untrained_weights = "
@@ -244,18 +239,18 @@ def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Ranks that share tensors get the same parts, because adapters gather some tensors.
     """
     part: dict[str, Any] = {}
-    n_bytes, module = 0, None
-    for name, tensor in state_dict.items():
-        if n_bytes >= _BYTES_PER_PART and name.rpartition(".")[0] != module:
+    n_bytes = 0
+    for _, entries in groupby(state_dict.items(), lambda item: item[0].rpartition(".")[0]):
+        if n_bytes >= _BYTES_PER_PART:
             yield part
             part, n_bytes = {}, 0
-        part[name] = tensor
-        n_ranks = 1  # assume equal shards, so every rank counts the same bytes
-        if is_dtensor(tensor):
-            for axis, placement in enumerate(tensor.placements):
-                n_ranks *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
-        n_bytes += tensor.nbytes // n_ranks
-        module = name.rpartition(".")[0]
+        for name, tensor in entries:
+            part[name] = tensor
+            n_ranks = 1  # assume equal shards, so every rank counts the same bytes
+            if is_dtensor(tensor):
+                for axis, placement in enumerate(tensor.placements):
+                    n_ranks *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
+            n_bytes += tensor.nbytes // n_ranks
     if part:
         yield part
 
@@ -269,12 +264,10 @@ def save_to_hf(
     chat_template: str | None = None,
     untrained: UntrainedParts | None = None,
 ) -> None:
-    """Write the model to safetensors files with an index. Collective.
+    """Write the model to safetensors files with an index, and what `transformers` needs. Collective.
 
-    dtype: the dtype to cast floating-point tensors to; None keeps their own dtypes.
-    untrained: untrained parts of the loaded model, to be copied.
-    Tensors are divided into files as in the index of `hf_assets_path`, or into files of at most
-    5 GB. The files that `transformers` needs are written too; see `hf_assets.write_model_files`.
+    dtype: casts floating-point tensors, if not None. untrained: untrained parts of the loaded model, to
+    be copied. Files are those of the index in `hf_assets_path`, else have at most 5 GB.
     """
     adapter = adapter.for_export(untrained is not None)
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
@@ -285,9 +278,8 @@ def save_to_hf(
     }
     if left_out := sorted(set().union(*all_ranks(unnamed))):
         logger.warning(
-            f"Hugging Face files cannot hold {shorten(left_out)}, so a model loaded from {folder} "
-            "computes something else. A flavor with moe_args.load_balance_coeff = None trains "
-            "without expert_bias"
+            f"Hugging Face files cannot hold {shorten(left_out)}, so a model loaded from {folder} computes "
+            "something else. With moe_args.load_balance_coeff = None, flavors have no expert_bias"
         )
     if untrained is not None and os.path.realpath(untrained.folder) == os.path.realpath(folder):
         raise ValueError(
@@ -297,16 +289,12 @@ def save_to_hf(
     from_rank_zero(lambda: start_writing(folder))
 
     def parts() -> Iterator[dict[str, Any]]:
-        """Yield dicts of HF name -> this rank's tensor."""
         for part in _parts_of(state_dict):
             tensors = adapter.to_hf(part)
             yield tensors if dtype is None else cast_weights(tensors, dtype)
 
-    if dist.is_initialized():
-        names = _write_over_ranks(parts(), adapter, folder)
-        hashes = hash_over_ranks(folder, names)
-    else:
-        hashes = _write_alone(parts, adapter, folder)
+    write = _write_over_ranks if dist.is_initialized() else _write_alone
+    hashes = write(parts, adapter, folder)
     if untrained is not None:
         hashes |= untrained.copy_to(folder)
 
@@ -342,11 +330,11 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
 
 
 def _write_over_ranks(
-    parts: Iterable[dict[str, Any]], adapter: BaseStateDictAdapter, folder: str
-) -> list[str]:
-    """Write this rank's shards, then join the shards of some files; return the names of all files."""
+    parts: Callable[[], Iterable[dict[str, Any]]], adapter: BaseStateDictAdapter, folder: str
+) -> dict[str, str]:
+    """Write this rank's shards, then join the shards of some files; return file name -> SHA-256."""
     # An adapter may return transposed views, but the format stores contiguous tensors only.
-    tensors = {name: tensor.contiguous() for part in parts for name, tensor in part.items()}
+    tensors = {name: tensor.contiguous() for part in parts() for name, tensor in part.items()}
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     sharded = os.path.join(folder, "sharded")
@@ -361,11 +349,7 @@ def _write_over_ranks(
 
     def join_own_files() -> dict[str, Any]:
         # torch's own collective function hangs if one rank fails.
-        own = {
-            name: _file_name(number, n_files)
-            for name, number in file_index.items()
-            if number % n_ranks == rank
-        }
+        own = {n: _file_name(i, n_files) for n, i in file_index.items() if i % n_ranks == rank}
         if not own:
             return {}
         return torch_parts.join_files(sharded, folder, own, num_threads=_CONSOLIDATION_THREADS)
@@ -377,7 +361,8 @@ def _write_over_ranks(
         shutil.rmtree(sharded)
 
     from_rank_zero(finish)
-    return [*sorted({_file_name(number, n_files) for number in file_index.values()}), HF_INDEX]
+    names = {_file_name(number, n_files) for number in file_index.values()}
+    return hash_over_ranks(folder, [*sorted(names), HF_INDEX])
 
 
 def _file_name(number: int, n_files: int) -> str:
@@ -387,51 +372,24 @@ def _file_name(number: int, n_files: int) -> str:
 def _write_alone(
     parts: Callable[[], Iterable[dict[str, Any]]], adapter: BaseStateDictAdapter, folder: str
 ) -> dict[str, str]:
-    """Write every tensor directly to its final file; return file name -> SHA-256.
+    """Write each file once its tensors are converted; return file name -> SHA-256.
 
-    All tensors are converted twice, because a file's header needs the sizes of its tensors first.
+    All tensors are converted twice, because the names of the files need the sizes of all tensors.
     """
-    name_of = {dtype: name for name, dtype in _TYPES.items()}
-    entries: dict[str, tuple[str, list[int], int]] = {}
+    sizes = {name: tensor.nbytes for part in parts() for name, tensor in part.items()}
+    file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
+    n_files, n_missing = max(file_index.values()), Counter(file_index.values())
+    waiting: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)  # of unfinished files
+    hashes = {}
     for part in parts():
         for name, tensor in part.items():
-            entries[name] = name_of[tensor.dtype], list(tensor.shape), tensor.nbytes
-    sizes = {name: n_bytes for name, (_, _, n_bytes) in entries.items()}
-    file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
-    n_files = max(file_index.values())
-    weight_map = {name: _file_name(n, n_files) for name, n in file_index.items()}
-    with ExitStack() as stack:
-        files = {}
-        for file_name in sorted(set(weight_map.values())):
-            names = [name for name in weight_map if weight_map[name] == file_name]
-            file = HashedFile(stack.enter_context(open_file(os.path.join(folder, file_name), "wb")))
-            file.write(_safetensors_header({name: entries[name] for name in names}))
-            files[file_name] = file, iter(names)
-        for part in parts():
-            for name, tensor in part.items():
-                file, names = files[weight_map[name]]
-                assert name == next(names), f"{name} comes in another order than in the header"
-                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                file.write(data.numpy())
-        hashes = {file_name: file.hexdigest() for file_name, (file, _) in files.items()}
+            tensors = waiting[number := file_index[name]]
+            tensors[name] = tensor.detach().cpu().contiguous()
+            if len(tensors) == n_missing[number]:
+                path = os.path.join(folder, _file_name(number, n_files))
+                save_tensors(waiting.pop(number), path)
+                hashes[os.path.basename(path)] = hash_file(path)  # still in the page cache
+    weight_map = {name: _file_name(number, n_files) for name, number in file_index.items()}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    with open_file(os.path.join(folder, HF_INDEX), "wb") as file:
-        index_file = HashedFile(file)
-        index_file.write(json.dumps(index, indent=2).encode())
-    return hashes | {HF_INDEX: index_file.hexdigest()}
-
-
-def _safetensors_header(entries: dict[str, tuple[str, list[int], int]]) -> bytes:
-    """Return the start of a safetensors file: the JSON header's length in 8 bytes, then the header.
-
-    entries: name -> (dtype, shape, bytes), in the order of the tensors.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (dtype, shape, n_bytes) in entries.items():
-        end = offset + n_bytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # aligns the tensors
-    return struct.pack("<Q", len(text)) + text
+    write_json(path := Path(folder, HF_INDEX), index)
+    return hashes | {HF_INDEX: hash_file(str(path))}

@@ -14,13 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from torchtitan.checkpoint.folder import (
-    HF_INDEX,
-    HF_SINGLE_FILE,
-    hash_file,
-    own_share,
-    path_inside,
-)
+from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, hash_file, own_share, path_inside
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
 from torchtitan.models.args import DecoderArgs
@@ -55,8 +49,7 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
     """Return the names of the model's safetensors files, and the names of missing files.
 
     The index lists the model's files. Without an index, the file is model.safetensors if it exists,
-    otherwise every safetensors file. Only the headers are read.
-    Raises ValueError, naming the file, if a file is damaged or leads out of `folder`.
+    otherwise every safetensors file. Raises ValueError if a file is damaged or leads out of `folder`.
     """
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
@@ -89,12 +82,10 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
         if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in _TYPES]:
             raise ValueError(f"{path} has dtypes that cannot be read: {shorten(unknown)}")
         for key in kinds if not is_sharded else ():
-            if key in file_of:
+            if file_of.setdefault(key, name) != name:
                 raise ValueError(
-                    f"{folder} has {key} twice, in {file_of[key]} and in {name}; remove one of the "
-                    "files, or all files that are not the model's"
+                    f"{folder} has {key} twice, in {file_of[key]} and in {name}; remove one of the files"
                 )
-            file_of[key] = name
     return names, sorted(listed - set(names))
 
 
@@ -109,10 +100,7 @@ class UntrainedParts(NamedTuple):
     names: dict[str, list[str]]
 
     def copy_to(self, folder: str) -> dict[str, str]:
-        """Copy the tensors, bit for bit, to separate files, and list them in the export's index.
-
-        Returns file name -> SHA-256 of the files written. Collective.
-        """
+        """Copy the tensors to separate files, listed in the index; return name -> SHA-256. Collective."""
         copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
 
         def copy_own_share() -> dict[str, tuple[str, int]]:
@@ -127,9 +115,7 @@ class UntrainedParts(NamedTuple):
                 written[copies[source]] = hash_file(path), sum(t.nbytes for t in tensors.values())
             return written
 
-        written = {
-            name: entry for part in on_all_ranks(copy_own_share) for name, entry in part.items()
-        }
+        written = {name: x for part in on_all_ranks(copy_own_share) for name, x in part.items()}
         index_path = Path(folder, HF_INDEX)
 
         def write_index() -> dict[str, str]:
@@ -176,13 +162,11 @@ def write_model_files(
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer and its chat template to `folder`.
 
-    An existing tokenizer is kept. config.json starts from the first config.json in `folder`,
-    `untrained_from` and `hf_assets_path` that describes `model_args`; without one, it is made from
-    `model_args`.
-    tokenizer, chat_template: of the run; None takes those in `hf_assets_path`.
+    An existing tokenizer is kept. config.json starts from the first one in `folder`, `untrained_from`
+    and `hf_assets_path` that describes `model_args`, else from `model_args`. A failure is only warned
+    of, because the weights matter more.
+    tokenizer, chat_template: of the run; None takes those in `hf_assets_path`. dtype: of the weights.
     untrained_from: folder of the model whose untrained parts were copied to `folder`.
-    dtype: the weights' dtype, written to config.json, where `transformers` reads it.
-    If a file cannot be written, a warning is logged, because the weights matter more.
     """
     assets = Path(find_shipped(hf_assets_path or os.devnull))
     token_ids: dict[str, int] = {}
@@ -219,8 +203,7 @@ def differences_from_config(
 ) -> dict[str, tuple[Any, Any]] | None:
     """Return field -> (the model's value, config.json's value) for the fields that differ.
 
-    Returns None if the folder has no config.json or the model's args are not `DecoderArgs`.
-    Raises ValueError for a config.json that no model here supports.
+    None if the folder has no config.json or the model's args are not `DecoderArgs`.
     """
     path, args = Path(folder, "config.json"), getattr(adapter, "model_args", None)
     if not path.is_file() or not isinstance(args, DecoderArgs):
@@ -243,9 +226,7 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
         except ValueError as error:
             difference = {str(error): ()}
         if difference:
-            logger.info(
-                f"{path} describes another model ({', '.join(difference)}), so it is not used"
-            )
+            logger.info(f"{path}, of another model ({', '.join(difference)}), is not used")
             continue
         config = read_json_object(path)
         left_out = [key for key in _NOT_EXPORTED if config.pop(key, None)]
@@ -268,9 +249,9 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
 def _with_token_ids(content: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
     """Return token_ids for a file, keeping the end-of-text ids that the file already lists."""
     end, ends = token_ids.get("eos_token_id"), content.get("eos_token_id")
+    listed = ends if isinstance(ends, list) else [ends]
     if end is None or ends is None:
         return dict(token_ids)
-    listed = ends if isinstance(ends, list) else [ends]
     return token_ids | {"eos_token_id": ends if end in listed else [end, *listed]}
 
 

@@ -164,26 +164,24 @@ class CheckpointManager:
         The last step, every `interval`-th step, and with `enable_first_step_checkpoint` step 1 are
         due; without a dataloader, every step is. For adapters see `last_save_peft` and
         `save_peft_interval`; their folders `<folder>/peft-step-<curr_step>` are never removed.
-        force: save even if the step is not due. path: save to this folder instead of
-            `<folder>/step-<curr_step>`, even if the step is not due; no run removes this folder. Then
-            no adapters are written in PEFT's format.
+        force: save even if the step is not due. path: save to this folder, even if the step is not due;
+            no run removes it, and no adapters are written in PEFT's format.
         since: the step of the previous call, if several steps were taken since; a save that was due
             after it is due now, also without a dataloader.
 
         Raises ValueError if the config forbids a save with `path` or `force`. Raises RunError (a
         RuntimeError) if this save or the previous asynchronous save fails; older checkpoints stay.
         """
-        if path is not None or force:
-            if self.load_only:
-                raise ValueError(
-                    "checkpoint.load_only = true forbids saving; set it to false, or set "
-                    "checkpointer.load_only = False during this save"
-                )
-            if path is None and not self.enable:
-                raise ValueError(
-                    "checkpoint.enable = false leaves no folder to save in; give the step folder as "
-                    "path, or set checkpoint.enable = true"
-                )
+        if (path is not None or force) and self.load_only:
+            raise ValueError(
+                "checkpoint.load_only = true forbids saving; set it to false, or set "
+                "checkpointer.load_only = False during this save"
+            )
+        if force and path is None and not self.enable:
+            raise ValueError(
+                "checkpoint.enable = false leaves no folder to save in; give the step folder as "
+                "path, or set checkpoint.enable = true"
+            )
         steps = range(curr_step if since is None else since + 1, curr_step + 1)
         is_callers_choice = since is None and self.states[DATALOADER] is None
         is_due = any(self._should_save(step, last_step) for step in steps)
@@ -208,9 +206,8 @@ class CheckpointManager:
             self._retention.leave_alone(folder)
             what = f"The checkpoint {folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
-                from_rank_zero(
-                    lambda: mark_unfinished(folder, KEPT_MARKER)
-                )  # before the save, which may be killed
+                # Before the save, which may be killed.
+                from_rank_zero(lambda: mark_unfinished(folder, KEPT_MARKER))
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
@@ -405,10 +402,7 @@ class CheckpointManager:
         entries: dict[str, Any],
         of_adapters: bool = False,
     ) -> None:
-        """Load `wanted` (component name -> state) from a checkpoint. Collective.
-
-        entries: of the model. of_adapters: the entries are adapters, whose base model must match.
-        """
+        """Load `wanted` (name -> state) and the model's entries, perhaps `of_adapters`. Collective."""
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()
@@ -429,11 +423,7 @@ class CheckpointManager:
 
     @torch.no_grad()
     def dcp_load(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        from_hf: bool,
-        from_quantized: bool,
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Load the folder `checkpoint_id` into `state_dict` and the model."""
         if from_hf:

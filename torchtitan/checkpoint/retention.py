@@ -50,9 +50,8 @@ def purge_thread(purge_queue: queue.Queue) -> None:
 class Retention:
     """Removes old step folders in a thread.
 
-    configured_folder: steps of earlier processes are removed only in this folder.
-    written: resolved paths of the steps that this manager wrote without a path from the caller.
-    given: resolved paths that a caller named for a save or load. damaged: found damaged by a load.
+    configured_folder: steps of earlier processes are removed only in this folder. Resolved paths:
+    written, steps that this manager named and wrote; given, named by a caller; damaged, found by a load.
     """
 
     def __init__(self, configured_folder: str) -> None:
@@ -91,16 +90,13 @@ class Retention:
     def purge(self, folder: str, n_kept: int, saving_to: str | None) -> None:
         """Queue the removal of all but the newest `n_kept` finished steps in `folder`.
 
-        saving_to: the step that is being written. This step, and steps that this run doesn't own, are
-        neither counted nor removed. Interrupted and damaged steps are not counted, and are removed
-        once a newer step is finished.
+        Neither counted nor removed: `saving_to`, which is being written, and steps that this run doesn't
+        own. Interrupted and damaged steps are removed once a newer step is finished.
         """
         folders = [f for f in list_steps(folder) if f.path != saving_to and self._may_remove(f)]
+        bad = (Contents.UNFINISHED, Contents.DAMAGED)
         broken = [
-            f
-            for f in folders
-            if f.contents in (Contents.UNFINISHED, Contents.DAMAGED)
-            or os.path.realpath(f.path) in self.damaged
+            f for f in folders if f.contents in bad or os.path.realpath(f.path) in self.damaged
         ]
         # After a resume from an older step, this process's steps are newer than higher-numbered ones.
         finished = sorted(

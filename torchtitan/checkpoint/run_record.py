@@ -1,8 +1,4 @@
-"""Records a run's settings in its checkpoints, and compares them when a run resumes.
-
-The record is a flat table of strings and numbers, `run.json` in the step folder. Checkpoints of
-other tools have no record and are not compared.
-"""
+"""Records a run's settings in `run.json` of its checkpoints, and compares them when a run resumes."""
 
 import hashlib
 import json
@@ -46,9 +42,8 @@ _TOLD = (
     *_settings("loss", "name beta label_smoothing length_normalized reference"),
     *_settings("training", "steps seq_len max_norm dtype mixed_precision_param"),
 )
-# Settings that change what the model computes. A resume refuses a difference, unless
-# checkpoint.allow_changed names the setting. The same holds for the data settings in `_DATA`, if the
-# data position is loaded.
+# Settings that change what the model computes. A resume refuses a difference, unless allow_changed names
+# the setting; so it does for `_DATA`, if the data position is loaded.
 _FUNCTION = (
     "model.hf_assets_path",
     *_settings("lora", "alpha use_rslora alpha_pattern dropout"),
@@ -154,10 +149,7 @@ def _digests(contents: dict[str, Any]) -> dict[str, str]:
 
 def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
     """Return digests of the training and validation data and of the chat templates."""
-    files = [
-        [source.name, record_of_files(find_shipped(source.path), is_movable=True)]
-        for source in sources
-    ]
+    files = [[s.name, record_of_files(find_shipped(s.path), is_movable=True)] for s in sources]
     templates = {getattr(source.encode, "template", None) for source in sources} - {None}
     mixture = config.training.mixture
     contents: dict[str, Any] = {}
@@ -192,11 +184,10 @@ def compare_with_saved(
 ) -> None:
     """Warn of each setting that differs from the run that wrote `path`.
 
-    saved: the record in `path`. own: this run's record. loaded: the components whose state is loaded
-    from the checkpoint. allowed: `checkpoint.allow_changed`.
-    Raises ValueError for a difference that changes the model or the data and is not in `allowed`.
-    Also raises ValueError if the optimizer's name or the patterns of its parameter groups differ,
-    because each group loads the saved settings of the group with the same index.
+    saved: the record in `path`. own: this run's record. loaded: the components whose state is loaded.
+    allowed: `checkpoint.allow_changed`.
+    Raises ValueError for a difference that changes the model or the data and is not in `allowed`, and
+    for another optimizer or other patterns of its groups, which load their settings by index.
     """
     for key, excluded in (
         (_OPTIMIZER, "['optimizer']"),
@@ -205,9 +196,8 @@ def compare_with_saved(
         values = saved.get(key), own.get(key)
         if "optimizer" in loaded and None not in values and values[0] != values[1]:
             raise ValueError(
-                f"{path} was saved with {key} = {values[0]!r}, got {values[1]!r}; set it back, or "
-                f"start the new optimizer's state from zero with checkpoint.exclude_from_loading = "
-                f"{excluded}"
+                f"{path} was saved with {key} = {values[0]!r}, got {values[1]!r}; set it back, or start the "
+                f"new optimizer's state from zero with checkpoint.exclude_from_loading = {excluded}"
             )
     refused: dict[str, str] = {}
     for key in (key for key in own if key in saved):

@@ -29,11 +29,7 @@ class AsyncMode(StrEnum):
 
 
 class HostCopies:
-    """Copies states into host memory that is reused by later saves. Used by `AsyncMode.ASYNC`.
-
-    Copying into fresh memory takes five times as long, because the system clears each page at its
-    first use.
-    """
+    """Copies states into host memory that later saves reuse. Fresh memory takes five times as long."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] | None = None
@@ -42,15 +38,11 @@ class HostCopies:
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the states with copies of their tensors. The next call overwrites the copies."""
         leaves, structure = torch_parts.pytree.tree_flatten(state_dict)
-        tensors = [x if torch.is_tensor(x) else None for x in leaves]
-        layout = (
-            structure,
-            [
-                x if x is None else (x.shape, x.dtype, getattr(x, "placements", None))
-                for x in tensors
-            ],
-        )
-        if self._layout != layout:
+        kinds = [
+            torch.is_tensor(x) and (x.shape, x.dtype, getattr(x, "placements", None))
+            for x in leaves
+        ]
+        if self._layout != (layout := (structure, kinds)):
             self._kept = None  # free the old copies before allocating new ones
             self._kept, self._layout = torch_parts.allocate_states(state_dict), layout
         return torch_parts.copy_states(state_dict, self._kept, type_check=False)
@@ -155,7 +147,7 @@ class Saver:
     def one_error(self, what: str, folder: str, run_folder: str) -> Iterator[None]:
         """Raise a failure of the block as one RunError, which names the newest step in `run_folder`.
 
-        After a failure, the unfinished files in `folder` are removed, because they may fill the disk.
+        The unfinished files in `folder`, which may fill the disk, are removed.
         """
 
         def advice() -> str:

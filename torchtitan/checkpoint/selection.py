@@ -68,8 +68,7 @@ class Facts(NamedTuple):
 class Selection:
     """Chooses among the steps of a run. The methods are collective.
 
-    damaged: the methods add the resolved paths of damaged steps to this set.
-    verify (a parameter of the methods): compare the files with their recorded hashes.
+    damaged: a set to which the resolved paths of damaged steps are added. verify: compare hashes.
     """
 
     def __init__(self, damaged: set[str]) -> None:
@@ -80,8 +79,8 @@ class Selection:
     def step(self, folder: str, step: int, verify: bool) -> Facts | None:
         """Return the facts of a step in `folder`; step -1 is the newest complete step, None if none.
 
-        Raises FileNotFoundError if the step does not exist. Raises ValueError if it is not complete, or
-        if a later step, which this run would replace, is the base model of adapters.
+        Raises FileNotFoundError or ValueError if the step is missing or not complete, or if a later step,
+        which this run would replace, is the base model of adapters.
         """
         if step == -1:
             chosen, folders = self.newest(folder, verify), self._folders
@@ -94,8 +93,7 @@ class Selection:
         if bases := [f.path for f in newer if f.is_base]:
             raise ValueError(
                 f"A run that continues from {chosen.path} would replace {bases[0]}, the base model of "
-                "adapters, when it reaches that step; set checkpoint.folder to another folder and "
-                f"checkpoint.initial_load_path to {chosen.path}"
+                "adapters; set another checkpoint.folder, and checkpoint.initial_load_path to that step"
             )
         if newer:
             logger.warning(
@@ -105,9 +103,8 @@ class Selection:
         return chosen
 
     def newest(self, folder: str, verify: bool) -> Facts | None:
-        """Return the facts of the newest complete step; None if there is none.
+        """Return the facts of the newest complete step, cached until the folders change; None if none.
 
-        The result is cached until the folders change, because hashing takes long.
         Raises ValueError if no step is complete and at least one is damaged.
         """
         damaged: dict[str, str] = {}

@@ -9,6 +9,8 @@ import os
 import pickle
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,21 +83,17 @@ def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
     """Return the states without excluded ones and without None (a missing dataloader)."""
-    for name in excluded:
-        if name not in states:
-            raise ConfigError(
-                f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {name!r}; "
-                "correct or remove it"
-            )
-    return {
-        name: state for name, state in states.items() if name not in excluded and state is not None
-    }
+    if unknown := [name for name in excluded if name not in states]:
+        raise ConfigError(
+            f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {unknown[0]!r}; "
+            "correct or remove it"
+        )
+    return {n: state for n, state in states.items() if n not in excluded and state is not None}
 
 
 class ModelWrapper(Stateful):
-    """The parameters and persistent buffers of all model parts, as one state dict.
+    """The live parameters and persistent buffers of all model parts, as one state dict.
 
-    `state_dict()` collects the live parameters at each call, because a client may have moved them.
     lora: the settings of the model's adapters, or None. With adapters, `state_dict()` returns only
     the trained parameters, without the frozen base.
     """
@@ -171,10 +169,7 @@ class ModelWrapper(Stateful):
             from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
-        """Return the name and the digest of the base model; {} without adapters. Collective.
-
-        model: description of the model, for the name of a base that was not loaded from a folder.
-        """
+        """Return the name (from `model` if not loaded) and digest of the base; {} without adapters."""
         if self._lora is None:
             return {}
         if self._base_record is None:
@@ -190,31 +185,22 @@ class ModelWrapper(Stateful):
         return self._base_record
 
     def check_same_base(self, saved: Mapping[str, Any], path: str, model: str) -> None:
-        """Raise ValueError if the adapters of the checkpoint `path` were trained on another base.
-
-        saved: the record of the base model in that checkpoint. model: see `own_base`.
-        """
+        """Raise ValueError if the adapters of `path`, with this record, were trained on another base."""
         own = self.own_base(model)
         if DIGEST not in saved:
-            logger.warning(
-                f"{path} does not name the base model of its adapters: it is not compared"
-            )
+            logger.warning(f"{path} does not name its adapters' base model: it is not compared")
         elif saved[DIGEST] != own[DIGEST]:
             name = str(saved.get(NAME))
             is_gone = os.sep in name and not from_rank_zero(lambda: os.path.exists(name))
             raise ValueError(
                 f"The adapters in {path} were trained on another base model, {name}"
-                f"{', which does not exist any more' if is_gone else ''} (digest "
-                f"{saved[DIGEST]}), got {own[NAME]} (digest {own[DIGEST]}); set "
-                "checkpoint.initial_load_path to that base, with the dtypes of that run"
+                f"{', which does not exist any more' if is_gone else ''} (digest {saved[DIGEST]}), got "
+                f"{own[NAME]} (digest {own[DIGEST]}); set checkpoint.initial_load_path to that base"
             )
 
 
 class UserState(Stateful):
-    """Objects that an embedding program adds to checkpoints, by name. Their states are plain data.
-
-    Each state is one pickled entry. One rank's entry is saved, and every rank loads that entry.
-    """
+    """Objects that an embedding program adds to checkpoints: one pickled entry each, of one rank."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
@@ -250,19 +236,6 @@ def _pickled(name: str, state: Any) -> bytes:  # raises ValueError if a load wou
     return data
 
 
-class _FittedState(Stateful):
-    """A state for which DCP loads `entries` instead of the state's own `state_dict()`."""
-
-    def __init__(self, state: Any, entries: dict[str, Any]) -> None:
-        self._state, self._entries = state, entries
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._entries
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._state.load_state_dict(state_dict)
-
-
 def fit_to_checkpoint(
     states: dict[str, Any],
     all_states: Collection[str],
@@ -275,8 +248,7 @@ def fit_to_checkpoint(
 
     states: the states to load; the model's entries, named `model_names`, are at the top level.
     all_states: the run's components. saved: the entries of the checkpoint.
-    Raises ValueError, the same on every rank, if the checkpoint lacks an entry or belongs to
-    another model.
+    Raises ValueError if the checkpoint lacks an entry or belongs to another model.
     """
     others = {name: state for name, state in states.items() if name not in model_names}
     weights = {name: state for name, state in states.items() if name in model_names}
@@ -315,17 +287,16 @@ def fit_to_checkpoint(
                 f"The checkpoint {path} lacks entries of {name}: {shorten(missing)}. "
                 f"Add {name} to checkpoint.exclude_from_loading to load without it"
             )
-        is_plain = contents[name] is state
-        weights[name] = state if is_plain else _FittedState(state, contents[name])
+        weights[name] = state
+        if contents[name] is not state:  # DCP then loads these entries, not the state's own
+            fitted = partial(contents.__getitem__, name)
+            load = state.load_state_dict
+            weights[name] = SimpleNamespace(state_dict=fitted, load_state_dict=load)
     return weights
 
 
 def check_same_model(
-    wanted: Shapes,
-    saved: Shapes,
-    path: str,
-    model_description: str,
-    remedy: str = "",
+    wanted: Shapes, saved: Shapes, path: str, model_description: str, remedy: str = ""
 ) -> None:
     """Raise ValueError unless `wanted`, of all ranks, and `saved` have the same names and shapes."""
     keys = "model.name and model.flavor"
@@ -373,7 +344,5 @@ def saved_shapes_in(path: str) -> Shapes | None:
 
 
 def keys_outside_model(saved: Shapes, states: Iterable[str] = ()) -> set[str]:
-    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *EXTRA_STATES, *states} - {
-        MODEL
-    }
-    return {key for key in saved if key.split(".")[0] in components}
+    components = {OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, *EXTRA_STATES, *states}
+    return {key for key in saved if key.split(".")[0] in components - {MODEL}}

@@ -90,9 +90,8 @@ class WeightStream:
                 yield hf_name, tensor
                 if self._current_version() != self.version:
                     raise RuntimeError(
-                        f"The weights went from version {self.version} to "
-                        f"{self._current_version()} while they were streamed; finish the "
-                        "iteration before the optimizer's step"
+                        f"The weights went from version {self.version} to {self._current_version()} while "
+                        "they were streamed; finish the iteration before the optimizer's step"
                     )
         self.digest = digest.hexdigest()
 
@@ -172,10 +171,7 @@ class WeightStream:
 
 
 def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
-    """Return a digest of all names, dtypes, shapes and bits. Order and device don't matter.
-
-    The digest detects accidents, not forgery.
-    """
+    """Return a digest of all names, dtypes, shapes and bits, against accidents, in any order."""
     digest = WeightDigest()
     for name, tensor in pairs:
         digest.add(name, tensor)
@@ -210,9 +206,8 @@ class WeightDigest:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return one int64, on the tensor's device, that changes if any bit of the tensor changes.
 
-    The tensor's 64-bit words are summed row by row with odd weights, modulo 2^64. The sums are summed
-    in the same way, until one is left. Integer sums don't depend on the order. hashlib would be ten
-    times as slow and would need the weights on the host.
+    The tensor's 64-bit words are summed row by row with odd weights, modulo 2^64, and so are the sums,
+    until one is left. hashlib would be ten times as slow and would need the weights on the host.
     """
     flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
     n_whole = flat.numel() // 8 * 8

@@ -46,8 +46,7 @@ class ChatTemplate:
     """Renders messages, as `apply_chat_template` of Hugging Face's tokenizers does.
 
     source: the template text; ValueError if it is not valid Jinja. name: the template's name in errors.
-    variables: template variables such as bos_token; messages, tools, documents and
-        add_generation_prompt are set by `render`.
+    variables: template variables such as bos_token, besides those that `render` sets.
     control_tokens: texts of tokens that the template may produce, but a reply must not.
     """
 
@@ -120,8 +119,7 @@ class ChatTemplate:
     ) -> str:
         """Return the messages as text, by default with the header of the model's next message.
 
-        Raises ValueError if the template cannot render them, RunError if rendering takes too much time
-        or memory.
+        Raises ValueError if the template cannot render them, RunError if time or memory run out.
         """
         more = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
         return text_of(self.render_each([(messages, more)], tools=tools)[0])
@@ -213,8 +211,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text between the model's answer to `messages` and its next answer.
 
-        replies: the messages after the answer, such as a tool's result. They are untrusted, so a `SEAM`
-            splits each control token in them.
+        replies: untrusted messages after the answer; a `SEAM` splits each control token in them.
         stop: text at the end of the model's answer that the template would repeat.
         """
         written = _WRITTEN
@@ -246,7 +243,7 @@ class ChatTemplate:
                 got = once[max(0, len(start) - 80) : len(start) + len(written)]
                 raise ValueError(
                     f"{self.name} writes the turn {written!r} differently once a message of the role "
-                    f"{reply['role']!r} follows (in place of {start[-80:] + written!r} it has {got!r}); set "
+                    f"{reply['role']!r} follows ({got!r} in place of {start[-80:] + written!r}); set "
                     "rl.task.chat_template to a file with a template that leaves earlier turns unchanged"
                 )
 

@@ -102,7 +102,8 @@ class ChatEncoder:
                 "chat_template.jinja into the folder model.hf_assets_path"
             )
         chat = _Chat(template, sample)
-        ids, trained = self._encode(*chat.text_and_spans())
+        text, spans = chat.text_and_spans()
+        ids, trained = self._encode(text, spans)
         if not trained.any():
             raise ValueError(
                 f"no token of the chat is trained: {template.name} writes nothing in the assistant's "
@@ -110,11 +111,10 @@ class ChatEncoder:
             )
         if trained.all():
             raise ValueError(
-                f"every token of the chat would be trained, because {template.name} writes nothing "
-                "outside of the assistant's turns; set training.chat_template to a template file that "
-                "writes a header before them"
+                f"every token of the chat would be trained, because {template.name} writes nothing outside "
+                "of the assistant's turns; set training.chat_template to a file that writes a header"
             )
-        _warn_of_texts(chat)
+        _warn_of_texts(chat, text)
         return ids, trained
 
     def _encode_texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
@@ -149,23 +149,21 @@ class ChatEncoder:
         return ids, trained
 
 
-def _warn_of_texts(chat: "_Chat") -> None:
+def _warn_of_texts(chat: "_Chat", text: str) -> None:
     for arguments in chat.arguments():
         is_text = isinstance(arguments, str) and '"' in arguments
-        if is_text and chat.writes(json.dumps(arguments)):
+        if is_text and json.dumps(arguments) in text:
             warn_once(
                 logger,
                 f"{chat.template.name} writes a tool call's 'arguments', which is a text, as a quoted "
-                "JSON string; if the model should write an object, give 'arguments' as an object "
-                "(this is said only once)",
+                "JSON string; if the model should write an object, give 'arguments' as an object",
             )
     for role, text in chat.texts_of_others():
         if token := chat.template.control_token_in(text):
             warn_once(
                 logger,
                 f"a message of the role {role!r} has {token!r} in its text, which is encoded as that "
-                "control token, as transformers does; change such texts if they come from people who "
-                "must not end a turn (this is said only once)",
+                "control token, as transformers does; change texts of people who must not end a turn",
             )
             break
 
@@ -173,10 +171,9 @@ def _warn_of_texts(chat: "_Chat") -> None:
 class ChatTokens:
     """Converts a sample to a document of at most `seq_len` tokens.
 
-    too_long: what to do with a longer chat: "error" raises ValueError, "cut" truncates it, "skip"
-        returns no tokens. A chat with no trained token before the truncation is skipped as well.
-    key: identifies the settings that the tokens depend on, besides the tokenizer. template: the
-        encoder's part of `key`.
+    too_long: "error" raises ValueError for a longer chat, "cut" truncates it, "skip" returns no tokens. A
+        chat with no trained token before the truncation is skipped as well.
+    key: identifies the settings of the tokens, besides the tokenizer. template: the encoder's part.
     """
 
     unit, what, limit = "chat", "the chat", "training.seq_len"  # for messages
@@ -195,7 +192,6 @@ class ChatTokens:
         return len(fitted.ids), int(fitted.trained.sum()), num_tokens
 
     def _read(self, sample: Mapping[str, Any]) -> tuple[Tokens, int]:
-        """Return (the document, its number of tokens before truncation)."""
         ids, trained = self.encoder(sample)
         return self._fitted(ids, trained), len(ids)
 
@@ -205,9 +201,8 @@ class ChatTokens:
                 f"{self.what} has {len(ids)} tokens, and {self.limit} is {self.seq_len}; raise it, or "
                 "set training.too_long to 'cut' or 'skip'"
             )
-        n = 0 if len(ids) > self.seq_len and self._too_long == "skip" else self.seq_len
-        if not trained[:n].any():
-            n = 0
+        is_skipped = len(ids) > self.seq_len and self._too_long == "skip"
+        n = 0 if is_skipped or not trained[: self.seq_len].any() else self.seq_len
         return Tokens(ids[:n], trained[:n])
 
 
@@ -257,9 +252,6 @@ class _Chat:
                     if isinstance(text := part.get("text"), str):
                         yield message["role"], text
 
-    def writes(self, text: str) -> bool:
-        return text in self._beginning(len(self.messages))
-
     def text_and_spans(self) -> tuple[str, list[Span]]:
         """Return the text of the chat, and the character spans to train on."""
         n, n_prompt = len(self.messages), self._num_prompt
@@ -271,17 +263,12 @@ class _Chat:
                 self._render_beginnings(turns)
                 text = text_of(self._beginnings[n, False])
         except CannotRenderError as error:
-            reason, remedy = (
-                error.reason,
-                "correct the chat, or set training.chat_template to a file",
-            )
+            reason = error.reason
+            remedy = "correct the chat, or set training.chat_template to a file"
             if "dict" in reason and any(isinstance(x, dict) for x in self.arguments()):
                 remedy = "the template joins a tool call's 'arguments' to a text: give them as a text of JSON"
             if "strftime_now" in reason:
-                remedy = (
-                    "the date of today would change the data from day to day: set "
-                    "training.chat_template to a copy of the template with a fixed date"
-                )
+                remedy = "set training.chat_template to a copy of the template with a fixed date"
             raise ValueError(
                 f"{self.template.name} cannot render the chat: {reason}; {remedy}"
             ) from None
@@ -375,9 +362,7 @@ class _Chat:
         self._beginnings = dict(zip(keys, results, strict=True))
 
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
-        """Return the text of the first `number` messages. header: with the next turn's header. of: other
-        messages than the chat's.
-        """
+        """Return the text of the first `number` messages (`of` others), with the next turn's header."""
         try:
             if of is None and (number, header) in self._beginnings:
                 return text_of(self._beginnings[number, header])
@@ -392,10 +377,9 @@ class _Chat:
     def _span_of_turn(self, text: str, turn: int) -> Span:
         """Return the span of an assistant's turn, from behind its header to its closing token.
 
-        The span is sound if two renderings are prefixes of the text: the messages before the turn with
-        the turn's header, and the messages through the turn. The second one is no prefix if the template
-        drops reasoning from earlier turns. A rendering with other content then shows which text follows
-        the content, and this text must begin with the text that follows the content of a last turn.
+        The text must begin with the messages before the turn and its header, and with the messages through
+        the turn. If the second fails, because the template drops reasoning from earlier turns, a rendering
+        with other content shows the text behind the content, which must begin as behind a last turn.
         """
         before = self._beginning(turn, header=True)
         through = self._beginning(turn + 1)
@@ -460,8 +444,7 @@ def _check_template(template: ChatTemplate) -> None:
         warn_once(
             logger,
             f"{template.name}: no token that ends the assistant's turn is trained, so the model does not "
-            "learn to stop; set training.chat_template to a copy that writes {{ eos_token }} behind the "
-            "assistant's text (and inside of {% generation %} marks)",
+            "learn to stop; set training.chat_template to a copy with {{ eos_token }} behind its text",
         )
     else:
         ends = " or ".join(sorted(repr(token) for token in tokens))
@@ -548,9 +531,8 @@ def parse_keys(entries: Sequence[str]) -> dict[str, str]:
 def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
     """Return a sample with its keys, its messages' keys and its roles renamed to ours.
 
-    keys: name in the files -> our name. If our name is a role, the value is the text of a turn of this
-        role; several texts of one role are joined by a blank line. These turns come before `messages`,
-        or the `prompt` of a preference pair, in the order of `keys`.
+    keys: name in the files -> our name. If our name is a role, the value is the text of a turn (texts of
+        one role are joined by a blank line) before `messages`, or before the `prompt` of a pair.
     """
     if not keys or not isinstance(sample, Mapping):
         return sample

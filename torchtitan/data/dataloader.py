@@ -41,9 +41,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     """One data-parallel rank's batches; keyword arguments are StatefulDataLoader's.
 
     The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so one checkpoint holds the
-    states of all ranks. A `PackedDataset` resumes on any number of ranks and data workers. Another
-    dataset resumes only on the saved numbers, unless it has `can_reshard = True` and a method
-    `inherit(states)`, which gets the states of all saved ranks and data workers.
+    states of all ranks. A `PackedDataset` resumes on any number of ranks and data workers, another
+    dataset only on the saved numbers, unless it has `can_reshard = True` and `inherit(states)`.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             )
         if self._rank_id not in state_dict and saved_world_size == self.dp_world_size:
             logger.warning(
-                f"the checkpoint has no data position for {self._rank_id}, which starts over"
+                f"no data position for {self._rank_id} in the checkpoint: it starts over"
             )
             return
         if saved_world_size == self.dp_world_size and not self.needs_all_positions:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.open_document import OpenDocument, Tokens, join, pieces_of
+from torchtitan.data.open_document import OpenDocument, Tokens
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
@@ -36,9 +36,8 @@ class Order:
     """Maps document numbers, which increase from pass to pass, to indices in a data set.
 
     Number n is read in pass n // N, over N documents. seed: None keeps the order of the data set.
-    The order of a pass is a permutation that is computed, not stored: a Feistel network of 8 rounds over
-    the next power of four. Results of N or more are permuted again until they are below N ("cycle
-    walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A pass is permuted by a Feistel network of 8 rounds over the next power of four, again until the result
+    is below N (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
 
     num_documents: int
@@ -124,8 +123,7 @@ class DocumentShare:
 def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
     """Divide the documents that the old readers did not read among `num_readers` new readers.
 
-    The new `base` is the next document of the old reader that is furthest ahead. Documents below it
-    that other readers did not read become `pending`.
+    The new `base` is the next document of the furthest old reader; unread ones below become `pending`.
     """
     base = max(share.next_in_stride for share in shares)
     not_taken = sorted(number for share in shares for number in share.not_taken_below(base))
@@ -142,8 +140,7 @@ class Source:
     data: has `len()` and `[i]`, or is a `datasets.IterableDataset`.
     number, weight: the source's index and weight in a mixture. counts: see `row_plan.count_tokens`.
     limit: the number of passes after which the source ends, perhaps a fraction; None: no limit.
-    again: the warning when a source without a limit is read again; "" says that the dataset is.
-    seed: shuffles the documents; None keeps the data set's order.
+    again: the warning when a source without a limit is read again. seed: None keeps the data's order.
     """
 
     name: str
@@ -207,23 +204,20 @@ class Source:
     def open(self, sample: Any, index: int | None = None) -> OpenDocument:
         """Return a sample as a document. index: the sample's index in the data set; None for a stream."""
         content = self.checked(self.encode, sample, index)
-        if isinstance(content, str):
-            self._warn_of_separators(content, index)
-            document = OpenDocument(index, self.tokenizer, content)
-        else:
-            document = OpenDocument(index, self.tokenizer, tokens=content)
-        document.source, document.index = self.number, -1 if index is None else index
-        return document
-
-    def _warn_of_separators(self, text: str, index: int | None) -> None:
-        found = [f"{t!r} ({text.count(t)} times)" for t in self._separators if t in text]
+        document = OpenDocument(index, self.tokenizer, source=self.number)
+        document.index = -1 if index is None else index
+        if not isinstance(content, str):
+            document.tokens = content
+            return document
+        document.text = content
+        found = [f"{t!r} ({content.count(t)} times)" for t in self._separators if t in content]
         if found:
             self._separators = []
             logger.warning(
                 f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
-                "that control token and begins no document; take it out if it should separate documents "
-                "or is none (this is said only once)"
+                "that control token and begins no document; take it out if it is none, or marks an end (said once)"
             )
+        return document
 
     def checked(self, encode: Callable[[Any], Any], sample: Any, index: int | None) -> Any:
         """Return `encode(sample)`; adds the document's name to a ValueError."""
@@ -235,29 +229,26 @@ class Source:
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise ValueError(
-                f"{self.where(index)}: the text has half of a surrogate pair, {half!r}; mend or leave out "
-                "the document"
+                f"{self.where(index)}: the text has half of a surrogate pair, {half!r}; mend the document"
             ) from None
         except ValueError as error:
             raise ValueError(f"{self.where(index)}: {error}") from error
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved `OpenDocument.place`."""
-        if isinstance(place, dict) and "used" in place:
-            document = OpenDocument(None, self.tokenizer, place["text"], source=self.number)
-            document.used = place["used"]
-            return document
         if isinstance(place, dict):
-            trained = place.get("trained")
-            parts = [Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))]
-            if place.get("text"):  # saved by an earlier version: the text after these tokens
-                pieces = pieces_of(place["text"], self.tokenizer, place["is_begun"])
-                parts += [Tokens(ids) for _, ids in pieces]
-            return OpenDocument(None, self.tokenizer, tokens=join(parts), source=self.number)
+            tokens, text, used = None, place.get("text"), 0
+            if text is not None:
+                used = place["used"]
+            else:
+                trained = place.get("trained")
+                tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
+            return OpenDocument(None, self.tokenizer, text, tokens, used, self.number)
         _, number, start, used = place
+        assert start == 0, f"it is {start} characters into a document"
         document = self.read(number)
-        if start or used:
-            document.reopen(start, used)
+        if used:
+            document.take(used)
         return document
 
     def where(self, index: int | None) -> str:
@@ -318,9 +309,8 @@ class IndexedFeed:
 class StreamedFeed:
     """Reads one row stream's share of a `datasets.IterableDataset`: `share.reader` of `share.num_readers`.
 
-    With a seed, each pass shuffles the order of the files and the documents within each block of
-    `STREAM_BLOCK`. The saved position is the position of `datasets` at the start of the block and the
-    number of documents taken from the block, which is read again on resuming.
+    With a seed, each pass shuffles the files, and the documents within each block of `STREAM_BLOCK`. A
+    position is that of `datasets` at the start of the block, and the number of documents taken from it.
     """
 
     def __init__(self, source: Source, share: DocumentShare) -> None:
@@ -383,7 +373,7 @@ class StreamedFeed:
         self._next: OpenDocument | None = None
 
     def _position(self) -> Any:
-        """Before iteration, `datasets` reports its start instead of the loaded position."""
+        # Before iteration, `datasets` reports its start instead of the loaded position.
         return self._data.state_dict() if self._has_begun else self._loaded
 
     def _read_block(self) -> bool:

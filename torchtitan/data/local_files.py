@@ -1,8 +1,7 @@
 """Documents in local files, by index.
 
-JSON lines and plain text are read in place; opening a JSON-lines file reads it once to record where
-its lines begin. Compressed files, JSON lists and Parquet files (only the columns that are needed) are
-first copied as plain files to the cache, once for all runs and all processes of a machine.
+JSON lines and plain text are read in place. Compressed files, JSON lists and Parquet files (only the
+columns that are needed) are first copied as plain files to the cache, once for all runs of a machine.
 """
 
 import bz2
@@ -18,7 +17,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple
@@ -148,12 +147,10 @@ class _Lines(_File):
         return sample
 
     def where(self, number: int) -> str:
-        line_number = 1
+        start = self._starts[number]
         with open_file(self.content, "rb") as file:
-            while file.tell() < self._starts[number]:
-                file.readline()
-                line_number += 1
-        return f"{self.name}, {self._unit} {line_number}"
+            ends = takewhile(lambda end: end <= start, accumulate(map(len, file)))
+            return f"{self.name}, {self._unit} {1 + sum(1 for _ in ends)}"
 
 
 class _Text(_File):
@@ -167,9 +164,8 @@ class _Text(_File):
         try:
             return {"text": self.bytes_at(start, end).decode("utf-8" if start else "utf-8-sig")}
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self.name} is not UTF-8 text: {error.reason} at byte {start + error.start}; convert it"
-            ) from error
+            place = f"{error.reason} at byte {start + error.start}"
+            raise ValueError(f"{self.name} is not UTF-8 text: {place}; convert it") from error
 
     def where(self, number: int) -> str:
         return str(self.name)
@@ -229,8 +225,7 @@ def _open(path: Path, rule: SampleRule) -> _File:
         unit = "row"
         if rule is not TEXT:
             logger.info(
-                f"{path}: keys whose value is null are left out, because Parquet gives every row the "
-                "keys of all rows; use JSON lines if a null means something"
+                f"{path}: keys whose value is null are left out; use JSON lines to keep them"
             )
     if _kind_of(path) == "text":
         return _Text(path, content)
@@ -243,7 +238,7 @@ def _open(path: Path, rule: SampleRule) -> _File:
         )
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
         unit = "entry"
-        content = _copy_in_cache(path, unit, _entries_as_lines(content, path, rule.example))
+        content = _copy_in_cache(path, unit, _entries_as_lines(content, path))
     return _Lines(path, content, rule, unit)
 
 
@@ -260,9 +255,7 @@ def _copy_in_cache(path: Path, options: str, content: Iterator[bytes]) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         while not copy.exists():
             with open_file(unfinished, "ab") as file:
-                fcntl.flock(
-                    file, fcntl.LOCK_EX
-                )  # one process writes; the other processes of the machine wait
+                fcntl.flock(file, fcntl.LOCK_EX)  # one process of the machine writes, others wait
                 if copy.exists():
                     unfinished.unlink(missing_ok=True)
                     break
@@ -285,19 +278,16 @@ def _unpacked(path: Path) -> Iterator[bytes]:
             while block := content.read(2**20):
                 yield block
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise ValueError(
-            f"{path} cannot be unpacked: {error}; fetch or write the file again"
-        ) from None
+        raise ValueError(f"{path} cannot be unpacked: {error}; fetch the file again") from None
 
 
-def _entries_as_lines(content: Path, name: Path, example: str) -> Iterator[bytes]:
+def _entries_as_lines(content: Path, name: Path) -> Iterator[bytes]:
     try:
         with open_file(content, "rb") as file:
             entries = json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write one object "
-            f"like {example} per line"
+            f"{name} begins like a list, and is not valid JSON: {error}; correct it, or write JSON lines"
         ) from None
     for entry in entries:
         yield json.dumps(entry).encode() + b"\n"
@@ -329,9 +319,7 @@ def _parquet_as_lines(path: Path, rule: SampleRule) -> Iterator[bytes]:
                 number += 1
                 yield json.dumps(_without_none(row), ensure_ascii=False).encode() + b"\n"
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read as Parquet: {error}; fetch or write the file again"
-        ) from None
+        raise ValueError(f"{path} cannot be read as Parquet: {error}; fetch it again") from None
     except TypeError as error:  # JSON has no dates, bytes, ...
         raise ValueError(
             f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values as texts"
@@ -352,9 +340,8 @@ _KINDS = {".jsonl": "JSON", ".json": "JSON", ".txt": "text", ".md": "text", ".pa
 
 def _kind_of(path: Path) -> str | None:
     """Return the kind of a file by the end of its name; None if it is unknown."""
-    if path.suffix in _DECOMPRESS:
+    if path.suffix in _DECOMPRESS and path.with_suffix("").suffix != ".parquet":
         path = path.with_suffix("")
-        return None if path.suffix == ".parquet" else _KINDS.get(path.suffix)
     return _KINDS.get(path.suffix)
 
 
@@ -372,18 +359,14 @@ def _without_held_out(paths: list[Path], root: Path) -> list[Path]:
     if held_out and any(_TRAINED.search(name) for name in names.values()):
         logger.warning(
             f"{root}: of {len(paths)} files, {len(held_out)} are named as a test or validation split and "
-            f"are not read ({', '.join(names[path] for path in held_out[:5])}); to read such a file, "
-            "give its own path as dataset_path"
+            f"are not read ({', '.join(names[path] for path in held_out[:5])}); to read one, name its path"
         )
         return [path for path in paths if path not in held_out]
     return paths
 
 
 def _files_in(root: str) -> dict[str, os.stat_result]:
-    """Return path -> stat of a file, or of the files in and below a folder, sorted by name.
-
-    Names that begin with a dot are skipped: caches, an editor's copies, ._ files of macOS.
-    """
+    """Return path -> stat of a file, or of the files below a folder that are not hidden, by name."""
     paths = [] if os.path.isdir(root) else [root]
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name[0] != "."]
@@ -400,8 +383,7 @@ def _files_in(root: str) -> dict[str, os.stat_result]:
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
     """Return the number, bytes and SHA-256 digest of the files at `path`; {} if it does not exist.
 
-    The digest covers names, sizes, times of change and samples of content. is_movable: without times,
-    and with samples of at most 128 files.
+    The digest covers names, sizes, times and samples; is_movable: no times, samples of 128 files.
     """
     if not path or not os.path.exists(path):
         return {}

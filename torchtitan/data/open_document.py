@@ -69,8 +69,7 @@ class OpenDocument:
 
     def _all_tokens(self) -> Tokens:
         if self.tokens is None:
-            pieces = [Tokens(ids) for _, ids in pieces_of(self.text or "", self.tokenizer)]
-            self.tokens = join(pieces)
+            self.tokens = join([Tokens(ids) for ids in pieces_of(self.text or "", self.tokenizer)])
             if self.number is not None:  # saves memory, because many documents may be open
                 self.text = None
         return self.tokens
@@ -89,13 +88,6 @@ class OpenDocument:
         self.used += len(taken.ids)
         return taken
 
-    def reopen(self, start: int, used: int) -> None:
-        """Go to a saved position: `used` tokens after character `start`, which is 0 in new checkpoints."""
-        if start:
-            pieces = pieces_of(self.text or "", self.tokenizer)
-            used += sum(len(ids) for begin, ids in pieces if begin < start)
-        self.used = min(used, self.num_left)
-
     def place(self) -> tuple[int, ...] | dict[str, Any]:
         """Return the position for a checkpoint: (source, number, 0, used), or a dict in a stream."""
         if self.number is not None:
@@ -107,19 +99,14 @@ class OpenDocument:
         return place | ({} if left.trained is None else {"trained": left.trained.tolist()})
 
 
-def pieces_of(
-    text: str, tokenizer: BaseTokenizer, is_begun: bool = False
-) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """Yield (index of the first character, token ids) of each piece; most texts are one piece.
-
-    is_begun: the text continues a document, so it gets no begin-of-text id.
-    """
+def pieces_of(text: str, tokenizer: BaseTokenizer) -> Iterator[NDArray[np.int32]]:
+    """Yield the token ids of each piece; most texts are one piece."""
     start, end = 0, -1
     while end < len(text):
         start, end = max(end, 0), _end_of_piece(text, max(end, 0), tokenizer)
-        is_first = start == 0 and not is_begun
-        ids = _encode(text[start:end], tokenizer, is_first, end == len(text))
-        yield start, np.asarray(ids, np.int32)
+        yield np.asarray(
+            _encode(text[start:end], tokenizer, start == 0, end == len(text)), np.int32
+        )
 
 
 def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) -> list[int]:

@@ -26,12 +26,11 @@ class PackedDataset(IterableDataset):
     `packing` adds, and "sample_ids" [2], the indices of the first and the last document in the row, or
     -1 if unknown. A data worker yields None for the rows that other workers of this rank read.
 
-    rows: number of rows of this rank per step, each with its own row stream. With a
-        `datasets.IterableDataset` the number of row streams is the greatest common divisor of its files
-        and the rows of the global batch. None: one row stream for this rank, whatever its batch size.
+    rows: number of rows of this rank per step, each with its own row stream; with a
+        `datasets.IterableDataset` there are as many streams as the greatest common divisor of its files
+        and the global batch's rows. None: one row stream for this rank, whatever its batch size.
     infinite: repeat the data without end. Otherwise each iteration reads the data from the start.
-    planned: plan the rows so that every document is read as often as its source's limit says; the last
-        step is filled with padding. Collective, because all ranks count the documents together.
+    planned: plan rows that have every document as often as its source's limit says. Collective.
     Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
     ranks cannot share a stream.
     """
@@ -64,9 +63,7 @@ class PackedDataset(IterableDataset):
                 f"{n} in common; train on {fitting} ranks, or copy the data to this machine"
             )
         per_rank = n // dp_world_size
-        self._numbers = range(
-            dp_rank * per_rank, (dp_rank + 1) * per_rank
-        )  # of this rank's streams
+        self._numbers = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)  # of its streams
         self._first_row = dp_rank * self._rows
         self._plan = Plan(self.sources, packing) if planned else None
         # Row stream number -> row stream that this process reads.
@@ -103,9 +100,9 @@ class PackedDataset(IterableDataset):
         return any(isinstance(source.encode, ChatTokens) for source in self.sources)
 
     def log_chats(self) -> None:
-        """Log the share of trained tokens of each chat source, and drop chats without tokens.
+        """Log the trained share of chat sources, and drop chats without tokens. Collective.
 
-        Collective. Call it before iterating or loading a position.
+        Call it before iterating or loading a position.
         """
         for name, source in zip(self.source_names, self.sources, strict=True):
             encode = source.encode
@@ -195,12 +192,11 @@ class PackedDataset(IterableDataset):
         self._start()
 
     def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Resume at the position of other datasets, on any number of ranks and data workers.
+        """Resume at the position of other datasets, whose `state_dict`s together hold all row streams.
 
-        states: their `state_dict`s, which together hold all row streams. With the same global batch size
-        the rows equal those of an uninterrupted run. Otherwise the documents and parts of documents that
-        were not read are divided among the new streams. Call it before iterating, in the dataloader's
-        process. Raises ValueError if the position belongs to other data or another order.
+        With the same global batch size the rows equal those of an uninterrupted run. Otherwise what was
+        not read is divided among the new streams. Call it before iterating, in the dataloader's process.
+        Raises ValueError if the position belongs to other data or another order.
         """
         for state in states:
             theirs, mine = (
@@ -209,9 +205,8 @@ class PackedDataset(IterableDataset):
             )
             if theirs != mine:
                 raise ValueError(
-                    f"the data position is for sources of (documents, data_seed) = {theirs}, and this run's "
-                    f"are {mine}, where None is training.shuffle = False: resume with the same, or "
-                    f"{_BEGIN_AGAIN}"
+                    f"the data position is for sources of (documents, data_seed) = {theirs}, and this run's are "
+                    f"{mine}, where None is training.shuffle = False: resume with the same, or {_BEGIN_AGAIN}"
                 )
         saved: dict[int, Any] = {}
         for state in states:

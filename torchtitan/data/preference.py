@@ -17,8 +17,7 @@ class PairTokens(ChatTokens):
 
     A sample has `chosen` and `rejected`, and `prompt`: all are texts, or all are lists of messages. If the
     answers are whole chats, the messages that they share at their beginning are the prompt; a `prompt`
-    that is a text is ignored then. Each part is encoded as a prompt and its completion, see
-    `ChatEncoder`, and has at most seq_len // 2 tokens, see `ChatTokens`.
+    that is a text is ignored then. Each part has at most seq_len // 2 tokens; see `ChatEncoder`.
     has_reference: samples have the reference model's log-probs of both answers, under `REFERENCE_KEYS`.
     """
 
@@ -80,9 +79,9 @@ def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     n = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
     if isinstance(chosen, str) or isinstance(rejected, str) or not 0 < n < shortest:
         raise ValueError(
-            f"a pair needs a 'prompt', or answers that are chats, begin with the same messages and then differ, "
-            f"got the prompt {prompt!r:.80} and answers of the types {type(chosen).__name__} and "
-            f"{type(rejected).__name__} that begin with {n} equal entries; correct it, or leave it out"
+            f"a pair needs a 'prompt', or answers that are chats with a common beginning, got the prompt "
+            f"{prompt!r:.80} and answers of the types {type(chosen).__name__} and {type(rejected).__name__} "
+            f"that begin with {n} equal entries; correct it"
         )
     return chosen[:n], chosen[n:], rejected[n:]
 

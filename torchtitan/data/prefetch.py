@@ -21,15 +21,11 @@ _SECONDS_TO_END = 5
 
 @dataclasses.dataclass
 class StepCounts:
-    """One step's counts, of this rank or summed over the data-parallel ranks.
+    """One step's counts, of this rank or summed over the data-parallel ranks."""
 
-    denominator: of the loss. num_ran_out, num_failed: number of ranks whose data ended, and of ranks that
-    failed to read.
-    """
-
-    denominator: int
-    num_ran_out: int = 0
-    num_failed: int = 0
+    denominator: int  # of the loss
+    num_ran_out: int = 0  # ranks whose data ended
+    num_failed: int = 0  # ranks that failed to read
 
     @property
     def is_whole(self) -> bool:
@@ -83,10 +79,8 @@ class StepsAhead:
 
     `state_dict` is the dataloader's position after the last step that `next_step` returned.
 
-    n_steps: number of steps to read.
-    to_batch: converts the dataloader's (input_dict, labels) to a `TokenBatch`; called in the thread, as is
-    denominator_of, which returns what a batch adds to the loss denominator.
-    device: the current device of the thread, for which the dataloader pins memory.
+    to_batch: converts the dataloader's (input_dict, labels) to a `TokenBatch`. denominator_of: returns
+        what a batch adds to the loss denominator. Both are called in the thread, whose device is `device`.
     n_duplicates: the number of ranks that read the same data. None: all ranks read the same data, so
         counts are not summed. Otherwise the constructor creates a gloo group of all ranks for the sum.
     """

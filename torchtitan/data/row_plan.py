@@ -32,12 +32,10 @@ ROWS_OF_A_BLOCK = 1024
 
 
 class Plan:
-    """The rows of sources that all have a limit (their number of passes).
+    """The rows of sources that all have a limit (their number of passes). Creating it is collective.
 
     A single source is planned pass by pass. Several sources are merged into one pass, in which the
-    shares of tokens follow the weights until a source ends. The constructor counts the documents'
-    tokens, collectively over all ranks. num_rows: rows of all passes. Raises ValueError if no document
-    has a token.
+    shares of tokens follow the weights until a source ends. num_rows: rows of all passes.
     """
 
     def __init__(self, sources: Sequence[Source], packing: Packing) -> None:
@@ -48,8 +46,8 @@ class Plan:
         self._ends = np.cumsum([len(n) for n in lengths])  # where each source ends in `lengths`
         if not self.lengths.any():
             raise ValueError(
-                f"dataset {sources[0].name!r}: no document gives a token; give it documents that are not "
-                "empty, or raise training.seq_len if its chats are too long"
+                f"dataset {sources[0].name!r}: no document gives a token; give it other documents, or "
+                "raise training.seq_len if its chats are too long"
             )
         self._number, self._pass = -1, np.empty((4, 0), np.int64)
         self._last: tuple[int, int, OpenDocument] | None = None

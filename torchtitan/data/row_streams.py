@@ -1,9 +1,7 @@
 """Row streams: each row of the global batch has a stream that reads and packs its own documents.
 
 The global batch has G rows. Stream g fills row g of every step with the documents number g, g + G,
-g + 2 G, ... of each source, so a row depends only on the config and the data. Ranks, data workers and
-microbatches divide the streams among them, so a run resumes with the same rows on any number of ranks
-and workers.
+g + 2 G, ... of each source, so a row depends only on the config and the data, on any layout.
 """
 
 from collections.abc import Sequence
@@ -147,7 +145,7 @@ class RowStream:
             feed.load(saved)
         self.open = []
         for place in places:
-            length = 0  # earlier versions saved 0 for a length that they did not know
+            length = 0
             if isinstance(place, int):
                 place = (*divmod(place, len(self._sources))[::-1], 0, 0)
                 length = next(lengths, 0)
@@ -156,8 +154,8 @@ class RowStream:
             if length and document.num_left != length:
                 raise ValueError(
                     f"{source.where(document.index)}: had {length} tokens when the data position was saved, "
-                    f"and has {document.num_left}; resume with the same data and tokenizer, or begin with "
-                    "this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
+                    f"and has {document.num_left}; resume with the same data and tokenizer, or begin again: "
+                    "checkpoint.exclude_from_loading = ['dataloader']"
                 )
             self.open.append(document)
 
@@ -245,11 +243,9 @@ class RowStream:
         """Return the index of the source that is furthest below its share of all tokens.
 
         candidates: source index -> its next document, for each source with a document left.
-        share_of_open: the fraction of an open document's tokens to count. Long documents wait longer,
-            so counting all their tokens would hold back their source.
-
-        Compares the token counts after 0 to 2 more rows, and 0 to 1 more documents of each source. These
-        look-aheads differ between streams, so their errors cancel.
+        share_of_open: the fraction of an open document's tokens to count; long documents wait longer.
+        Compares the token counts after 0 to 2 more rows and 0 to 1 more documents of each source, by
+        stream, so that errors cancel.
         """
         if len(self.feeds) == 1:
             return 0

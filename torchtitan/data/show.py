@@ -1,11 +1,9 @@
-"""Prints the first rows of a job's training data as the model sees them.
+"""Prints the first rows of a job's training data as the model sees them, on one rank.
 
     torchtitan show job.toml --show.rows 3
 
-For each document of a row, prints its tokens, the positions that the model gets, and the text. Tokens
-that are labels of the loss stand between ⟦ and ⟧, or are green on a terminal. The rows are those of a
-run on one rank without data workers; [parallelism] is ignored. Exit code 2: the config cannot run; 1:
-the data cannot be read.
+Tokens that are labels of the loss stand between ⟦ and ⟧, or are green on a terminal. Exit code 2: the
+config cannot run; 1: the data cannot be read.
 """
 
 import copy

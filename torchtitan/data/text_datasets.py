@@ -127,16 +127,13 @@ def text_encoder(name: str) -> Encoder:
     config = DATASETS[name]
     if config.make_encoder is not None:
         raise ValueError(f"the documents of dataset {name!r} are not texts; name another dataset")
-    return partial(_checked_text, config.sample_processor)
 
+    def checked_text(sample: Any) -> str:
+        if isinstance(text := config.sample_processor(sample), str):
+            return text
+        raise ValueError(f"the text must be a string, got {text!r:.80}; mend the document")
 
-def _checked_text(text_of: Callable[[Any], Any], sample: Any) -> str:
-    text = text_of(sample)
-    if not isinstance(text, str):
-        raise ValueError(
-            f"the text must be a string, got {text!r:.80}; mend or leave out the document"
-        )
-    return text
+    return checked_text
 
 
 class HuggingFaceTextDataset(PackedDataset):
@@ -263,10 +260,7 @@ def _build(
         rows = training.global_batch_size // dp_world_size
         batch_size = max(n for n in range(1, min(batch_size, rows) + 1) if rows % n == 0)
     elif is_training and dp_world_size > 1 and dp_rank == 0:
-        logger.info(
-            "training.global_batch_size is not set, so the rows of a step follow the number of ranks; set "
-            "it for the same rows on any number of ranks"
-        )
+        logger.info("rows follow the number of ranks: training.global_batch_size is not set")
     if not is_training and not sources[0].is_indexed:  # one row stream per rank
         rows = None
     dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows, planned)

@@ -34,16 +34,14 @@ class BaseTokenizer(ABC):
 class HuggingFaceTokenizer(BaseTokenizer):
     """A tokenizer read from a folder of Hugging Face files; `tokenizer` is the `tokenizers.Tokenizer`.
 
-    `encode` adds a begin- or end-of-text id if called with `add_bos` or `add_eos`, unless the
-    tokenizer's post-processor already adds this id (`hf_adds_bos`, `hf_adds_eos`). The defaults of these
-    arguments (`default_add_bos`, `default_add_eos`) come from tokenizer_config.json, else are False.
+    `encode` adds a begin- or end-of-text id if called with `add_bos` or `add_eos` (their defaults come
+    from tokenizer_config.json, else are False), unless the post-processor already adds this id.
 
     bos_token, eos_token: replace the tokens that the files name.
     begins_documents: whether documents begin with the begin-of-text token. False without such a token,
         if it is also the end-of-text token, or if the files have `add_bos_token = false` and the caller
         does not set bos_token.
-    Raises FileNotFoundError if every tokenizer file is missing, ValueError if a file cannot be read, or if
-    the vocabulary lacks bos_token or eos_token.
+    Raises FileNotFoundError or ValueError for missing or bad files, and for tokens not in the vocabulary.
     """
 
     def __init__(
@@ -156,7 +154,7 @@ def build_hf_tokenizer(job_config: JobConfig) -> HuggingFaceTokenizer | BaseToke
     if tokenizer.eos_id is None:
         logger.warning(
             f"the tokenizer in {job_config.model.hf_assets_path} names no end-of-text token, so packed "
-            "documents run together; set training.eos_token to a token of its vocabulary (special tokens: "
+            "documents run together; set training.eos_token to one of its tokens (special tokens: "
             f"{', '.join(map(repr, tokenizer.special_tokens)) or 'none'})"
         )
     elif tokenizer.bos_id is not None and not tokenizer.hf_adds_bos:

@@ -1,10 +1,9 @@
 """Reads a tokenizer from a folder of Hugging Face files, as `transformers` 5 does.
 
 The tokenizer is tokenizer.json or, for the classes in `_OWN_RULES`, vocab.json and merges.txt.
-tokenizer_config.json (with special_tokens_map.json and added_tokens.json in older folders) names special
-tokens and adds those that tokenizer.json lacks. For some classes `transformers` ignores parts of
-tokenizer.json and uses rules of the class. A folder is refused if these rules differ from
-tokenizer.json, or if its class is unknown here.
+tokenizer_config.json (with special_tokens_map.json and added_tokens.json in older folders) adds special
+tokens. For some classes `transformers` uses rules of the class in place of parts of tokenizer.json; a
+folder where they differ, or whose class is unknown here, is refused.
 """
 
 import json
@@ -73,16 +72,14 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
     if name in _OWN_RULES and (difference := _difference(backend, name, config or {}, in_file)):
         if stated in _GENERIC:
             logger.warning(
-                f"transformers 5 reads the tokenizer in {folder} as a {name}, because config.json has the "
-                f"model_type 'qwen2', and gives other ids than tokenizer.json, which has {difference}; "
-                f"the ids here are those of tokenizer.json, as the class {stated} says"
+                f"transformers 5 reads the tokenizer in {folder} as a {name}, because of its model_type "
+                f"'qwen2'; the ids here are those of tokenizer.json, which has {difference}"
             )
             return load(folder, stated)
         raise ValueError(
-            f"the tokenizer in {folder} has {difference} than transformers makes of a {name}, so ids "
-            f"differ; to train with the ids of transformers, {_convert(folder)}; to train with those of "
-            "tokenizer.json, give a folder without config.json, in which tokenizer_class is "
-            "'PreTrainedTokenizerFast'"
+            f"the tokenizer in {folder} has {difference} than transformers makes of a {name}; to train with "
+            f"the ids of transformers, {_convert(folder)}; to train with those of tokenizer.json, give a "
+            "folder without config.json, in which tokenizer_class is 'PreTrainedTokenizerFast'"
         )
     return backend, config
 

@@ -90,7 +90,7 @@ SAMPLE_COLUMNS = {
 
 
 def page_of(run: Run, now: float | None = None) -> str:
-    """Return the whole page. now: Unix seconds, to tell a running from a dead run."""
+    """Return the whole page. now: Unix seconds, which tell a running from a dead run."""
     now = time.time() if now is None else now
     events = _events(run)
     data = _data(run, events)
@@ -207,10 +207,9 @@ def _rounded(value: float) -> float | None:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """Return the events in order of time, each with its `place`, a step on the x axis.
+    """Return the events in order of time, each with its `place` (a step) and `count` (over ranks).
 
-    A start without an end or fault gets an event "lost". Equal events of several ranks become one
-    event with a `count`.
+    A start without an end or fault gets an event "lost".
     """
     longest = max(run.curves.values(), key=lambda curve: len(curve.steps), default=Curve())
     trail = sorted(zip(longest.times, longest.steps, strict=True))
@@ -305,7 +304,7 @@ def _charts(run: Run, data: dict[str, Any]) -> str:
     if not run.curves:
         return (
             '<p class="notice">No curves: this run wrote no metrics. '
-            "Set metrics.enable_jsonl or metrics.enable_tensorboard.</p>"
+            "Set metrics.enable_jsonl = true.</p>"
         )
     drawn = sum(len(panel["curves"]) for panel in data["panels"])
     note = f"Curves from {run.source}."

@@ -7,7 +7,6 @@ followed.
 
 import contextlib
 import json
-import logging
 import math
 import re
 from array import array
@@ -52,7 +51,7 @@ class Run:
     curves: dict[str, Curve]
     events: list[dict[str, Any]]  # in the order of time
     samples: list[dict[str, Any]]
-    source: str  # the file or files of the curves
+    source: str  # the file of the curves
 
     def points(self) -> dict[int, list[tuple[int, float]]]:
         """Return start -> the (step, time) of all that it logged, sorted."""
@@ -93,17 +92,12 @@ def read_run(folder: Path) -> Run:
                 place = {"wall_time": time, "step": int(step) if _fits(step) else None}
                 events.append({**record, **place, "kind": kind, "message": message})
     events.sort(key=lambda event: event["wall_time"])
-    curves, source = _curves_of_jsonl(
-        folder, [event["wall_time"] for event in events if event["kind"] == "start"]
-    )
-    if not curves:
-        curves, source = _curves_of_tensorboard(folder)
+    curves, source = _curves(folder, [e["wall_time"] for e in events if e["kind"] == "start"])
     samples = _samples(_inside(folder, [folder / EPISODES_FILE]))
     if not (curves or events or samples):
         raise NoRunError(
             f"{folder} holds no run: there is no {EVENTS_FILE}, no file of metrics (*.jsonl with "
-            f"`step` and `wall_time`), no TensorBoard file (events.out.tfevents.*) and no "
-            f"{EPISODES_FILE} in it; name the job.dump_folder of a run"
+            f"`step` and `wall_time`) and no {EPISODES_FILE} in it; name the job.dump_folder of a run"
         )
     return Run(folder, dict(sorted(curves.items())), events, samples, source)
 
@@ -144,11 +138,8 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
 # ---- curves ----
 
 
-def _curves_of_jsonl(folder: Path, start_times: list[float]) -> tuple[dict[str, Curve], str]:
-    """Return the curves of the first file with metrics, and its name.
-
-    The file's name is configurable; the first rank's file is read.
-    """
+def _curves(folder: Path, start_times: list[float]) -> tuple[dict[str, Curve], str]:
+    """Return the curves of the first file with metrics, which is the first rank's, and its name."""
 
     def order(path: Path) -> tuple[bool, list[str]]:  # rank_2 before rank_10
         parts = re.split(r"(\d+)", path.name)
@@ -177,31 +168,6 @@ def _curves_of_jsonl(folder: Path, start_times: list[float]) -> tuple[dict[str, 
         if curves:
             return curves, path.name
     return {}, ""
-
-
-def _curves_of_tensorboard(folder: Path) -> tuple[dict[str, Curve], str]:
-    """Return the curves of the first rank's files, and their source. Each start has its own file."""
-
-    def ranks(path: Path) -> list[int]:
-        return [int(n) for n in re.findall(r"(?:rank|replica)_(\d{1,9})", str(path))]
-
-    curves: dict[str, Curve] = defaultdict(Curve)
-    # events.out.tfevents.<Unix seconds>.<host>.<pid>.<count>
-    paths = sorted(_inside(folder, folder.rglob("events.out.tfevents.*")), key=lambda p: p.name)
-    first = min(map(ranks, paths), default=[])
-    for start, path in enumerate(path for path in paths if ranks(path) == first):
-        # Slow to import, and not needed for most runs, which have metrics.jsonl.
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        logging.getLogger("tensorboard").setLevel(logging.ERROR)
-        file = EventAccumulator(str(path), {"scalars": 0}, purge_orphaned_data=False)
-        with contextlib.suppress(Exception):  # protobuf raises various errors for damaged files
-            file.Reload()
-        for tag in file.Tags()["scalars"]:
-            for point in file.Scalars(tag):
-                if _fits(point.step) and _fits(point.wall_time):
-                    curves[tag].append(start, point.step, point.wall_time, point.value)
-    return curves, "TensorBoard files"
 
 
 # ---- samples ----
@@ -242,8 +208,7 @@ def spread(items: list[Any], limit: int) -> list[Any]:
 def thin_out(values: Iterable[float], limit: int) -> list[int]:
     """Return indices of at most `limit` points whose curve looks like that of all points.
 
-    Keeps the first and the last point. The curve is divided into equal stretches, and each stretch keeps
-    its smallest, its largest, and its first non-finite value.
+    Kept are the ends and, of equal stretches, the smallest, largest and first non-finite value.
     """
     values = list(values)
     n = len(values)

@@ -305,40 +305,24 @@ def test_selective_checkpointing_keeps_the_layers_that_it_keeps_without_adapters
 
 BAD_SETTINGS = {
     "rank 0": ({"lora.rank": 0}, "lora.rank must be at least 1, got 0"),
-    "rank of a pattern": (
-        {"lora.rank_pattern": {"wq": 1.5}},
-        "lora.rank_pattern['wq'] must be a whole number, got 1.5",
-    ),
+    "rank of a pattern": ({"lora.rank_pattern": {"wq": 1.5}},
+        "lora.rank_pattern['wq'] must be a whole number, got 1.5"),
     "no target": ({"lora.target_modules": []}, "lora.target_modules holds names of layers"),
-    "settings without adapters": (
-        {"model.converters": [], "lora.rank": 4},
-        'lora.rank = 4 has no effect without adapters, got model.converters = []; add "lora"',
-    ),
-    "not last": (
-        {"model.converters": ["lora", "quantize.linear.float8"]},
-        'model.converters must name "lora" once and last',
-    ),
-    "other random numbers": (
-        {"lora.dropout": 0.1, "activation_checkpoint.preserve_rng_state": False},
-        "activation_checkpoint.preserve_rng_state = false; set it to true",
-    ),
-    "no adapters there": (
-        {"lora.adapter_path": "/nowhere"},
-        "lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got '/now",
-    ),
-    "adapter files without adapters": (
-        {"model.converters": [], "checkpoint.enable": True, "checkpoint.last_save_peft": True},
-        "checkpoint.last_save_peft = True has no effect without adapters, got model.converters = []",
-    ),
-    "adapter files without checkpoints": (
-        {"checkpoint.save_peft_interval": 5},
-        "checkpoint.save_peft_interval = 5 needs checkpoint.enable = True, got False",
-    ),
-    "seed checkpoint": (
-        {"checkpoint.create_seed_checkpoint": True, "checkpoint.enable": True},
-        'remove "lora" from model.converters for this run',
-    ),
-}
+    "settings without adapters": ({"model.converters": [], "lora.rank": 4},
+        'lora.rank = 4 has no effect without adapters, got model.converters = []; add "lora"'),
+    "not last": ({"model.converters": ["lora", "quantize.linear.float8"]},
+        'model.converters must name "lora" once and last'),
+    "other random numbers": ({"lora.dropout": 0.1, "activation_checkpoint.preserve_rng_state": False},
+        "activation_checkpoint.preserve_rng_state = false; set it to true"),
+    "no adapters there": ({"lora.adapter_path": "/nowhere"},
+        "lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got '/now"),
+    "adapter files without adapters": ({"model.converters": [], "checkpoint.enable": True, "checkpoint.last_save_peft": True},
+        "checkpoint.last_save_peft = True has no effect without adapters, got model.converters = []"),
+    "adapter files without checkpoints": ({"checkpoint.save_peft_interval": 5},
+        "checkpoint.save_peft_interval = 5 needs checkpoint.enable = True, got False"),
+    "seed checkpoint": ({"checkpoint.create_seed_checkpoint": True, "checkpoint.enable": True},
+        'remove "lora" from model.converters for this run'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_SETTINGS)
@@ -355,32 +339,17 @@ def test_bad_setting_is_refused_in_one_sentence(case):
 
 
 BAD_NAMES = {
-    "unknown target": (
-        "llama3",
-        ["--lora.target_modules=q_porj"],
-        "lora.target_modules holds parts of layers' names (output, w1, w2, w3, wk, wo, wq, wv, and",
-    ),
-    "the output of tied weights": (
-        "qwen3, tied",
-        ["--lora.target_modules=lm_head"],
-        "names the output projection, whose weight is tied to the embedding's in this model",
-    ),
-    "pattern of no target": (
-        "llama3",
-        ["--lora.target_modules=wq", "--lora.rank_pattern=wk=2"],
-        "lora.rank_pattern holds parts of layers' names (wq, and PEFT's names for them), got 'wk'",
-    ),
-    "adapter of what trains whole": (
-        "llama3",
-        ["--lora.also_train=wq"],
-        "lora.also_train names 'wq', which is layers.0.attention.wq, and that has an adapter",
-    ),
-    "experts of gpt-oss": (
-        "gpt_oss",
-        [],
-        "experts of GptOssGroupedExperts cannot have adapters; name other layers",
-    ),
-}
+    "unknown target": ("llama3", ["--lora.target_modules=q_porj"],
+        "lora.target_modules holds parts of layers' names (output, w1, w2, w3, wk, wo, wq, wv, and"),
+    "the output of tied weights": ("qwen3, tied", ["--lora.target_modules=lm_head"],
+        "names the output projection, whose weight is tied to the embedding's in this model"),
+    "pattern of no target": ("llama3", ["--lora.target_modules=wq", "--lora.rank_pattern=wk=2"],
+        "lora.rank_pattern holds parts of layers' names (wq, and PEFT's names for them), got 'wk'"),
+    "adapter of what trains whole": ("llama3", ["--lora.also_train=wq"],
+        "lora.also_train names 'wq', which is layers.0.attention.wq, and that has an adapter"),
+    "experts of gpt-oss": ("gpt_oss", [],
+        "experts of GptOssGroupedExperts cannot have adapters; name other layers"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_NAMES)
@@ -405,21 +374,15 @@ def cut(tensors, name, rows, columns):
 
 
 BAD_FILES = {
-    "another rank": (
-        {"tensors": lambda t: cut(cut(t, "lora_A", 2, 999), "lora_B", 999, 2)},
-        "has rank 2 in the file and 4 in the model; set lora.rank",
-    ),
-    "base of another width": (
-        {"tensors": lambda t: cut(t, "q_proj.lora_A", 4, 32)},
-        "is [4, 32] in the file and [4, 64] in the model: the adapters are of another base model",
-    ),
+    "another rank": ({"tensors": lambda t: cut(cut(t, "lora_A", 2, 999), "lora_B", 999, 2)},
+        "has rank 2 in the file and 4 in the model; set lora.rank"),
+    "base of another width": ({"tensors": lambda t: cut(t, "q_proj.lora_A", 4, 32)},
+        "is [4, 32] in the file and [4, 64] in the model: the adapters are of another base model"),
     "another scale": ({"config": {"lora_alpha": 5}}, "set lora.alpha = 5 and lora.use_rslora"),
-    "more layers": (
-        {"tensors": lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}},
-        "the model has no model.layers.7.mlp.down_proj.lora_A.weight",
-    ),
+    "more layers": ({"tensors": lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}},
+        "the model has no model.layers.7.mlp.down_proj.lora_A.weight"),
     "DoRA": ({"config": {"use_dora": True}}, "has use_dora = True, and only adapters with"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_FILES)

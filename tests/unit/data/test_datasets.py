@@ -14,7 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_datasets
 from torchtitan.data import DatasetConfig, local_files, open_document, row_streams
 from torchtitan.data.dataloader import ParallelAwareDataloader, _reader_states
-from torchtitan.data.document_sources import DocumentShare, Source, deal_again
+from torchtitan.data.document_sources import DocumentShare, deal_again
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.text_datasets import (
     DATASETS,
@@ -336,25 +336,6 @@ def test_resume_within_a_long_document_is_exact(stream, short_pieces):
         resumed = make_dataset(samples, marks=True)
         resumed.load_state_dict(states[num_before])
         assert sequences_of(resumed) == rows[num_before:]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_position_of_an_earlier_version_within_a_long_document_is_read(stream, short_pieces):
-    """It counts from a piece of the text, or holds the tokens and the text behind them."""
-    (sample,) = documents_of([5000])
-    source = Source("numbers", [sample], lambda x: x["text"], NumberTokenizer(marks=True))
-    starts = [
-        (start, len(ids))
-        for start, ids in open_document.pieces_of(sample["text"], source.tokenizer)
-    ]
-    place = (0, 0, starts[2][0], 7)
-    taken = starts[0][1] + starts[1][1] + 7
-    if stream:
-        text = sample["text"][starts[3][0] :]
-        tokens = list(range(taken - 1, taken + starts[2][1] - 8))
-        place = {"source": 0, "tokens": tokens, "text": text, "is_begun": True}
-    document = source.reopen(place)
-    assert document.take(9999).ids.tolist() == [*range(taken - 1, 5000), EOS]
 
 
 @pytest.mark.parametrize("mask_type", ["block_causal", None])

@@ -80,24 +80,12 @@ def test_keys_and_roles_of_a_file_can_be_renamed(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "sample, message",
     [
-        (
-            {"chosen": "a", "rejected": "b"},
-            "got the prompt None and answers of the types str and str",
-        ),
-        (
-            {"prompt": "p", "chosen": "a", "rejected": WHOLE[0]},
-            "answers of the types str and list",
-        ),
-        (
-            {"chosen": WHOLE[0], "rejected": WHOLE[0]},
-            "types list and list that begin with 2 equal entries",
-        ),
-        (
-            {"chosen": CHATS["chosen"], "rejected": WHOLE[0]},
-            "that begin with 0 equal entries",
-        ),
+        ({"chosen": "a", "rejected": "b"}, "got the prompt None and answers of the types str and str"),
+        ({"prompt": "p", "chosen": "a", "rejected": WHOLE[0]}, "answers of the types str and list"),
+        ({"chosen": WHOLE[0], "rejected": WHOLE[0]}, "list and list that begin with 2 equal entries"),
+        ({"chosen": CHATS["chosen"], "rejected": WHOLE[0]}, "that begin with 0 equal entries"),
     ],
-)
+)  # fmt: skip
 def test_pair_without_a_prompt_or_two_answers_is_refused(tokenizer, sample, message):
     with pytest.raises(ValueError, match=message):
         encoder(tokenizer)(sample)
@@ -192,25 +180,16 @@ def test_numbers_of_the_reference_are_needed_where_they_are_named(tokenizer, tmp
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (
-            ["training.packing=concat"],
-            "training.packing = 'concat' tears preference pairs; set it to 'fit'",
-        ),
+        (["training.packing=concat"], "'concat' tears preference pairs; set it to 'fit'"),
         (["loss.name="], "training.dataset = 'preference' does not go with loss.name = ''"),
         (["training.dataset=chat"], "training.dataset = 'chat' does not go with loss.name = 'dpo'"),
         (
             ["model.attn_mask_type=causal"],
             "must keep the two answers of a pair apart, got 'causal'",
         ),
-        (
-            ["loss.reference=nowhere"],
-            "loss.reference must be initial, .* or a folder .* got 'nowhere'",
-        ),
+        (["loss.reference=nowhere"], "must be initial, .* or a folder .* got 'nowhere'"),
         (["loss.reference=adapters_off"], "'adapters_off' needs adapters"),
-        (
-            ["loss.reference=precomputed", "training.too_long=cut"],
-            "too_long = 'cut' changes answers",
-        ),
+        (["loss.reference=precomputed", "training.too_long=cut"], "'cut' changes answers"),
         (["checkpoint.enable"], "'initial' with random weights, .* needs debug.seed, got None"),
     ],
 )

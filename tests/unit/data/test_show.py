@@ -102,31 +102,6 @@ def test_program_prints_the_rows_of_the_job_s_own_data(folder, monkeypatch, caps
     assert out == SHOWN.replace("[", "⟦").replace("]", "⟧")
 
 
-def test_rows_of_text_are_cut_from_documents_laid_end_to_end(folder, tmp_path, monkeypatch, capsys):
-    (tmp_path / "a.txt").write_text("abc")
-    (tmp_path / "b.txt").write_text("d\n")
-    flags = ["--training.dataset=local", f"--training.dataset_path={tmp_path}", "--show.rows=3"]
-    flags += ["--training.seq_len=6", "--training.local_batch_size=1"]
-    code, out, err = run(monkeypatch, capsys, f"--model.hf_assets_path={folder}", *flags)
-    assert (code, err) == (0, "")
-    rows = out[out.index("row 1") :]
-    assert rows.count("padding: 0, labels: 6 (100.0%), samples: ") == 3
-    assert rows.count("every token sees the whole row before it") == 3
-    # A causal mask keeps no documents apart, so the first token of a document is a label, too.
-    assert [line for line in rows.splitlines() if "|>" in line or "⟦" in line] == [
-        "    <|begin|>⟦abc<|im_end|>⟧",
-        "    ⟦<|begin|>⟧",
-        "  label behind the row: ⟦d⟧",
-        "    ⟦<|im_end|>⟧",
-        "    ⟦<|begin|>abc⟧",
-        "  label behind the row: ⟦<|im_end|>⟧",
-        "    <|begin|>⟦d",
-        "    <|im_end|>⟧",
-        "    ⟦<|begin|>a⟧",
-        "  label behind the row: ⟦b⟧",
-    ]
-
-
 def test_labels_that_are_not_the_next_token_and_escapes_are_told(folder):
     tokenizer = HuggingFaceTokenizer(folder)
     tokens = torch.tensor([tokenizer.encode("a\x1bb", add_special_tokens=False)])
