@@ -25,7 +25,15 @@ from torchtitan.config.fields import (
     Section,
     section,
 )
-from torchtitan.config.quantize import Quantize
+from torchtitan.config.quantize import (  # noqa: F401 (clients import them from here)
+    Float8GroupedMM,
+    Float8Linear,
+    MXGroupedMM,
+    MXLinear,
+    Quantize,
+    QuantizedGroupedMM,
+    QuantizedLinear,
+)
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
