@@ -5,12 +5,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.rl_runs import (
-    LAYOUTS,
-    check_that_killed_run_goes_on,
-    numbers,
-    run_on_this_rank,
-)
+from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.distributed.test_rl_layouts import assert_first_steps_of_one_process
 from tests.distributed.test_rl_roles import run_part
 from tests.unit.rl.test_dialogues import GUESS, STOPS
@@ -25,9 +20,9 @@ def reply(task, prompt, turns):
     return "<>" if (len(turns[-1].text) + int(prompt.answer)) % 2 else None
 
 
-def run_dialogues(folder, flags, kill_after=None):
+def run_dialogues(folder, flags):
     GuessTask.reply = reply  # in this process of a rank only
-    return run_on_this_rank(folder, [*GUESS, *STOPS, *flags], kill_after)
+    return run_on_this_rank(folder, [*GUESS, *STOPS, *flags])
 
 
 def turns_of_episodes(folder):
@@ -86,21 +81,6 @@ def test_ranks_that_only_generate_hold_the_same_dialogues(ahead, tmp_path):
     assert turns_of_episodes(tmp_path / "both") == turns_of_episodes(tmp_path / "apart")
     assert any(step["rl/turns"] > 1 for step in both[0]["steps"])
     assert any(step["rl/redraws"] > 0 for step in both[0]["steps"])
-
-
-RESUMED = ["--training.steps=8", "--checkpoint.enable", "--checkpoint.interval=4"]
-RESUMED += ["--checkpoint.no_last_save_model_only", *SELECTION, *LAYOUTS["FSDP"]]
-
-
-@pytest.mark.parametrize("async_steps", [0, 2])
-@pytest.mark.slow  # test_rl_layouts kills runs in CI
-def test_killed_run_with_dialogues_goes_on_bit_for_bit(async_steps, tmp_path):
-    flags = [*RESUMED, f"--rl.async_steps={async_steps}"]
-
-    def run(folder, kill=False):
-        return run_ranks(run_dialogues, 2, folder, flags, 5 if kill else None)
-
-    check_that_killed_run_goes_on(run, tmp_path, [5, 6, 7, 8])
 
 
 def fail_on_rank_one(folder, extra):

@@ -11,6 +11,7 @@ B rows, T tokens, V vocabulary entries.
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -75,13 +76,16 @@ class IsolationProbe:
         before, after = self._run(batch), self._run(exchanged)
         moved = torch.zeros_like(must_stay)
         if before is not None and after is not None:
-            moved = self._moved(before, after) & must_stay
-        if not self._on_any_rank(bool(moved.any())):
+            moved = _moved(before, after) & must_stay
+        has_leak = moved.any()
+        if torch.distributed.is_initialized():
+            has_leak = has_leak.int().to(self.device)
+            torch.distributed.all_reduce(has_leak, op=torch.distributed.ReduceOp.MAX)
+        if not has_leak:
             return
         before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
         # The first block with a changed output at a position that must stay equal.
-        leaks = (x for x in before if (self._moved(before[x], after[x]) & must_stay).any())
-        layer = next(leaks, None)
+        layer = next((x for x in before if (_moved(before[x], after[x]) & must_stay).any()), None)
         if self.pipeline_group is not None:
             found = filter(None, all_ranks(layer, self.pipeline_group))
             layer = min(found, key=lambda x: int(x.removeprefix("layers.")), default=None)
@@ -89,9 +93,26 @@ class IsolationProbe:
             raise RuntimeError(
                 f"documents are not isolated at step {step}: another rank found a leak, and says where"
             )
-        raise RuntimeError(self._message(step, place, moved, layer, document_ids, starts))
 
-    # ---- which token ----
+        def describe(row: int, column: int) -> str:
+            document, offset = int(document_ids[row, column]), column - int(starts[row, column])
+            where = "padding" if document == PADDING else f"document {document}"
+            return f"row {row}, token {column} ({where}, its token {offset})"
+
+        first_layer = f"{layer} is the first layer whose output changed"
+        if not layer:
+            first_layer = "no layer's output changed, so the leak is behind the layers"
+        layers = [layer for model in self.models for layer in model.layers.children()]
+        by_rounding = ""
+        if any(getattr(layer, "moe_enabled", False) for layer in layers):
+            by_rounding = "With experts, rounding may be the only cause: try other values of debug.seed first. "
+        raise RuntimeError(
+            f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
+            f"the logits of {int(moved.sum())} tokens that must not see it changed, first "
+            f"{describe(*moved.nonzero()[0].tolist())}; {first_layer}. {by_rounding}Look at the layers' "
+            f"mask (attn_type {self.policy.attn_type!r}, attn_mask_type {self.policy.attn_mask_type!r}), "
+            "or turn the check off with debug.check_document_isolation_freq = 0"
+        )
 
     def _choose_token(
         self, step: int, tokens: Tensor, document_ids: Tensor, starts: Tensor
@@ -119,26 +140,10 @@ class IsolationProbe:
         tokens[place] = (new + 1) % self.vocab_size if new == self.policy.eos_id else new
         return dataclasses.replace(batch, tokens=tokens)
 
-    # ---- what moved ----
-
-    def _moved(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return bool [B, T] on the CPU, True where two tensors [B, T, n] differ; nan equals nan."""
-        rows = zip(before, after, strict=True)  # row by row, because logits are large
-        return torch.stack(
-            [((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]
-        ).cpu()
-
     def _run(self, batch: TokenBatch) -> Tensor | None:
         kept = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(kept, device_type=self.device.type):
             return self.forward(batch)
-
-    def _on_any_rank(self, found: bool) -> bool:
-        if not torch.distributed.is_initialized():
-            return found
-        flag = torch.tensor(int(found), device=self.device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-        return bool(flag)
 
     def _layer_outputs(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return block name -> output for whole rows [B, T, n]. Blocks are called with (x, rope, masks)."""
@@ -158,46 +163,15 @@ class IsolationProbe:
 
             return hook
 
-        hooks = [
-            layer.register_forward_hook(keep(f"layers.{name}"))
-            for model in self.models
-            for name, layer in model.layers.named_children()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for model in self.models:
+                for name, layer in model.layers.named_children():
+                    hooks.callback(layer.register_forward_hook(keep(f"layers.{name}")).remove)
             self._run(batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return outputs
 
-    def _message(
-        self,
-        step: int,
-        place: tuple[int, int],
-        moved: Tensor,
-        layer: str | None,
-        document_ids: Tensor,
-        starts: Tensor,
-    ) -> str:
-        def describe(row: int, column: int) -> str:
-            document = int(document_ids[row, column])
-            where = "padding" if document == PADDING else f"document {document}"
-            offset = column - int(starts[row, column])
-            return f"row {row}, token {column} ({where}, its token {offset})"
 
-        seen_at = tuple(moved.nonzero()[0].tolist())
-        first_layer = f"{layer} is the first layer whose output changed"
-        if not layer:
-            first_layer = "no layer's output changed, so the leak is behind the layers"
-        layers = [layer for model in self.models for layer in model.layers.children()]
-        by_rounding = ""
-        if any(getattr(layer, "moe_enabled", False) for layer in layers):
-            by_rounding = "With experts, rounding may be the only cause: try other values of debug.seed first. "
-        return (
-            f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
-            f"the logits of {int(moved.sum())} tokens that must not see it changed, first "
-            f"{describe(*seen_at)}; {first_layer}. {by_rounding}Look at the layers' mask "
-            f"(attn_type {self.policy.attn_type!r}, attn_mask_type "
-            f"{self.policy.attn_mask_type!r}), or turn the check off with "
-            "debug.check_document_isolation_freq = 0"
-        )
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    """Return bool [B, T] on the CPU, True where two tensors [B, T, n] differ; nan equals nan."""
+    rows = zip(before, after, strict=True)  # row by row, because logits are large
+    return torch.stack([((a != b) & ~(a.isnan() & b.isnan())).any(dim=-1) for a, b in rows]).cpu()

@@ -38,7 +38,7 @@ def errors_as_sentences() -> Iterator[None]:
     )  # one process, as it should be
     try:
         yield
-    except (ValueError, OSError, RunError, ImportError) as error:
+    except (ValueError, OSError, FloatingPointError, RunError, ImportError) as error:
         print(f"error: {getattr(error, 'sentence', error)}", file=sys.stderr)
         sys.exit(exit_code(error))
     except KeyboardInterrupt:

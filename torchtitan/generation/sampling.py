@@ -4,7 +4,7 @@ B rows, T tokens, V vocabulary.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,42 +15,11 @@ from torchtitan.loss.chunked_logits import exponentials_, logprobs_of_logits
 from torchtitan.tools.files import find_shipped, read_json_object
 
 
-def multinomial_sample_one(probs: Tensor, rng: torch.Generator | None = None) -> Tensor:
-    """Draw one index per row: [B, V] -> [B, 1]."""
-    return torch.multinomial(probs, num_samples=1, generator=rng)
-
-
-def logits_to_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
-    """Return the probabilities to draw from: [..., V] -> [..., V], fp32.
-
-    temperature: below 1 sharpens, above 1 flattens; values between 0 and 1e-5 become 1e-5, and 0
-        gives the likeliest token (the first of equals) probability 1.
-    top_k: all but this many of the likeliest tokens get probability 0.
-    """
-    if temperature == 0:
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(
-            -1, logits.argmax(dim=-1, keepdim=True), 1.0
-        )
-    logits = logits.float() / max(temperature, 1e-5)
-    if top_k is not None:
-        likeliest = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-        logits = torch.full_like(logits, -torch.inf).scatter_(
-            -1, likeliest.indices, likeliest.values
-        )
-    return logits.softmax(dim=-1)
-
-
 class Drawn(NamedTuple):
-    """Tokens [B] and their probability.
-
-    logprobs: fp32 [B], under the distribution that the tokens were drawn from.
-    kept_mass: fp32 [B], the total probability, before renormalising, of the tokens that top_k and
-        top_p keep; 1 if they keep every token.
-    """
+    """Tokens [B], and their log-probs, fp32 [B], under the distribution that they were drawn from."""
 
     tokens: Tensor
     logprobs: Tensor
-    kept_mass: Tensor
 
 
 def draw(
@@ -70,17 +39,11 @@ def draw(
     top_p: of these, keep the fewest likeliest tokens that hold this share of the probability; 1
         keeps all.
     """
-    exps = logits.float() / (temperature or 1.0)
-    highest, sums = exponentials_(exps)
-
-    def logprobs_of(tokens: Tensor) -> Tensor:
-        chosen = logits.gather(-1, tokens).squeeze(-1).float() / (temperature or 1.0)
-        return logprobs_of_logits(chosen, highest, sums)
-
     if temperature == 0:
-        tokens = logits.argmax(dim=-1, keepdim=True)
-        logprobs = logprobs_of(tokens)
-        return Drawn(tokens.squeeze(-1), torch.zeros_like(logprobs), logprobs.exp())
+        is_finite = logits.amax(dim=-1).isfinite()
+        return Drawn(logits.argmax(dim=-1), torch.where(is_finite, 0.0, torch.nan))
+    exps = logits.float() / temperature
+    highest, sums = exponentials_(exps)
     is_truncated = 0 < top_k < logits.shape[-1] or top_p < 1
     if is_truncated:
         in_order, tokens = exps.sort(dim=-1, descending=True, stable=True)
@@ -95,24 +58,10 @@ def draw(
     target = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, target, right=True)
     tokens.clamp_(max=logits.shape[-1] - 1)  # beyond the vocabulary if logits are nan
-    drawn = logprobs_of(tokens)
-    if not is_truncated:
-        return Drawn(tokens.squeeze(-1), drawn, torch.ones_like(drawn))
-    kept_mass = exps.sum(dim=-1) / sums
-    return Drawn(tokens.squeeze(-1), drawn - kept_mass.log(), kept_mass)
-
-
-def generate_next_token(
-    model: nn.Module | Callable[[Tensor], Tensor],
-    x: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    rng: torch.Generator | None = None,
-) -> Tensor:
-    """Draw the next token of each row of x [B, T]; with a `kv_cache`, x has only the new tokens."""
-    logits = model(x)[:, -1]
-    return multinomial_sample_one(logits_to_probs(logits, temperature, top_k), rng)
+    chosen = logits.gather(-1, tokens).squeeze(-1).float() / temperature
+    # Renormalise over the tokens that are kept.
+    kept_sums = exps.sum(dim=-1) if is_truncated else sums
+    return Drawn(tokens.squeeze(-1), logprobs_of_logits(chosen, highest, kept_sums))
 
 
 def end_ids(folder: str) -> list[int]:
@@ -143,10 +92,11 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the next token of each row, [B, 1], one after another; input_ids: [T] or [B, T].
 
-    seed: None draws from torch's default generator.
+    temperature: numbers between 0 and 1e-5 become 1e-5. seed: None draws from torch's default generator.
     eos_id: a row that has drawn this token, or one of these, is padded with it, and generation
         ends when all rows have drawn one; None always draws `max_new_tokens`.
-    Raises ValueError for an empty prompt or options out of range, and like `kv_cache`.
+    Raises ValueError for an empty prompt or options out of range, and like `kv_cache`;
+    FloatingPointError for logits that are not finite.
     """
     least = {"max_new_tokens": (max_new_tokens, 1), "temperature": (temperature, 0)}
     for name, (value, at_least) in (least | {"top_k": (top_k, 1)}).items():
@@ -156,15 +106,23 @@ def stream(
     if prompt.shape[1] == 0:
         raise ValueError("a prompt must have at least one token, got none")
     rng = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
+    temperature = temperature and max(temperature, 1e-5)
 
     ends = None if eos_id is None else prompt.new_tensor(eos_id)
     is_finished = torch.zeros_like(prompt[:, :1], dtype=torch.bool)
     with kv_cache(model, prompt.shape[1] + max_new_tokens) as cached_forward:
         for _ in range(max_new_tokens):
             before = token[:, -1:]
-            token = generate_next_token(
-                cached_forward, token, temperature=temperature, top_k=top_k, rng=rng
+            logits = cached_forward(token, last_only=True)[:, -1]
+            uniform = torch.rand(
+                len(prompt), dtype=torch.float64, device=prompt.device, generator=rng
             )
+            drawn = draw(logits, uniform, temperature=temperature, top_k=top_k or 0)
+            if not drawn.logprobs.isfinite().all():
+                raise FloatingPointError(
+                    "the model's logits are not finite, so no token can be drawn; check its weights"
+                )
+            token = drawn.tokens[:, None]
             if ends is not None:
                 token = torch.where(is_finished, before, token)
                 is_finished |= torch.isin(token, ends)

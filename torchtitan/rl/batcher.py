@@ -194,14 +194,11 @@ class Batcher:
         if not self.bucketing or not row_lengths:
             n_groups = max(1, -(-len(row_lengths) // (self._most_rows(n_slots) * self.dp_size)))
             n_rows = max(1, -(-len(row_lengths) // (n_groups * self.dp_size)))
-            return [
-                (
-                    [i for i in range(len(row_lengths)) if i // self.dp_size % n_groups == g],
-                    n_rows,
-                    n_slots,
-                )
-                for g in range(n_groups)
+            rows = range(len(row_lengths))
+            of_group = [
+                [i for i in rows if i // self.dp_size % n_groups == g] for g in range(n_groups)
             ]
+            return [(own, n_rows, n_slots) for own in of_group]
         groups: list[tuple[list[int], int, int]] = []
         in_order = sorted(range(len(row_lengths)), key=lambda row: -row_lengths[row])
         for first in range(0, len(in_order), self.dp_size):

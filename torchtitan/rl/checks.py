@@ -166,12 +166,9 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
     yield from _at_most("rl.batch.seq_len", seq_len, "training.seq_len", training.seq_len)
     yield from divides("rl.batch.pad_multiple", batch.pad_multiple, "the row length", seq_len)
     if limit is not None:
-        yield from clash(
-            "rl.batch.max_tokens_per_microbatch",
-            "sets the rows of a microbatch",
-            {"rl.batch.local_batch_size": batch.local_batch_size},
-        )
         key = "rl.batch.max_tokens_per_microbatch"
+        others = {"rl.batch.local_batch_size": batch.local_batch_size}
+        yield from clash(key, "sets the rows of a microbatch", others)
         yield from _at_most("the tokens of a row, rl.batch.seq_len,", seq_len, key, limit)
     if batch.skip_zero_advantage:
         yield from clash(
@@ -192,9 +189,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
 
 def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
     """Rules for the config; `models.batch_invariant.use_batch_invariant` checks the model."""
-    generator = job_config.rl.generator
+    generator, parallelism = job_config.rl.generator, job_config.parallelism
     if not generator.exact:
         return
+    degrees = ("tensor_parallel_degree", "context_parallel_degree")
+    split = {f"parallelism.{n}": d for n in degrees if (d := getattr(parallelism, n)) > 1}
     yield from clash(
         "rl.generator.exact",
         "has the trainer's own modules generate, uncompiled and unsplit, in the trainer's type",
@@ -204,11 +203,7 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
             "rl.generator.in_flight": generator.in_flight,
             "rl.generator.rescore": generator.rescore,
             "compile.enable": job_config.compile.enable,
-            **{
-                f"parallelism.{name}": degree
-                for name in ("tensor_parallel_degree", "context_parallel_degree")
-                if (degree := getattr(job_config.parallelism, name)) > 1
-            },
+            **split,
         },
     )
     if (device := get_device_type()) != "cpu":
@@ -277,11 +272,8 @@ def _task(job_config: JobConfig) -> Iterator[str]:
         yield from _at_most("rl.task.num_min", task.num_min, "rl.task.num_max", task.num_max)
     if task.name != "jsonl":
         return
-    for key, content in {
-        "path": "one JSON object per line",
-        "eval_path": "one JSON object per line",
-        "chat_template": "a Jinja template",
-    }.items():
+    files = {"path": "one JSON object per line", "eval_path": "one JSON object per line"}
+    for key, content in (files | {"chat_template": "a Jinja template"}).items():
         if key == "path" or getattr(task, key):
             yield from is_file(f"rl.task.{key}", getattr(task, key), f" with {content}")
     yield from problem_in(find_function, task.reward_fn)
@@ -391,24 +383,19 @@ def _server(rl: RL) -> Iterator[str]:
 
 
 def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
-    """Yield an error for each setting that conflicts with `rl.generator.adapters`."""
     generator, lora, checkpoint = job_config.rl.generator, job_config.lora, job_config.checkpoint
     if "lora" not in job_config.model.converters:
         yield (
             "rl.generator.adapters sends the adapters of the converter 'lora', got model.converters = "
             f"{job_config.model.converters}; add it"
         )
-    yield from clash(
-        "rl.generator.adapters",
-        "sends files of adapters, of one rank and scale, to vLLM",
-        {
-            "lora.also_train": lora.also_train,
-            "lora.rank_pattern": lora.rank_pattern,  # vLLM scales all layers by one alpha / r
-            "lora.alpha_pattern": lora.alpha_pattern,
-            "rl.generator.reload_url": generator.reload_url,
-            "rl.generator.backend": generator.backend if generator.backend == "local" else None,
-        },
-    )
+    # vLLM scales all layers by one alpha / r.
+    names = ("also_train", "rank_pattern", "alpha_pattern")
+    others = {f"lora.{name}": getattr(lora, name) for name in names}
+    others["rl.generator.reload_url"] = generator.reload_url
+    others["rl.generator.backend"] = generator.backend if generator.backend == "local" else ""
+    reason = "sends files of adapters, of one rank and scale, to vLLM"
+    yield from clash("rl.generator.adapters", reason, others)
     own = job_config.model.hf_assets_path
     is_same = os.path.realpath(checkpoint.initial_load_path or own) == os.path.realpath(own)
     if generator.backend == "vllm" and not (checkpoint.initial_load_in_hf and is_same):

@@ -53,11 +53,10 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
     if not job_config.rl.generator.ranks:
         return Controller(job_config, task=task)
     job_config = _check(job_config)  # before the ranks split, so every rank reports the error
-    role = join_role(job_config)
-    if role.generates:
-        return GeneratorRank(job_config, role.link, role.first_generator, task)
-    remote = RemoteGenerator(role.link, role.first_generator)
-    return Controller(job_config, task=task, remote=remote)
+    generates, link, n_trainers = join_role(job_config)
+    if generates:
+        return GeneratorRank(job_config, link, n_trainers, task)
+    return Controller(job_config, task=task, remote=RemoteGenerator(link, n_trainers))
 
 
 class Controller:

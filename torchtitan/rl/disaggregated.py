@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,22 +55,14 @@ from torchtitan.tools.utils import use_device
 
 T = TypeVar("T")
 
-_CPU = torch.device("cpu")
 
-
-class Role(NamedTuple):
-    """This rank's role."""
-
-    generates: bool  # False: trains
-    link: "Link | None"  # None on trainer ranks other than rank 0
-    first_generator: int  # global rank of the first generating rank
-
-
-def join_role(job_config: JobConfig) -> Role:
+def join_role(job_config: JobConfig) -> tuple[bool, "Link | None", int]:
     """Split torchrun's ranks into trainers and generators, and join the default group of this role.
 
-    Afterwards RANK and WORLD_SIZE count the ranks of the role. Collective over all ranks. Raises
-    ConfigError if a process group exists already, or no ranks are left to train.
+    Returns whether this rank generates, its link (None on trainer ranks other than rank 0), and the
+    number of trainers, which is the first generator's global rank. Afterwards RANK and WORLD_SIZE count
+    the ranks of the role. Collective over all ranks. Raises ConfigError if a process group exists
+    already, or no ranks are left to train.
     """
     n_apart = job_config.rl.generator.ranks
     if dist.is_initialized():
@@ -92,32 +84,26 @@ def join_role(job_config: JobConfig) -> Role:
     if generates or rank == 0:
         member = rank - n_trainers + 1 if generates else 0
         link = Link(dist.PrefixStore("rl_link", store), member, n_apart + 1, timeout)
-    return Role(generates, link, n_trainers)
+    return generates, link, n_trainers
 
 
 class Link:
     """The connection between the trainer's rank 0, which is member 0, and the ranks that generate.
 
-    timeout: limit of member 0's waits; a dead rank is noticed at once. down: the gloo group of messages
-        from member 0 to all members.
+    Member 0 broadcasts messages and weights in the gloo group `down`; members answer in another group.
+    timeout: limit of member 0's waits; a dead rank is noticed at once.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
         self.size = size
-        down = dist.PrefixStore("down", store)
         # Other members wait without a limit, because the trainer may take long between two messages.
         limit = timedelta(days=365) if member else timeout
-        self.down = gloo_group(down, member, size, limit)
+        self.down = gloo_group(dist.PrefixStore("down", store), member, size, limit)
         self._up = gloo_group(dist.PrefixStore("up", store), member, size, timeout)
         self._unsent: deque[tuple[Any, Tensor]] = deque()
 
     def broadcast(self, message: Any) -> None:
-        """Send a message to all members, which call `received`; called on member 0."""
         broadcast_object(self.down, message)
-
-    def received(self) -> Any:
-        """Return member 0's next message."""
-        return received_object(self.down)
 
     def send_weights(self, weights: StagedWeights, changes: WeightChanges | None) -> None:
         """Send weights, as deltas if `changes` is given; the other members read `ReceivedWeights`."""
@@ -140,7 +126,7 @@ class Link:
 
 
 class RemoteGenerator:
-    """The trainer ranks' side of the link; rank 0 sends on a thread. Arguments are fields of `Role`."""
+    """The trainer ranks' side of the link; rank 0 sends on a thread. Arguments are from `join_role`."""
 
     policy_version = -1
     weight_names: Literal["shared", "ours", "hf", "adapters"] = "ours"
@@ -180,7 +166,7 @@ class RemoteGenerator:
 
         def stage(pairs: Pairs) -> None:
             if self._link is not None and self._failure is None:
-                staged = StagedWeights(weights, pairs, _CPU)
+                staged = StagedWeights(weights, pairs, torch.device("cpu"))
                 self._weights_sent = self._send(("weights", check_digest), staged)
 
         if (failure := hand_over(weights, stage)) is not None:
@@ -278,7 +264,7 @@ class GeneratorRank:
         before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
         logger.info("generating for the ranks that train")
         try:
-            while (message := self._link.received()) is not None:
+            while (message := received_object(self._link.down)) is not None:
                 kind, argument = message
                 if kind == "weights":
                     weights = ReceivedWeights(self._link.down, self._changes)

@@ -112,17 +112,14 @@ class ForeignGenerator(Generator):
                     "use a vLLM with enable_return_routed_experts, and a mixture of experts"
                 )
             routed_experts = torch.from_numpy(experts[:n_read].astype(np.int16))
-        kept_mass = None
         if sampling.temperature == 0:
             # The only possible token has log-prob 0; engines return its log-prob at temperature 1.
-            kept_mass = tuple(torch.tensor(logprobs).exp().tolist())
             logprobs = [0.0] * len(logprobs)
         return Completion(
             token_ids=tuple(token_ids),
             token_logprobs=tuple(logprobs),
             finish_reason="stop" if sampling.stops_at(token_ids) else "length",
             policy_version=self.policy_version,
-            token_kept_mass=kept_mass,
             routed_experts=routed_experts,
         )
 

@@ -191,14 +191,13 @@ class DecoderGenerator(Generator):
 
         def completion(number: int, versions: list[int]) -> Completion:
             n_read = len(prompts[prompt_of_row[number]]) + len(versions) - 1
-            tokens, logprobs, kept_masses = drawn[number, : len(versions)].T.tolist()
+            tokens, logprobs = drawn[number, : len(versions)].T.tolist()
             token_ids = tuple(map(int, tokens))
             return Completion(
                 token_ids=token_ids,
                 token_logprobs=tuple(logprobs),
                 finish_reason="stop" if sampling.stops_at(token_ids) else "length",
                 policy_version=min(versions),
-                token_kept_mass=tuple(kept_masses) if sampling.truncates else None,
                 token_versions=tuple(versions) if len(set(versions)) > 1 else None,
                 routed_experts=None if experts is None else experts[number, :n_read].clone(),
             )

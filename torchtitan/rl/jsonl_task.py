@@ -197,7 +197,12 @@ class JsonlTask(Task):
         return self.grade_episodes([(prompt, [Turn(text)]) for prompt, text in pairs])
 
     def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
-        calls = [self._arguments(*episode) for episode in episodes]
+        calls: list[Call] = []
+        for prompt, turns in episodes:
+            texts = [(turn.text, turn.reply) for turn in turns]
+            known = {"prompt": prompt.text, "row": prompt.row, "turns": texts}
+            by_name = {name: known[name] for name in self._reward_parameters & known.keys()}
+            calls.append(((turns[-1].text, prompt.answer), by_name))
         if self.reward_pool is not None:
             results = self.reward_pool.call_all(calls)
         else:
@@ -205,17 +210,8 @@ class JsonlTask(Task):
             for (prompt, turns), (arguments, by_name) in zip(episodes, calls, strict=True):
                 with explained("grading", "reward function", prompt, turns[-1].text):
                     results.append(Result(self.reward_fn(*arguments, **by_name)))
-        return [
-            self._grade_of(result, *episode)
-            for result, episode in zip(results, episodes, strict=True)
-        ]
-
-    def _arguments(self, prompt: Prompt, turns: Sequence[Turn]) -> Call:
-        """Return the arguments of the reward function."""
-        texts = [(turn.text, turn.reply) for turn in turns]
-        known = {"prompt": prompt.text, "row": prompt.row, "turns": texts}
-        by_name = {name: known[name] for name in self._reward_parameters & known.keys()}
-        return (turns[-1].text, prompt.answer), by_name
+        pairs = zip(results, episodes, strict=True)
+        return [self._grade_of(result, *episode) for result, episode in pairs]
 
     def _grade_of(self, result: Result, prompt: Prompt, turns: Sequence[Turn]) -> Grade:
         text, error, own = turns[-1].text, result.error, Grade(0.0)
@@ -263,18 +259,10 @@ def build(rl: Any, tokenizer: BaseTokenizer | None, max_prompt_tokens: int | Non
     if task.tools:
         functions = {name: find_function(name, "rl.task.tools") for name in task.tools}
         tools = Toolbox(functions, task.tool_processes, task.tool_timeout_seconds)
+    same = {name: getattr(task, name) for name in ("eval_path", "prompt_key", "answer_key")}
+    own = {"reward_pool": reward_pool, "chat": chat, "tools": tools, "seed": rl.seed}
     return JsonlTask(
-        task.path,
-        reward_fn,
-        tokenizer,
-        reward_pool=reward_pool,
-        chat=chat,
-        tools=tools,
-        eval_path=task.eval_path,
-        prompt_key=task.prompt_key,
-        answer_key=task.answer_key,
-        max_prompt_tokens=max_prompt_tokens,
-        seed=rl.seed,
+        task.path, reward_fn, tokenizer, max_prompt_tokens=max_prompt_tokens, **same, **own
     )
 
 

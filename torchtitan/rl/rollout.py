@@ -77,7 +77,9 @@ class DrawsEpisodes(Protocol):
     """Draws the episodes of a step: on the ranks that train (`Draws`), or on separate ranks."""
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Begin to draw; returns a collective function that waits for the episodes of all ranks."""
+        """Begin to draw with the current weights; the returned function waits for the episodes of all
+        ranks. It is collective.
+        """
 
     def close(self) -> None: ...
 
@@ -94,7 +96,6 @@ class Draws:
             )
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Begin to draw with the current weights; see `DrawsEpisodes`."""
         return partial(_of_all_ranks, self.begin_share(request))
 
     def begin_share(self, request: Request) -> Callable[[], list[Episode]]:
@@ -106,50 +107,37 @@ class Draws:
         """Return this rank's share of a request, in the order of places."""
         own, places = _shares(len(request.tries[0].prompts), _num_together(generator))
         by_place: dict[int, list[Episode]] = {}
-        for number, try_ in enumerate(request.tries):
-            dialogues = [
-                _Dialogue(try_.prompts[place], place, place * request.num_samples + i)
+        for number, (prompts, sampling) in enumerate(request.tries):
+            is_last_try = number + 1 == len(request.tries)
+            dialogues = going_on = [
+                _Dialogue(prompts[place], place, place * request.num_samples + i)
                 for place in places
                 for i in range(request.num_samples)
             ]
-            is_last = number + 1 == len(request.tries)
-            self._converse(generator, request, try_.sampling, dialogues, own, is_last)
+            stops, decode, seed = request.stop_strings, self.task.tokenizer.decode, sampling.seed
+            sampling = replace(sampling, stop_strings=stops, decode=decode)
+            for turn in range(1, request.max_turns + 1):
+                take = partial(self._turn, generator, request, sampling, turn, going_on, own)
+                is_last = is_last_try and turn == request.max_turns
+                replies: dict[int, tuple[str, tuple[int, ...]]] = {}
+                for of_rank in _agreed(generator, take, is_last=is_last):
+                    replies |= of_rank
+                if not replies:
+                    break
+                going_on = [dialogue for dialogue in going_on if dialogue.row in replies]
+                for dialogue in going_on:
+                    dialogue.reply(*replies[dialogue.row])
+                if seed is not None:
+                    next_seed = random.Random(f"{seed} turn {turn}").getrandbits(63)
+                    sampling = replace(sampling, seed=next_seed)
             # Only the rank that drew a completion grades it: a reward function may be slow or random.
             graded = [dialogue for dialogue in dialogues if dialogue.place in own]
             grade = partial(self._grade, request, number, graded, by_place)
-            again = _agreed(generator, grade, is_last=is_last)
+            again = _agreed(generator, grade, is_last=is_last_try)
             if not any(again):
                 break
             places = [place for place in places if any(place in of_rank for of_rank in again)]
         return [episode for place in sorted(by_place) for episode in by_place[place]]
-
-    def _converse(
-        self,
-        generator: Generator,
-        request: Request,
-        sampling: SamplingConfig,
-        dialogues: list["_Dialogue"],
-        own: range,
-        is_last_try: bool,
-    ) -> None:
-        """Take all turns of the dialogues. own: the places to whose turns this rank's task replies."""
-        seed = sampling.seed
-        sampling = replace(
-            sampling, stop_strings=request.stop_strings, decode=self.task.tokenizer.decode
-        )
-        for turn in range(1, request.max_turns + 1):
-            take = partial(self._turn, generator, request, sampling, turn, dialogues, own)
-            is_last = is_last_try and turn == request.max_turns
-            of_ranks = _agreed(generator, take, is_last=is_last)
-            replies = {row: ids for of_rank in of_ranks for row, ids in of_rank}
-            if not replies:
-                return
-            dialogues = [d for d in dialogues if d.row in replies]
-            for dialogue in dialogues:
-                dialogue.reply(*replies[dialogue.row])
-            if seed is not None:
-                next_seed = random.Random(f"{seed} turn {turn}").getrandbits(63)
-                sampling = replace(sampling, seed=next_seed)
 
     def _turn(
         self,
@@ -159,8 +147,11 @@ class Draws:
         turn: int,
         dialogues: Sequence["_Dialogue"],
         own: range,
-    ) -> list[tuple[int, tuple[str, tuple[int, ...]]]]:
-        """Complete the dialogues; return the replies, see `_replies`: none to the last turn."""
+    ) -> dict[int, tuple[str, tuple[int, ...]]]:
+        """Complete the dialogues; return the replies to those in `own` that can take another turn.
+
+        own: the places to whose turns this rank's task replies. A reply: row -> (text, token ids).
+        """
         # All samples of a prompt share its first turn's context, which is read once.
         n_samples = request.num_samples if turn == 1 else 1
         first_of_each = dialogues[::n_samples]
@@ -172,22 +163,13 @@ class Draws:
         )
         for dialogue, completion in zip(dialogues, completions, strict=True):
             dialogue.complete(completion)
-        is_last = turn == request.max_turns
-        return [] if is_last else self._replies(request, sampling, dialogues, own)
-
-    def _replies(
-        self,
-        request: Request,
-        sampling: SamplingConfig,
-        dialogues: Sequence["_Dialogue"],
-        own: range,
-    ) -> list[tuple[int, tuple[str, tuple[int, ...]]]]:
-        """Return (row, (text, token ids)) of each reply to dialogues in `own` that can take another turn."""
+        if turn == request.max_turns:
+            return {}
         stopped = [
             d for d in dialogues if d.place in own and d.completions[-1].finish_reason == "stop"
         ]
         pairs = [(d.prompt, d.turns(self.task, request.stop_strings)) for d in stopped]
-        replies = []
+        replies = {}
         for dialogue, text in zip(stopped, self.task.reply_all(pairs), strict=True):
             if text is None:
                 continue
@@ -203,7 +185,7 @@ class Draws:
             if request.max_tokens is not None and longest > request.max_tokens:
                 dialogue.is_out_of_room = True
             else:
-                replies.append((dialogue.row, (text, token_ids)))
+                replies[dialogue.row] = text, token_ids
         return replies
 
     def _grade(
@@ -231,7 +213,7 @@ def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool = Fals
     """Return this rank's result of `work`; if ranks generate together, all ranks' results, or all raise.
 
     A rank that generates alone may draw on a thread, which must not communicate. is_last: no rank needs
-    the other ranks' results.
+    the others' results.
     """
     return [work()] if _num_together(generator) == 1 or is_last else on_all_ranks(work)
 
@@ -365,9 +347,8 @@ def _graded(task: Task, dialogues: Sequence[_Dialogue], request: Request) -> lis
             f"grading must return a Grade for each of {len(pairs)} completions, got {len(grades)} of "
             f"type {', '.join(kinds)}; correct {type(task).__name__}"
         )
-    several = request.max_turns > 1
     return [
-        dialogue.episode(of_one, grade, several_turns=several)
+        dialogue.episode(of_one, grade, several_turns=request.max_turns > 1)
         for dialogue, of_one, grade in zip(dialogues, turns, grades, strict=True)
     ]
 
@@ -406,11 +387,9 @@ class Rollouts:
     ):
         self.task, self.config, self._draws = task, config, draws
         self._longest_episode = longest_episode
-        stops = set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None})
-        settings = vars(config.sampling) | {
-            "stop_token_ids": tuple(sorted(stops)),
-            "stop_strings": (),  # `Request` has them: they need a tokenizer, which is not sent
-        }
+        stops = sorted(set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None}))
+        # `Request` has the stop strings: they need a tokenizer, which is not sent.
+        settings = vars(config.sampling) | {"stop_token_ids": tuple(stops), "stop_strings": ()}
         self.sampling = SamplingConfig(**settings)
         self._penalty = None
         if config.overlong_tokens:
@@ -504,12 +483,7 @@ class Rollouts:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._next_step = state_dict["next_step"]
-        self._keep(
-            {
-                step: [Episode.from_dict(e) for e in of_step]
-                for step, of_step in state_dict["pending"]
-            }
-        )
+        self._keep({n: [Episode.from_dict(e) for e in own] for n, own in state_dict["pending"]})
         self.restored_steps = frozenset(self._ahead)
 
     def _keep(self, taken: dict[int, list[Episode]]) -> None:

@@ -59,11 +59,6 @@ class SamplingConfig:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
     @property
-    def truncates(self) -> bool:
-        """True if some tokens can never be drawn."""
-        return self.temperature == 0 or self.top_p < 1 or self.top_k > 0
-
-    @property
     def may_stop(self) -> bool:
         """True if a completion can end before max_tokens."""
         return bool(self.stop_token_ids or self.stop_strings)
@@ -86,7 +81,7 @@ class Completion:
     """The tokens that a generator drew after one prompt.
 
     token_logprobs: under the distribution that each token was drawn from, after the temperature and
-        renormalised over the tokens that top_p and top_k kept; `token_kept_mass` is their probability.
+        renormalised over the tokens that top_p and top_k kept.
     routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of the n new
         tokens but the last; see `Decoder.check_routed_experts`. None if they were not recorded.
     """
@@ -95,7 +90,6 @@ class Completion:
     token_logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int  # version of the oldest weights that drew a token
-    token_kept_mass: tuple[float, ...] | None = None  # None if all tokens were kept
     token_versions: tuple[int, ...] | None = None  # None if all are `policy_version`
     routed_experts: Tensor | None = field(default=None, compare=False)
 
@@ -170,7 +164,6 @@ class TrainingSample:
     weights: Tensor | None = None  # of the tokens' losses; None: from the batcher's `agg_mode`
     routed_experts: Tensor | None = None  # [n, L, k]; None lets the routers choose
     group_id: int = 0
-    policy_version: int = 0
 
     def __post_init__(self) -> None:
         tokens, experts = self.token_ids, self.routed_experts
@@ -220,7 +213,6 @@ class TrainingSample:
         ref_logprobs: Sequence[float] | None = None,
         routed_experts: Tensor | None = None,
         group_id: int = 0,
-        policy_version: int = 0,
     ) -> "TrainingSample":
         """Return the sample of a prompt and the tokens after it; prompt tokens are not in the loss.
 
@@ -248,7 +240,6 @@ class TrainingSample:
             ref_logprobs=None if ref_logprobs is None else after_prompt(ref_logprobs),
             routed_experts=routed_experts,
             group_id=group_id,
-            policy_version=policy_version,
         )
 
     @classmethod
@@ -267,7 +258,6 @@ class TrainingSample:
             ref_logprobs=episode.ref_logprobs,
             routed_experts=episode.routed_experts,
             group_id=episode.group_id,
-            policy_version=episode.policy_version,
         )
 
 

@@ -242,11 +242,9 @@ class Sampler:
 def _shorten(completion: Completion, max_tokens: int) -> Completion:
     if len(completion.token_ids) <= max_tokens:
         return completion
-    masses = completion.token_kept_mass
     return dataclasses.replace(
         completion,
         token_ids=completion.token_ids[:max_tokens],
         token_logprobs=completion.token_logprobs[:max_tokens],
         finish_reason="length",
-        token_kept_mass=None if masses is None else masses[:max_tokens],
     )

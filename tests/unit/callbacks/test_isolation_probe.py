@@ -152,42 +152,33 @@ def test_exchanged_token_differs_between_steps_and_is_never_padding_or_end_of_te
     assert set(seen) == {(0, 0), (0, 1), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)}
 
 
-class Shifted(nn.Module):
-    def __init__(self, by):
+class Leaky(nn.Module):
+    """A layer with a leak; it may differ at every second call."""
+
+    def __init__(self, leak):
         super().__init__()
-        self.by = by
+        self.leak, self.calls = leak, 0
 
     def forward(self, x):
-        return x + x.roll(self.by, dims=1)
+        self.calls += 1
+        return self.leak(x, self.calls % 2 == 0)
 
 
-@pytest.mark.parametrize("by", [1, -1], ids=["later tokens", "earlier tokens"])
-def test_leaks_in_both_directions_are_found(by):
-    probe = probe_of(Shifted(by))
-    with pytest.raises(RuntimeError, match=r"layers\.0"):
+@pytest.mark.parametrize(
+    "leak",
+    [
+        pytest.param(lambda x, _: x + x.roll(1, dims=1), id="later tokens"),
+        pytest.param(lambda x, _: x + x.roll(-1, dims=1), id="earlier tokens"),
+        pytest.param(lambda x, _: x + x.flip(0), id="another row"),
+        pytest.param(lambda x, is_second: x * torch.nan if is_second else x, id="nan in one"),
+    ],
+)
+def test_leaks_of_every_kind_are_found_with_their_place(leak):
+    probe = probe_of(Leaky(leak))
+    place = r"row \d, token \d \(document \d, its token \d\).*layers\.0"
+    with pytest.raises(RuntimeError, match=place):
         for step in range(20):
             probe.check(step, BATCH)
-
-
-def test_leak_into_another_row_is_found():
-    class Rows(nn.Module):
-        def forward(self, x):
-            return x + x.flip(0)
-
-    with pytest.raises(RuntimeError, match=r"row \d, token \d \(document \d, its token \d\)"):
-        probe_of(Rows()).check(0, BATCH)
-
-
-def test_nan_in_one_of_the_two_is_a_leak():
-    class NanAtSecond(nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return x * torch.nan if self.calls % 2 == 0 else x
-
-    with pytest.raises(RuntimeError, match=r"layers\.0"):
-        probe_of(NanAtSecond()).check(0, BATCH)
 
 
 def test_model_with_experts_passes_until_a_layer_ignores_the_mask(tmp_path):
@@ -204,7 +195,7 @@ def test_model_with_experts_passes_until_a_layer_ignores_the_mask(tmp_path):
 
 
 def test_batch_with_masks_of_its_own_is_not_checked_and_that_is_said(caplog):
-    probe_of(Shifted(1)).check(0, BATCH | {"attention_masks": None})
+    probe_of(Leaky(lambda x, _: x + x.roll(1, dims=1))).check(0, BATCH | {"attention_masks": None})
     assert "the batch has its own masks" in caplog.text
 
 

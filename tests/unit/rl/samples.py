@@ -60,7 +60,6 @@ def random_samples(n: int, seed: int = 0) -> list[TrainingSample]:
             advantage=rng.uniform(-1, 1),
             ref_logprobs=[-2 * rng.random() for _ in range(length + 1 - n_prompt)],
             group_id=i // 3,
-            policy_version=i,
         )
         old = sample.logprobs + (torch.arange(length) % 5 - 2) * 0.5 * sample.loss_mask
         sample = dataclasses.replace(sample, old_logprobs=old)

@@ -13,6 +13,7 @@ REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=8)
 def test_group_mean_compares_within_a_prompt_only():
     advantages = AdvantageEstimator()([1.0, 5.0, 0.0, 7.0], ["a", "b", "a", "b"])
     assert advantages == [0.5, -1.0, -0.5, 1.0]
+    assert AdvantageEstimator("none")([1.0, -2.0], [0, 0]) == [1.0, -2.0]
 
 
 @given(REWARDS)
@@ -37,14 +38,11 @@ def test_std_gives_advantages_of_unit_deviation_or_zero(rewards):
 def test_one_episode_and_equal_rewards_have_advantage_zero(name, std):
     estimator = AdvantageEstimator(name, std)
     assert estimator([0.1], [0]) == [0.0]
-    assert estimator([0.1, 0.1, 0.1], [0, 0, 0]) == pytest.approx([0.0] * 3, abs=1e-15)
+    # The rounded mean of three times 0.1 is not 0.1.
+    assert estimator([0.1, 0.1, 0.1], [0, 0, 0]) == [0.0] * 3
     assert estimator([], []) == []
     if std:  # a difference that is rounding would be blown up
         assert estimator([1.0, 1.0 + 1e-12], [0, 0]) == [0.0, 0.0]
-
-
-def test_none_returns_the_rewards():
-    assert AdvantageEstimator("none")([1.0, -2.0], [0, 0]) == [1.0, -2.0]
 
 
 def test_metrics_are_finite_for_any_number_of_episodes():

@@ -117,32 +117,21 @@ def test_token_without_finite_logprob_is_left_out_of_loss_and_denominator():
 # ---- rows and ranks ----
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("kind", [{}, {"packing": True}, {"bucketing": True}], ids=str)
 @pytest.mark.parametrize("n_samples", [0, 1, 2, 5, 16])
-def test_all_ranks_get_equally_many_microbatches_of_one_shape(packing, n_samples):
-    batcher = make_batcher(dp_size=3, rows=2, packing=packing)
-    samples = random_samples(n_samples)
-    batch = batcher.batch(samples)
-    cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
+def test_all_ranks_get_equally_many_microbatches_of_one_shape(kind, n_samples):
+    batch = make_batcher(dp_size=3, rows=2, **kind).batch(random_samples(n_samples))
     assert all(len(of_ranks) == 3 for of_ranks in batch.microbatches)
-    assert len({cell.inputs["input"].shape for cell in cells}) == 1
-    assert len(cells[0].inputs["input"]) <= 2
+    shapes = [
+        {tuple(cell.inputs["input"].shape) for cell in of_ranks} for of_ranks in batch.microbatches
+    ]
+    assert all(len(of_ranks) == 1 for of_ranks in shapes)
+    (widths, n_rows) = zip(*[(width, n) for ((n, width),) in shapes], strict=True)
+    assert max(n_rows) <= 2 and list(widths) == sorted(widths, reverse=True)
+    assert "bucketing" in kind or len(set(widths)) == 1
+    cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
     assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
     assert [cell.slots for cell in batch.of_rank(1)] == [row[1].slots for row in batch.microbatches]
-
-
-@pytest.mark.parametrize("n_samples", [0, 1, 5, 16])
-def test_buckets_give_all_ranks_equally_many_microbatches_whose_shape_is_the_same(n_samples):
-    samples = random_samples(n_samples)
-    batch = make_batcher(dp_size=3, rows=2, bucketing=True).batch(samples)
-    for of_ranks in batch.microbatches:
-        assert len(of_ranks) == 3
-        assert len({cell.inputs["input"].shape for cell in of_ranks}) == 1
-        assert len(of_ranks[0].inputs["input"]) <= 2
-    widths = [of_ranks[0].inputs["input"].shape[1] for of_ranks in batch.microbatches]
-    assert widths == sorted(widths, reverse=True)
-    cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
-    assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
 
 
 def test_samples_of_advantage_zero_are_skipped_with_the_same_gradient():

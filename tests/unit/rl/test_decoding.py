@@ -20,7 +20,7 @@ def uniform_numbers(n_rows: int, n_new: int, seed: int = 0) -> torch.Tensor:
 
 
 def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options):
-    """(token ids, log-probs, kept masses) of each row."""
+    """(token ids, log-probs) of each row."""
     sampling = SamplingConfig(**{"max_tokens": 8} | options)
     rows = [i for i in range(len(prompts)) for _ in range(n_samples)]
     if uniform is None:
@@ -29,7 +29,7 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
         LocalDecoder.from_model(model), prompts, rows, uniform, sampling, max_rows
     )
     columns = [row[: len(own)].unbind(-1) for row, own in zip(drawn, versions, strict=True)]
-    return [(t.long().tolist(), lp.float(), mass) for t, lp, mass in columns]
+    return [(t.long().tolist(), lp.float()) for t, lp in columns]
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def reference_logprobs(model, prompt, new, temperature=1.0):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_those_of_the_whole_forward_for_prompts_of_any_length(family):
     model = initialized(*FAMILIES[family])
-    for (new, logprobs, _), prompt in zip(
+    for (new, logprobs), prompt in zip(
         completions(model, PROMPTS, temperature=0.7, max_tokens=12), PROMPTS, strict=True
     ):
         expected = reference_logprobs(model, prompt, new, 0.7)
@@ -58,11 +58,10 @@ def test_logprobs_are_those_of_the_whole_forward_for_prompts_of_any_length(famil
 def test_greedy_is_the_likeliest_token_each_time():
     model = tiny_model()
     found = completions(model, PROMPTS, temperature=0)
-    for (new, logprobs, mass), prompt in zip(found, PROMPTS, strict=True):
+    for (new, logprobs), prompt in zip(found, PROMPTS, strict=True):
         expected = reference_logprobs(model, prompt, new)
         assert new == expected.argmax(dim=-1).tolist()
         assert not logprobs.any()  # nothing else could have been drawn
-        torch.testing.assert_close(mass.float(), expected.max(dim=-1).values.exp())
 
 
 @pytest.mark.parametrize("max_rows", [0, 5])
@@ -74,7 +73,7 @@ def test_rows_end_with_the_first_stop_token_and_the_others_go_on(max_rows):
         model, PROMPTS, n_samples=8, max_tokens=20, stop_token_ids=stops, max_rows=max_rows
     )
     ends = set()
-    for (new, logprobs, _), (without, without_logprobs, _) in zip(found, free, strict=True):
+    for (new, logprobs), (without, without_logprobs) in zip(found, free, strict=True):
         end = min((i + 1 for i, token in enumerate(without) if token in stops), default=20)
         assert new == without[:end]
         torch.testing.assert_close(logprobs, without_logprobs[:end], atol=5e-6, rtol=0)
@@ -89,10 +88,10 @@ def test_rows_that_wait_draw_the_same_with_chunks_windows_and_experts(family, ma
     options = {"n_samples": 3, "max_tokens": 15, "stop_token_ids": (3, 11, 17, 29, 40)}
     together = completions(model, PROMPTS, **options)
     waiting = completions(model, PROMPTS, max_rows=max_rows, **options)
-    for (new, logprobs, _), (expected, expected_logprobs, _) in zip(waiting, together, strict=True):
+    for (new, logprobs), (expected, expected_logprobs) in zip(waiting, together, strict=True):
         assert new == expected
         torch.testing.assert_close(logprobs, expected_logprobs, atol=5e-6, rtol=0)
-    assert len({len(new) for new, _, _ in together}) > 4
+    assert len({len(new) for new, _ in together}) > 4
 
 
 def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once(monkeypatch):
@@ -122,10 +121,10 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once(m
         assert ([len(row) for row in versions], shapes) == (lengths, expected)
 
 
-def test_truncated_logprobs_are_renormalised_and_the_kept_mass_is_told():
+def test_truncated_logprobs_are_renormalised():
     model = tiny_model()
     options = {"temperature": 1.3, "top_k": 5, "top_p": 0.8}
-    for (new, logprobs, mass), prompt in zip(
+    for (new, logprobs), prompt in zip(
         completions(model, PROMPTS, **options), PROMPTS, strict=True
     ):
         full = reference_logprobs(model, prompt, new, 1.3)
@@ -139,7 +138,6 @@ def test_truncated_logprobs_are_renormalised_and_the_kept_mass_is_told():
                 enough.append(candidate)
                 total += float(probs[candidate])
             assert token in enough
-            assert float(mass[i]) == pytest.approx(total, abs=1e-6)
             renormalised = float(probs[token]) / total
             assert float(logprobs[i].exp()) == pytest.approx(renormalised, abs=1e-6)
 

@@ -40,10 +40,6 @@ class Scripted(Generator):
         return completions
 
     def update_weights(self, weights=None, *, check_digest=True): ...
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict): ...
 
 
 def bisect(dialogue: str) -> str:

@@ -30,7 +30,6 @@ def test_defaults_are_on_policy_and_pass():
 
 
 BAD_VALUES = [
-    ({"rl__num_prompts_per_step": 0}, "rl.num_prompts_per_step must be at least 1, got 0"),
     ({"rl__minibatches": 17}, "at most rl.num_prompts_per_step = 16, got 17"),
     (
         {"rl__redraws": 1, "rl__num_samples_per_prompt": 1, "rl__advantage__name": "none"},
@@ -41,28 +40,23 @@ BAD_VALUES = [
     ({"rl__advantage__name": "none", "rl__advantage__std": True}, "rl.advantage.std divides"),
     ({"model__value_head": True}, "got model.value_head = True; set it to false"),
     ({"rl__loss__name": "grop"}, "rl.loss.name must be one of grpo, .* got 'grop'"),
-    ({"rl__loss__agg_mode": "mean"}, "rl.loss.agg_mode must be one of"),
     (
         {"rl__loss__agg_mode": "seq-mean-token-sum-norm"},
         "rl.loss.norm = 0.0 is read by .* which divides by it",
     ),
     ({"rl__loss__norm": 8.0}, "rl.loss.norm = 8.0 is read by"),
     ({"rl__loss__count_empty": True}, "rl.loss.count_empty is read by .* got 'token-mean'"),
-    ({"rl__loss__entropy_coef": float("nan")}, "rl.loss.entropy_coef must be at least 0"),
-    ({"rl__loss__correction": "tokens"}, "rl.loss.correction must be one of"),
     ({"rl__loss__dual_clip": 0.5}, "rl.loss.dual_clip must be above 1, or 0 to turn it off"),
     ({"rl__loss__max_token_mismatch": 0.0}, "rl.loss.max_token_mismatch must be above 0 nats"),
     (
         {"rl__loss__correction": "sequence", "parallelism__context_parallel_degree": 2},
         "which context parallelism splits",
     ),
-    ({"rl__loss__kl_type": "k4"}, "rl.loss.kl_type must be one of"),
     (
         {"rl__loss__name": "importance_sampling", "rl__loss__ratio_clip_low": 0.2},
         "rl.loss.ratio_clip_low is not read by",
     ),
     ({"rl__loss__ratio_clip_low": 0.2}, "not read by rl.loss.name = 'grpo', which reads clip_eps"),
-    ({"rl__sampling__temperature": 0.0}, "rl.sampling.temperature must be above 0"),
     ({"rl__sampling__top_p": 0.9}, "rl.sampling.top_p must be 1.0 in training"),
     ({"rl__sampling__top_k": 20}, "rl.sampling.top_k must be 0 in training"),
     (

@@ -150,14 +150,6 @@ def test_failed_call_leaves_no_gradients_and_no_share_of_the_denominator(trainer
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("--training.gradient_reduction=mean", "training.gradient_reduction = 'mean'"),
-        ("--optimizer.early_step_in_backward", "early_step_in_backward = True"),
-        ("--rl.batch.packing", "rl.batch.packing needs positions"),
-    ],
-)
-def test_config_that_would_train_on_something_else_is_refused(tmp_path, override, message):
-    with pytest.raises(ConfigError, match=message):
-        PolicyTrainer(toy_config(tmp_path, override))
+def test_config_that_would_train_on_something_else_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="rl.batch.packing needs positions"):
+        PolicyTrainer(toy_config(tmp_path, "--rl.batch.packing"))

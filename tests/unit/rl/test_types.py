@@ -28,7 +28,7 @@ def test_sample_of_an_episode_predicts_the_sampled_tokens_and_nothing_else():
     assert sample.logprobs.tolist() == [0, 0, -0.5, -0.25]
     assert sample.advantages.tolist() == [0, 0, 2, 2]
     assert sample.ref_logprobs.tolist() == [0, 0, -1, -2]
-    assert (sample.group_id, sample.policy_version, len(sample)) == (3, 4, 4)
+    assert (sample.group_id, len(sample)) == (3, 4)
 
 
 def test_stop_string_may_be_longer_than_the_last_tokens():
@@ -58,14 +58,6 @@ def test_sample_that_would_count_something_else_is_refused():
     TrainingSample(tokens, labels, torch.tensor([True, False]), ones, ones)
 
 
-@pytest.mark.parametrize("temperature", [-1.0, 1e-21, float("inf"), float("nan")])
-def test_temperature_that_is_not_finite_or_too_small_is_refused(temperature):
-    with pytest.raises(
-        ValueError, match="temperature must be 0, or at least 1e-20 and finite, got"
-    ):
-        SamplingConfig(temperature=temperature)
-
-
 @pytest.mark.parametrize("betas", [(), (0.9,), (0.9, 0.95, 0.99), (0.9, 1.0)])
 def test_bad_betas_are_refused_by_name(betas):
     with pytest.raises(ValueError, match="^betas"):
@@ -78,18 +70,15 @@ def test_episode_survives_json():
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("name", "values"),
     [
-        {"temperature": -1},
-        {"temperature": 1e-300},
-        {"temperature": float("inf")},
-        {"top_p": 0},
-        {"top_p": 1.5},
-        {"top_k": -1},
-        {"max_tokens": 0},
+        ("temperature", [-1.0, 1e-21, float("inf"), float("nan")]),
+        ("top_p", [0, 1.5]),
+        ("top_k", [-1]),
+        ("max_tokens", [0]),
     ],
 )
-def test_bad_sampling_setting_is_refused_by_name(setting):
-    (name,) = setting
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        SamplingConfig(**setting)
+def test_bad_sampling_setting_is_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name} must be .*, got"):
+            SamplingConfig(**{name: value})

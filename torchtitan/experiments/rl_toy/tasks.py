@@ -51,14 +51,11 @@ class CharTask(Task):
     def draw(self, rng: random.Random) -> tuple[str, str]:
         """Return a random problem: its text and its answer."""
 
-    def _problem(self, kind: str, index: int) -> Prompt:
+    def prompt(self, index: int, kind: str = "training") -> Prompt:
         return self.make_prompt(*self.draw(random.Random(f"{self.seed} {kind} {index}")))
 
-    def prompt(self, index: int) -> Prompt:
-        return self._problem("training", index)
-
     def held_out(self, n: int) -> list[Prompt]:
-        return [self._problem("held out", index) for index in range(n)]
+        return [self.prompt(index, "held out") for index in range(n)]
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
         exact = float(text == prompt.answer)
@@ -87,10 +84,7 @@ class CopyTask(CharTask):
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
         letters = "".join(rng.choices(self.letters, k=self.length))
-        return letters + "=", self.answer(letters)
-
-    def answer(self, letters: str) -> str:
-        return letters
+        return letters + "=", letters
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
         hits = sum(a == b for a, b in zip(text, prompt.answer, strict=False))
@@ -101,8 +95,9 @@ class CopyTask(CharTask):
 class SortTask(CopyTask):
     """Put letters in order: "cab=" expects "abc". The reward is as in `CopyTask`."""
 
-    def answer(self, letters: str) -> str:
-        return "".join(sorted(letters))
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        text, letters = super().draw(rng)
+        return text, "".join(sorted(letters))
 
 
 class GuessTask(CharTask):
