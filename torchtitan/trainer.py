@@ -13,6 +13,7 @@ from torchtitan.batch.batch import Batch
 from torchtitan.callbacks.isolation_probe import IsolationProbe
 from torchtitan.callbacks.metrics import build_metrics_processor
 from torchtitan.callbacks.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan.checkpoint.folder import Contents, contents_of
 from torchtitan.checkpoint.saver import AsyncMode
 from torchtitan.checkpoint.states import DATALOADER
 from torchtitan.compat import Batches, is_overridden
@@ -431,7 +432,7 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     if continues and newest >= engine.num_steps and is_over:
         logger.info(
             f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
-            f"{engine.num_steps}"
+            f"{engine.num_steps}; raise it to go on, or set another job.dump_folder to train again"
         )
         return False
     excluded = config.checkpoint.exclude_from_loading
@@ -442,7 +443,15 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             "checkpoint.load_step to an earlier full one, or start a new run from these "
             "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
         )
-    checkpointer.load(step=config.checkpoint.load_step)
+    is_loaded, hf_config = (
+        checkpointer.load(step=config.checkpoint.load_step),
+        config.model.hf_config,
+    )
+    if not is_loaded and hf_config and contents_of(hf_config) == Contents.HF:
+        logger.warning(
+            f"training starts from random weights, not from those in model.hf_config = {hf_config!r}: "
+            "checkpoint.initial_load_in_hf = true loads the ones in model.hf_assets_path"
+        )
     follow_own_schedule(engine.lr_schedulers)
     if engine.step > 0:
         logger.info("the run continues after step %d", engine.step)

@@ -181,10 +181,8 @@ def test_imported_folder_is_a_checkpoint_of_the_same_model(hf_folder, run, tmp_p
     assert code == 1 and "give the job's TOML file with --config" in err
 
 
-@pytest.fixture(scope="module")
-def lora_run(hf_folder, tmp_path_factory):
-    """The folder of a run of two LoRA steps, and the PEFT folder that its engine wrote."""
-    folder = tmp_path_factory.mktemp("lora")
+def train_lora(hf_folder, folder, dtype="float32"):
+    """Write a run of two LoRA steps, and the PEFT folder of its engine."""
     flags = {
         "job.dump_folder": folder,
         "model.name": "qwen3",
@@ -196,7 +194,7 @@ def lora_run(hf_folder, tmp_path_factory):
         "training.seq_len": 32,
         "training.local_batch_size": 2,
         "training.steps": 2,
-        "training.mixed_precision_param": "float32",
+        "training.mixed_precision_param": dtype,
         "optimizer.lr": 0.1,
         "lr_scheduler.warmup_steps": 0,
         "activation_checkpoint.mode": "none",
@@ -211,7 +209,21 @@ def lora_run(hf_folder, tmp_path_factory):
     with events.recording(config), Trainer(config) as trainer:
         trainer.train()
         trainer.save_peft(folder / "peft")
+
+
+@pytest.fixture(scope="module")
+def lora_run(hf_folder, tmp_path_factory):
+    train_lora(hf_folder, folder := tmp_path_factory.mktemp("lora"))
     return folder
+
+
+def test_text_of_adapters_on_a_bf16_base_is_that_of_the_merged_model(hf_folder, run, tmp_path):
+    train_lora(hf_folder, tmp_path / "run", "bfloat16")
+    code, _, err = run("export", tmp_path / "run", tmp_path / "merged", "--dtype=float32")
+    assert code == 0, err
+    options = ["--prompt=Return a list", "--max_new_tokens=8", "--temperature=0"]
+    texts = [run("generate", tmp_path / name, *options)[1] for name in ("run", "merged")]
+    assert texts[0] == texts[1] and len(texts[0]) > 16
 
 
 def test_exported_adapters_are_those_of_the_engine(lora_run, run, tmp_path):
@@ -288,6 +300,10 @@ def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path):
         (["trian"], "no command 'trian', did you mean 'train'?"),
         (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' is none; train with"),
         (["export", "nowhere", tmp_path / "x"], "SOURCE must be a step folder of a run"),
+        (
+            ["compare", lora_run, "--training.mixed_precision_param", "bfloat16"],
+            "compare that folder",
+        ),
         (["compare", hf_folder, "--model.flavour=8B"], "model.flavour=8B is unknown"),
     ):
         code, _, err = run(*arguments)

@@ -11,8 +11,11 @@ from tests.unit.rl.toy import gradients
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.config.job_config import Loss
+from torchtitan.data.tokenizer import HuggingFaceTokenizer
+from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import TrainingSample
 
 transformers = pytest.importorskip("transformers")
@@ -88,13 +91,17 @@ def test_loss_and_gradients_are_those_of_transformers(
     flags = [f"--rl.teacher.{key}={value}" for key, value in settings.items()]
     flags += ["--rl.teacher.kl_weight=0.3", "--rl.sampling.temperature=1.5"]
     config = rl_config(folder, tmp_path, *flags, "--rl.loss.name=importance_sampling")
-    controller = Controller(config)
-    controller.setup()
+    with pytest.raises(
+        ConfigError, match="rl.teacher.folder = .* needs the tokenizer of the samples"
+    ):
+        PolicyTrainer(config)
+    trainer = PolicyTrainer(config, tokenizer=HuggingFaceTokenizer(str(folder / "student")))
+    trainer.load_checkpoint()
     samples = made_up_samples(3)
-    batch = controller.batcher.batch(samples)
-    output = controller.trainer.forward_backward(batch)
-    found = gradients(controller.trainer)
-    controller.close()
+    batch = Batcher.from_config(config, trainer.engine.dp_size).batch(samples)
+    output = trainer.forward_backward(batch)
+    found = gradients(trainer)
+    trainer.close()
 
     student, teacher = (
         transformers.AutoModelForCausalLM.from_pretrained(folder / name)

@@ -1,59 +1,23 @@
 """The command and docs/quickstart.md, block by block: from an installed wheel, in an empty folder."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.reliability.wheel import run
 from torchtitan.commands import COMMANDS
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/quickstart.md"
+PAGE = Path(__file__).parents[2] / "docs/quickstart.md"
 pytest.importorskip("transformers")
-
-
-def run(command: list[str], folder: Path, **variables: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def page_with_steps_divided_by(divisor: int) -> str:
     """Return the page with a part of its steps: the same commands and files, in less time."""
     steps = r"(steps[ =]+|interval = |freq[ =]+|step[- ])(\d+)"
     return re.sub(steps, lambda m: f"{m[1]}{int(m[2]) // divisor}", PAGE.read_text())
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> dict[str, str]:
-    """The variables with which Python finds a wheel of this tree, and a shell its command."""
-    tmp_path = tmp_path_factory.mktemp("wheel")
-    site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    source = tmp_path / "source"  # a build leaves files behind
-    source.mkdir()
-    for name in ("torchtitan", "pyproject.toml", "README.md", "LICENSE"):
-        (source / name).symlink_to(ROOT / name)
-    run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", "dist", str(source)], tmp_path)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], tmp_path)
-    path = f"{site}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = {"PYTHONPATH": str(site), "PATH": path, "OMP_NUM_THREADS": "1"}
-    where = [sys.executable, "-c", "import torchtitan; print(torchtitan.__file__)"]
-    assert run(where, tmp_path, **variables).startswith(str(site))
-    return variables
 
 
 def test_installed_command_lists_its_tools_without_importing_torch(installed, tmp_path):

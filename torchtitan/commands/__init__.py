@@ -5,6 +5,7 @@ import difflib
 import importlib
 import os
 import sys
+from importlib.resources import files
 from typing import NamedTuple
 
 
@@ -40,7 +41,11 @@ COMMANDS = {
     ),
     "plan": Command("rank the layouts of a job on some GPUs", "torchtitan.estimate.plan:main"),
     "report": Command("write one HTML page about a run", "torchtitan.report.__main__:main"),
-    "rl": Command("train by reinforcement", "torchtitan.rl.train:main", trains=True),
+    "rl": Command(
+        "train by reinforcement; without a TOML file, a small policy that copies letters",
+        "torchtitan.rl.train:main",
+        trains=True,
+    ),
     "serve": Command(
         "serve a policy over Tinker's HTTP interface", "torchtitan.rl.serve:main", trains=True
     ),
@@ -64,7 +69,12 @@ def main() -> None:
     module, _, function = COMMANDS[name].function.partition(":")
     if (COMMANDS[name].trains or name == "show") and arguments and arguments[0][:1] != "-":
         arguments[0] = f"--job.config_file={arguments[0]}"
+    named = ("--job.config_file", "--job.config-file", "-h", "--help")
+    if name == "rl" and not any(flag.partition("=")[0] in named for flag in arguments):
+        preset = files("torchtitan") / "rl/train_configs/copy_cpu.toml"
+        arguments.insert(0, f"--job.config_file={preset}")
     sys.argv = [f"torchtitan {name}", *arguments]
+    sys.path.append(os.getcwd())  # a job's own modules, such as rewards; `python -m` does it first
     if COMMANDS[name].trains:
         from torchtitan.tools import signals
 

@@ -85,6 +85,12 @@ def main() -> None:
         args = find_train_spec(config).model_args.get(config.model.flavor)
         if (config.model.attn_type or getattr(args, "attn_type", None)) == "varlen":
             config.model.attn_type = "flex"  # varlen needs documents
+        dtype = config.training.mixed_precision_param
+        if "lora" in config.model.converters and dtype != "float32":
+            raise ValueError(
+                f"the base of these adapters has training.mixed_precision_param = {dtype!r}, and logits are "
+                "compared in float32; `torchtitan export` the merged model, and compare that folder"
+            )
         config.training.mixed_precision_param = "float32"
         with open_engine(config, weights) as engine, tempfile.TemporaryDirectory() as folder:
             if options.tokens:
@@ -93,7 +99,7 @@ def main() -> None:
                 shape = (options.batch_size, options.seq_len)
                 generator = torch.Generator().manual_seed(0)
                 tokens = torch.randint(0, engine.model_args.vocab_size, shape, generator=generator)
-            logger.info("running %s %s on %s", config.model.name, config.model.flavor, weights)
+            logger.info("running torchtitan's %s on %s", config.model.name, weights)
             (ours,) = engine.forward_step([{"input": tokens}])
             reference = options.reference or (options.checkpoint and options.source) or weights
             if contents_of(reference) != Contents.HF:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtitan.callbacks.metrics import build_device_memory_monitor, memory_metrics
 from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.generation.sampling import end_ids, stream
@@ -54,7 +55,9 @@ def main() -> None:
             prompts += read_text(options.prompts).splitlines()
         monitor = build_device_memory_monitor()
         with open_engine(config, weights) as engine:
-            model = engine.model_parts[0]
+            model, dtype = engine.model_parts[0], TORCH_DTYPE_MAP[config.training.dtype]
+            for parameter in model.parameters():  # adapters' frozen base may have another dtype
+                parameter.data = parameter.data.to(dtype)
             ends = end_ids(config.model.hf_assets_path)
             ends += [tokenizer.eos_id] if tokenizer.eos_id not in (None, *ends) else []
 

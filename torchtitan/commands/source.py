@@ -18,6 +18,7 @@ from torchtitan.config.job_config import ActivationCheckpoint, Compile, LRSchedu
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import find_train_spec
 from torchtitan.models.hf_config import from_hf_config
+from torchtitan.objective.scoring import without_training
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.step.runner import on_error
 from torchtitan.tools.errors import RunError
@@ -142,17 +143,16 @@ def open_engine(
             f"this command runs on one process, got {world_size}: tensor parallelism is not available "
             "yet; set NGPU=1"
         )
+    has_adapters = "lora" in config.model.converters
+    config = without_training(config, keeps_initial=has_adapters)
     config.parallelism = Parallelism(always_fsdp=False)
     config.compile, config.activation_checkpoint = Compile(), ActivationCheckpoint(mode="none")
     kept = [name for name in config.model.converters if not name.startswith("quantize.")]
     config.model.converters = kept
     config.training.global_batch_size, config.training.enable_cpu_offload = -1, False
-    config.checkpoint.enable = config.checkpoint.create_seed_checkpoint = False
-    config.job.save_config_file = None
     config.lr_scheduler = LRScheduler(warmup_steps=0)
-    has_adapters = "lora" in config.model.converters
-    if has_adapters:  # a base that was not loaded was drawn from the run's seed
-        config.debug.seed = read_record(weights).get("seed", config.debug.seed)
+    seed = config.debug.seed or 0  # nothing is drawn but, with adapters, the base of a run
+    config.debug.seed = read_record(weights).get("seed", seed) if has_adapters else seed
     engine = TrainingEngine(config, train_spec=train_spec, forward_only=True)
     with on_error(engine.close):
         if has_adapters:

@@ -11,14 +11,27 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.step.runner import on_error
 
 
-def scoring_config(trainer: TrainingEngine) -> JobConfig:
-    """Return a changeable copy of the trainer's config that saves and loads no checkpoints of its own."""
-    config = copy.deepcopy(trainer.job_config)
-    config.job.description = f"scores for {config.job.description}"
+def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
+    """Return a changeable copy of a job's config for an engine that only scores.
+
+    It writes no file and has no loss. keeps_initial: it still names the weights that a new run starts from.
+    """
+    config = copy.deepcopy(config)
     config.job.print_config, config.job.save_config_file = False, None
-    config.loss, config.debug.seed = Loss(), trainer.seed
+    config.loss = Loss()
     config.training.time_limit_minutes = 0.0  # would need a checkpoint to end with
-    config.checkpoint = Checkpoint(verify_on_load=config.checkpoint.verify_on_load)
+    given, names = config.checkpoint, ["verify_on_load"]
+    if keeps_initial:
+        names += [f.name for f in dataclasses.fields(given) if f.name.startswith("initial_")]
+    config.checkpoint = Checkpoint(**{name: getattr(given, name) for name in names})
+    return config
+
+
+def scoring_config(trainer: TrainingEngine, *, keeps_initial: bool = False) -> JobConfig:
+    """Return `without_training` of the trainer's config, with the seed that it drew."""
+    config = without_training(trainer.job_config, keeps_initial=keeps_initial)
+    config.job.description = f"model that scores the rows of: {config.job.description}"
+    config.debug.seed = trainer.seed
     return config
 
 
@@ -28,13 +41,9 @@ def scoring_engine(trainer: TrainingEngine, folder: str | None = None) -> Traini
     folder: a Hugging Face folder, with any model; or a checkpoint of the trainer's model without
         adapters. None: the weights that a new run starts from, even if the trainer resumes.
     """
-    config, given = scoring_config(trainer), trainer.job_config.checkpoint
+    config = scoring_config(trainer, keeps_initial=folder is None)
     options: dict[str, Any] = {"layout": trainer.layout, "forward_only": True}
-    if folder is None:
-        initial = [f.name for f in dataclasses.fields(given) if f.name.startswith("initial_")]
-        values = {name: getattr(given, name) for name in initial}
-        config.checkpoint = dataclasses.replace(config.checkpoint, **values)
-    else:
+    if folder is not None:
         config.model.converters = [name for name in config.model.converters if name != "lora"]
         config.lora = LoRA()
     if folder is not None and os.path.exists(os.path.join(folder, "config.json")):

@@ -20,7 +20,13 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_folder", type=Path, help="the job.dump_folder of a run")
+    parser.add_argument(
+        "run_folder",
+        type=Path,
+        nargs="?",
+        default=Path("outputs"),
+        help="the job.dump_folder of a run (default: outputs)",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, help="the page to write (default: RUN_FOLDER/report.html)"
     )

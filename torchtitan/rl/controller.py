@@ -20,7 +20,6 @@ from torchtitan.config.checks.common import value_of
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
-from torchtitan.objective.distillation import Distillation
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.checks import check_not_divided, check_rl_config
@@ -28,7 +27,7 @@ from torchtitan.rl.critic import Critic, critic_config
 from torchtitan.rl.disaggregated import GeneratorRank, RemoteGenerator, join_role, task_of_job
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import JobConfig, longest_episode
-from torchtitan.rl.losses import LossWithTeacher, metrics_of_updates
+from torchtitan.rl.losses import metrics_of_updates
 from torchtitan.rl.metrics import MetricsWriter, describe, mean_scores, staleness
 from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.rollout import (
@@ -81,11 +80,10 @@ class Controller:
         self.updates_per_batch = self.config.epochs * self.config.minibatches
         self.num_batches = 0  # batches trained on, each for `updates_per_batch` steps
         # With a remote generator the process group holds only the ranks that train.
-        engine = None if remote is None else TrainingEngine(job_config)
-        self.trainer = PolicyTrainer(job_config, engine=engine)
-        engine = self.trainer.engine
+        engine = TrainingEngine(job_config)
         with on_error(engine.close):
             self.task = task = task_of_job(job_config, engine.train_spec, engine.model_args, task)
+            self.trainer = PolicyTrainer(job_config, engine=engine, tokenizer=task.tokenizer)
             self.generator: TakesWeights
             draws: DrawsEpisodes
             if remote is not None:
@@ -104,12 +102,6 @@ class Controller:
                 draws = Draws(task, generator, engine.device, ahead=ahead)
             self.rollouts = Rollouts(task, self.config, draws, longest_episode(job_config))
             self.critic = Critic(job_config, engine) if job_config.has_critic else None
-            self.teacher, settings = None, self.config.teacher
-            if settings.folder:
-                given = engine, task.tokenizer, settings, self.config.sampling.temperature
-                self.teacher = Distillation("rl.teacher.folder", settings.folder, *given)
-                own = self.trainer.loss, settings.policy_weight
-                self.trainer.loss = LossWithTeacher(*own, self.teacher)
             # A critic computes advantages from the unchanged rewards.
             name = "none" if self.critic else self.config.advantage.name
             self.advantages = AdvantageEstimator(name, self.config.advantage.std)
@@ -328,8 +320,6 @@ class Controller:
         self.trainer.close()
         if self.critic is not None:
             self.critic.close()
-        if self.teacher is not None:
-            self.teacher.close()
 
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
         """Return the episodes with log-probs under the reference policy."""

@@ -15,6 +15,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.loss.distillation import Distilled
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens
 from torchtitan.models.batch_invariant import use_batch_invariant
+from torchtitan.objective.distillation import Distillation
 from torchtitan.rl.advantages import mean_and_std
 from torchtitan.rl.checks import check_gradients_add_up, check_not_divided, check_trainer_config
 from torchtitan.rl.job_config import JobConfig
@@ -23,31 +24,52 @@ from torchtitan.rl.losses import LossWithTeacher, PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import changing_weights, exchange
 from torchtitan.rl.types import TrainingBatch
 from torchtitan.rl.weight_sync import TakesWeights, WeightSync
-from torchtitan.step.runner import Head
+from torchtitan.step.runner import Head, on_error
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import init_logger, logger
 
 
 class PolicyTrainer(Learner):
     """A policy that learns from batches of samples, by default with the loss `[rl.loss]`.
 
-    engine: an existing engine; None builds it from the config.
+    engine: an existing engine; None builds it from the config. tokenizer: of the samples, which the teacher
+        of `[rl.teacher]` must share; without a teacher it is not needed.
     Raises ConfigError for a config that cannot run.
     """
 
-    def __init__(self, job_config: JobConfig, *, engine: TrainingEngine | None = None):
+    def __init__(
+        self, job_config: JobConfig, *, engine: TrainingEngine | None = None, tokenizer: Any = None
+    ):
         if not logger.handlers:
             init_logger()  # a process of an actor library has no log handlers
         self.job_config = job_config
-        loss = loss_from_config(job_config.rl.loss)
+        loss: PolicyLoss | LossWithTeacher = loss_from_config(job_config.rl.loss)
         check_trainer_config(job_config)
+        teacher = job_config.rl.teacher
+        if teacher.folder and tokenizer is None:
+            raise ConfigError(
+                f"rl.teacher.folder = {teacher.folder!r} needs the tokenizer of the samples, got None; pass it as "
+                "PolicyTrainer(..., tokenizer=...), or take the section out"
+            )
         if engine is None:
             check_not_divided(job_config)
             engine = TrainingEngine(job_config)
         else:
             check_gradients_add_up(engine.job_config)
-        if job_config.rl.generator.exact:
-            use_batch_invariant(engine.model_parts)
+        with on_error(engine.close):
+            if job_config.rl.generator.exact:
+                use_batch_invariant(engine.model_parts)
+            self._teacher: Distillation | None = None
+            if teacher.folder:
+                given = engine, tokenizer, teacher, job_config.rl.sampling.temperature
+                self._teacher = Distillation("rl.teacher.folder", teacher.folder, *given)
+                loss = LossWithTeacher(loss, teacher.policy_weight, self._teacher)
         super().__init__(engine, loss)
+
+    def close(self) -> None:
+        super().close()
+        if self._teacher is not None:
+            self._teacher.close()
 
     @property
     def policy_version(self) -> int:

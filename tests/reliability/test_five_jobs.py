@@ -1,0 +1,260 @@
+"""Five jobs of a user: from a wheel, in an empty folder, by the command `torchtitan` only.
+
+| job | lines of TOML that the user writes | and |
+|---|---|---|
+| own text -> model | 13 | |
+| chats with LoRA -> PEFT folder | 14 | |
+| preference pairs -> DPO | 30, of which 13 make the run TRL's | |
+| task -> RL -> report | 15 | 4 lines of Python |
+| teacher -> student | 17 | |
+"""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distillation_jobs import Recorded, curves, make_folders, plain_loop
+from tests.reference import test_dpo_trl as by_trl
+from tests.reference.test_distillation_transformers import CHAT_TEMPLATE
+from tests.reliability.wheel import run
+from tests.tiny_hf import tiny_hf_model
+from tests.unit.data.chats import SHORT, write_tokenizer
+from torchtitan.config import ConfigManager
+from torchtitan.trainer import Trainer
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def user(installed, tmp_path, monkeypatch):
+    """A user in an empty folder. write(name, text, lines) makes a file of at most so many lines; command(...)
+    returns what `torchtitan ...` printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, text, lines):
+        assert len(text.strip().splitlines()) <= lines
+        (tmp_path / name).write_text(text)
+
+    def command(*arguments):
+        return run(["torchtitan", *arguments], tmp_path, **installed)
+
+    return SimpleNamespace(folder=tmp_path, write=write, command=command)
+
+
+@pytest.fixture
+def models(user):
+    """Folders `student`, with a chat template, and `teacher`; texts.jsonl and chats.jsonl beside them."""
+    make_folders(user.folder)
+    (user.folder / "student/chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return user.folder
+
+
+def load(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logged(folder, name):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def test_own_text_becomes_a_model_that_transformers_computes_alike(user, models):
+    """The user writes a TOML of 13 lines."""
+    job = """\
+[model]
+hf_config = "student"
+hf_assets_path = "student"
+[training]
+dataset = "tokens"
+dataset_path = "tokens"
+seq_len = 64
+steps = 40
+[optimizer]
+lr = 1e-2
+[checkpoint]
+enable = true
+initial_load_in_hf = true
+"""
+    user.write("job.toml", job, lines=13)
+    user.command("tokenize", "texts.jsonl", "tokens", "--tokenizer", "student")
+    assert "training completed" in user.command("train", "job.toml")
+    losses = logged(models / "outputs", "loss_metrics/global_avg_loss")
+    assert losses[-1] < losses[0] - 1
+    user.command("export", "outputs", "model")
+    said = user.command("compare", "model", "--tolerance", "1e-5")
+    assert "same likeliest token                    128 of 128 positions" in said
+    prompt = "3 and"
+    greedy = ["--max_new_tokens", "12", "--temperature", "0"]
+    continued = user.command("generate", "model", "--prompt", prompt, *greedy)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    ids = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]
+    expected = load("model").generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
+    assert continued.startswith(tokenizer.decode(expected, skip_special_tokens=True))
+
+
+def test_adapters_of_chats_compute_in_peft_what_ours_compute(user, models):
+    """The user writes a TOML of 14 lines."""
+    peft = pytest.importorskip("peft")
+    job = """\
+[model]
+hf_config = "student"
+hf_assets_path = "student"
+converters = ["lora"]
+[training]
+dataset = "chat"
+dataset_path = "chats.jsonl"
+seq_len = 64
+steps = 30
+mixed_precision_param = "float32"
+[checkpoint]
+enable = true
+initial_load_in_hf = true
+last_save_peft = true
+"""
+    user.write("job.toml", job, lines=14)
+    user.command("train", "job.toml")
+    base, adapters = load("student"), "outputs/checkpoint/peft-step-30"
+    tokens = torch.randint(0, 2048, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = base(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, adapters)
+        theirs = adapted(tokens).logits
+        assert (theirs - plain).abs().max() > 0.1
+        merged = adapted.merge_and_unload()
+        assert (merged(tokens).logits - theirs).abs().max() <= 1e-5
+    merged.save_pretrained("merged_by_peft")
+    said = user.command("compare", "outputs", "--with", "merged_by_peft")
+    (difference,) = re.findall(r"largest difference of logits +(\S+)", said)
+    assert float(difference) <= 1e-5
+    user.command("export", "outputs", "merged")
+    assert (load("merged")(tokens).logits - theirs).abs().max() <= 1e-5
+
+
+def test_preference_pairs_train_with_the_numbers_of_trl(user):
+    """The user writes a TOML of 30 lines, of which 13 choose what TRL does by default."""
+    folder, pairs = user.folder, by_trl.samples("chats")
+    write_tokenizer(folder / "model", SHORT, pad_token="<|im_end|>")
+    tiny_hf_model("llama3", vocab_size=260).save_pretrained(folder / "model")
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    job = f"""\
+[model]
+hf_config = "model"
+hf_assets_path = "model"
+attn_type = "varlen"
+attn_mask_type = "block_causal"
+[loss]
+name = "dpo"
+beta = 0.2
+[training]
+dataset = "preference"
+dataset_path = "pairs.jsonl"
+packing = "none"
+seq_len = 384
+mixed_precision_param = "float32"
+steps = {by_trl.STEPS}
+local_batch_size = {by_trl.PAIRS_AT_ONCE}
+global_batch_size = {by_trl.PAIRS_AT_ONCE * by_trl.ACCUMULATION}
+[optimizer]
+lr = {by_trl.LR}
+eps = {by_trl.EPS}
+beta2 = 0.999
+weight_decay = 0.0
+[lr_scheduler]
+warmup_steps = 0
+min_lr_factor = 1.0
+[checkpoint]
+enable = true
+initial_load_in_hf = true
+[metrics]
+log_freq = 1
+"""
+    user.write("job.toml", job, lines=30)
+    user.command("train", "job.toml")
+    names = ("global_avg_loss", "accuracy", "margin")
+    columns = (logged(folder / "outputs", f"loss_metrics/{name}") for name in names)
+    got = list(zip(*columns, strict=True))
+    expected = by_trl.trls_run(folder / "model", pairs, folder / "trl")
+    assert abs(expected[-1][-1]) > 0.1
+    assert got == [pytest.approx(step, abs=1e-5, rel=1e-5) for step in expected]
+    user.command("export", "outputs", "tuned")
+    user.command("compare", "tuned", "--tolerance", "1e-5")
+
+
+def test_task_trains_a_policy_and_leaves_a_report(user, models):
+    """The user writes a TOML of 15 lines and a reward function of 4."""
+    rewards = """\
+def score(completion, answer):
+    right = float(answer in completion)
+    brief = 20 / (20 + len(completion))
+    return {"total": right + brief, "right": right, "brief": brief}
+"""
+    job = """\
+[model]
+hf_config = "student"
+hf_assets_path = "student"
+[training]
+steps = 5
+seq_len = 64
+[checkpoint]
+enable = true
+initial_load_in_hf = true
+[rl.task]
+name = "jsonl"
+path = "questions.jsonl"
+reward_fn = "my_rewards:score"
+[metrics]
+log_freq = 1
+"""
+    user.write("my_rewards.py", rewards, lines=4)
+    user.write("job.toml", job, lines=15)
+    questions = ({"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20))
+    (models / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    user.command("rl", "job.toml")
+    assert len(logged(models / "outputs", "rl/reward/brief")) == 5
+    user.command("report", "outputs")
+    page = (models / "outputs/report.html").read_text()
+    assert '<span class="state good">ended</span>' in page
+    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1)
+    assert "rl/reward/brief" in data and "rl/reward/right" in data
+    user.command("compare", "outputs", "--tolerance", "1e-5")
+
+
+def test_teacher_trains_a_student_with_the_loss_of_a_plain_loop(user, models):
+    """The user writes a TOML of 17 lines."""
+    job = """\
+[model]
+hf_config = "student"
+hf_assets_path = "student"
+attn_type = "varlen"
+attn_mask_type = "block_causal"
+[loss]
+name = "distillation"
+teacher = "teacher"
+label_weight = 0.5
+[training]
+dataset = "local"
+dataset_path = "texts.jsonl"
+seq_len = 64
+epochs = 2
+mixed_precision_param = "float32"
+[checkpoint]
+initial_load_in_hf = true
+"""
+    user.write("job.toml", job, lines=17)
+    # With a smaller eps, AdamW takes full-size steps for gradients that are rounding errors.
+    options = ["--metrics.log_freq=1", "--optimizer.eps=1e-3", "--lr_scheduler.warmup_steps=0"]
+    options += ["--lr_scheduler.min_lr_factor=1.0", "--checkpoint.enable"]
+    user.command("train", "job.toml", *options)
+    found = curves(models / "outputs")
+    again = ["--job.config_file=job.toml", *options, "--job.dump_folder=again"]
+    config = ConfigManager().parse_args(again)
+    with Trainer(config) as trainer:  # for its rows
+        recorded = Recorded(trainer)
+        trainer.train()
+    expected = plain_loop(load("student"), load("teacher"), recorded.steps, config)
+    assert len(found) > 3 and found == [pytest.approx(step, rel=1e-5) for step in expected]
+    user.command("compare", "outputs", "--tolerance", "1e-5")
