@@ -29,8 +29,18 @@ def export() -> None:
     options, overrides = parser.options_and_overrides()
     init_logger()
     with errors_as_sentences():
-        weights = weights_in(options.source)
+        if options.peft and options.dtype:
+            raise ValueError(
+                f"--dtype {options.dtype} is for merged weights, and --peft writes the adapters in their own "
+                "dtype; leave out one of them"
+            )
+        if options.base_model and not options.peft:
+            raise ValueError(
+                "--base_model is written to adapter_config.json, and merged weights have none; add --peft or "
+                "leave out --base_model"
+            )
         config = job_of(options.source, options.config, overrides)
+        weights = weights_in(options.source, config)
         with (
             replacing(options.out, options.overwrite, [weights]) as folder,
             open_engine(config, weights) as engine,
