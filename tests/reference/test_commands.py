@@ -317,6 +317,8 @@ def test_weights_of_a_job_are_in_its_checkpoint_folder(source, tmp_path, monkeyp
     assert os.path.relpath(weights_in(source, config)) == f"{folder}/kept/step-3"
     os.utime(tmp_path / folder / "model", (3, 3))  # exported later
     assert os.path.relpath(weights_in(source, config)) == f"{folder}/model"
+    config.model.converters = ["lora"]  # the exported model has no adapters
+    assert os.path.relpath(weights_in(source, config)) == f"{folder}/kept/step-3"
 
 
 def test_peft_folder_of_a_run_is_the_run_s_model(lora_run, run, tmp_path):
@@ -328,6 +330,8 @@ def test_peft_folder_of_a_run_is_the_run_s_model(lora_run, run, tmp_path):
         assert code == 0 and f"weights: {source}" in err, err
         texts.append(out)
     assert texts[0] == texts[1] and len(texts[0]) > 16
+    code, _, err = run("generate", peft, "--checkpoint.no_initial_load_in_hf")
+    assert code == 1 and "their run drew its base at random" in err
 
 
 def test_comparison_of_0_2_names_model_and_flavor(hf_folder, monkeypatch, capsys):
@@ -368,7 +372,10 @@ def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path, monkeypat
         monkeypatch.delenv(name, raising=False)
     for arguments, message in (
         (["export", lora_run, hf_folder], "holds files already"),
-        (["export", hf_folder, tmp_path / "x", "--peft"], "this one has none"),
+        (
+            ["export", hf_folder, tmp_path / "x", "--peft"],
+            "has none; give a step folder of a LoRA run",
+        ),
         (["show", "nowhere.toml"], "names a TOML file that has to exist, got 'nowhere.toml'"),
         (["trian"], "no command 'trian', did you mean 'train'?"),
         (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' is none; correct the path"),

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 
 from torchtitan.checkpoint.conversion import convert_from_hf, replacing
+from torchtitan.checkpoint.folder import Contents, contents_of
 from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -41,6 +42,10 @@ def export() -> None:
             )
         config = job_of(options.source, options.config, overrides)
         weights = weights_in(options.source, config)
+        if options.peft and contents_of(weights) == Contents.HF:
+            raise ValueError(
+                f"--peft writes adapters, and the model in {weights} has none; give a step folder of a LoRA run"
+            )
         with (
             replacing(options.out, options.overwrite, [weights]) as folder,
             open_engine(config, weights) as engine,

@@ -138,7 +138,8 @@ def weights_in(source: str | None, config: JobConfig) -> str:
     found = []
     for folder in (source, os.path.join(source, config.checkpoint.folder)):
         found += [step.path for step in list_steps(folder) if step.is_finished][-1:]
-    if contents_of(exported := os.path.join(source, MODEL_FOLDER)) == Contents.HF:
+    exported = os.path.join(source, MODEL_FOLDER)  # without adapters, which are merged there
+    if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
         found.append(exported)
     if found:
         return max(found, key=os.path.getmtime)
