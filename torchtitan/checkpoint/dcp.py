@@ -152,7 +152,8 @@ class SafeReader(torch_dcp.FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """Return one entry's bytes, for torch; ValueError if it would take more memory than it has bytes.
+        """Return one entry's bytes; torch calls this for each entry (`torch_parts.read_entry`). Raises
+        ValueError if the entry would take more memory than it has bytes.
 
         A zip archive can be compressed, and a pickle can make a bytearray of any length.
         """
