@@ -61,7 +61,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("input_dir", help="step folder of a training run")
     parser.add_argument("output_dir", help="folder to write *.safetensors to")
-    parser.add_argument("--hf_assets_path", help="default: the job's")
+    parser.add_argument(
+        "--hf_assets_path",
+        help="default: the job's, or ./assets/hf/Llama-3.1-8B for --model_name llama3",
+    )
     parser.add_argument("--config", help="the job's TOML file: takes the place of name and flavor")
     parser.add_argument("--model_name", help="default: as the input's config.json or run says")
     parser.add_argument("--model_flavor", help="of --model_name")

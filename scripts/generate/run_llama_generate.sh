@@ -5,7 +5,7 @@
 #
 # --prompt=TEXT_OR_FILE   the text, or a file that holds it
 # PROMPT          the same, where there is no --prompt
-# CHECKPOINT_DIR  step folder, folder of these, or of safetensors (default ./outputs/model)
+# CHECKPOINT_DIR  step folder, folder of these, or of a run (default ./outputs)
 # CONFIG_FILE     TOML file (default: the model's config.json, or what its run recorded)
 # NGPU            processes (default 1; more are not available yet)
 # PYTHON, VENV    see scripts/setup_env.sh
@@ -16,7 +16,7 @@ source scripts/setup_env.sh
 prepare_python ""
 
 NGPU="${NGPU:-1}"
-CHECKPOINT_DIR="${CHECKPOINT_DIR:-./outputs/model}"
+CHECKPOINT_DIR="${CHECKPOINT_DIR:-./outputs}"
 prompt="${PROMPT:-}"
 
 options=()

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import runpy
 import shutil
 import sys
 from importlib.resources import files
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_hf import tiny_hf_model
 from torchtitan import commands
 from torchtitan.commands.generate import pieces_of
-from torchtitan.commands.source import job_of, with_model
+from torchtitan.commands.source import job_of, weights_in, with_model
 from torchtitan.config import ConfigManager
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.job import resolve_job
@@ -227,8 +229,8 @@ def test_text_of_adapters_on_a_bf16_base_is_that_of_the_merged_model(hf_folder, 
 
 
 def test_exported_adapters_are_those_of_the_engine(lora_run, run, tmp_path):
-    code, _, err = run("export", lora_run, tmp_path / "peft", "--peft")
-    assert code == 0, err
+    code, out, err = run("export", lora_run, tmp_path / "peft", "--peft")
+    assert code == 0 and f"layers to {tmp_path}/peft\n" in out and "unfinished" not in out, err
     written, expected = (
         load_file(folder / "adapter_model.safetensors")
         for folder in (tmp_path / "peft", lora_run / "peft")
@@ -283,29 +285,114 @@ def test_model_of_a_folder_is_that_of_its_config(hf_folder):
     args = resolve_job(config, builds_data=False).train_spec.model_args[config.model.flavor]
     assert (args.dim, args.n_layers, args.vocab_size) == (32, 2, 2050)
     assert (config.model.name, config.training.local_batch_size) == ("qwen3", 3)
-    nothing = dict.fromkeys(["config", "model_name", "model_flavor", "hf_config"])
-    chosen = with_model({"input_dir": str(hf_folder), **nothing})
-    assert chosen["spec"].model_args[chosen["model_flavor"]].dim == 32
-    chosen = with_model({"input_dir": "nowhere", **nothing})  # as in 0.2.x
-    assert (chosen["model_name"], chosen["model_flavor"]) == ("llama3", "8B")
     with pytest.raises(ValueError, match="'nowhere' is none; correct the path"):
         job_of("nowhere", None, [])
 
 
-def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path):
+def test_model_of_a_conversion_is_the_input_s_or_that_of_0_2(hf_folder, tmp_path):
+    nothing = dict.fromkeys("config model_name model_flavor hf_config hf_assets_path".split())
+    chosen = with_model({"input_dir": str(hf_folder), **nothing})
+    assert chosen["spec"].model_args[chosen["model_flavor"]].dim == 32
+    assert chosen["hf_assets_path"] == str(hf_folder)
+    for named in ({}, {"model_name": "llama3"}, {"model_flavor": "8B"}):
+        chosen = with_model({"input_dir": "nowhere", **nothing, **named})
+        assert (chosen["model_name"], chosen["model_flavor"]) == ("llama3", "8B")
+        assert chosen["hf_assets_path"] == "./assets/hf/Llama-3.1-8B"
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    with pytest.raises(ValueError, match="No model here matches the Hugging Face config"):
+        with_model({"input_dir": str(tmp_path), **nothing})
+
+
+@pytest.mark.parametrize("source", ["job.toml", "run", None])
+def test_weights_of_a_job_are_in_its_checkpoint_folder(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = '[job]\ndump_folder = "run"\n[checkpoint]\nfolder = "kept"\n'
+    (tmp_path / "job.toml").write_text(table)
+    folder = source and "run" or "outputs"
+    for name, time in (("model", 1), ("kept/step-3", 2)):
+        (tmp_path / folder / name).mkdir(parents=True)
+        (tmp_path / folder / name / "model.safetensors").touch()
+        os.utime(tmp_path / folder / name, (time, time))
+    config = job_of("job.toml", None, [])
+    assert os.path.relpath(weights_in(source, config)) == f"{folder}/kept/step-3"
+    os.utime(tmp_path / folder / "model", (3, 3))  # exported later
+    assert os.path.relpath(weights_in(source, config)) == f"{folder}/model"
+    config.model.converters = ["lora"]  # the exported model has no adapters
+    assert os.path.relpath(weights_in(source, config)) == f"{folder}/kept/step-3"
+
+
+def test_peft_folder_of_a_run_is_the_run_s_model(lora_run, run, tmp_path):
+    peft = shutil.copytree(lora_run / "peft", lora_run / "checkpoint/peft-step-2")
+    options = ["--prompt=Return a list", "--max_new_tokens=8", "--temperature=0"]
+    texts = []
+    for source in (lora_run / "checkpoint/step-2", peft):
+        code, out, err = run("generate", source, *options)
+        assert code == 0 and f"weights: {source}" in err, err
+        texts.append(out)
+    assert texts[0] == texts[1] and len(texts[0]) > 16
+    code, _, err = run("generate", peft, "--checkpoint.no_initial_load_in_hf")
+    assert code == 1 and "their run drew its base at random" in err
+
+
+def test_comparison_of_0_2_names_model_and_flavor(hf_folder, monkeypatch, capsys):
+    script = "scripts/checkpoint_conversion/numerical_tests_example.py"
+    for name, code, said in (
+        ("qwen3", None, "of 8 positions"),
+        ("llama3", 2, "describes a qwen3 model"),
+    ):
+        options = ["--model_name", name, "--model_flavor=0.6B", "--tokens=3,1,4,1,5,9,2,6"]
+        monkeypatch.setattr(sys, "argv", [script, str(hf_folder), *options])
+        try:
+            found = runpy.run_path(script, run_name="__main__") and None
+        except SystemExit as stopped:
+            found = stopped.code
+        assert found == code and said in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("given", "called"),
+    [
+        ("train --nproc 1 job.toml --a.b 3", "train --job.config_file=job.toml --a.b 3"),
+        ("show", "show --job.config_file=DEFAULT"),
+        ("show --show.rows 1", "show --job.config_file=DEFAULT --show.rows 1"),
+        ("train --a.b 3", "train --a.b 3"),
+    ],
+)
+def test_toml_file_of_a_command_is_its_first_argument_beside_nproc(given, called, run, monkeypatch):
+    seen = []
+    for module in ("torchtitan.commands.train", "torchtitan.data.show"):
+        monkeypatch.setattr(f"{module}.main", lambda: seen.append(" ".join(sys.argv)))
+    code, _, err = run(*given.split())
+    assert code == 0, err
+    assert seen == [f"torchtitan {called.replace('DEFAULT', str(commands.DEFAULT_JOB))}"]
+
+
+def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path, monkeypatch):
+    for name in ("NGPU", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     for arguments, message in (
         (["export", lora_run, hf_folder], "holds files already"),
-        (["export", hf_folder, tmp_path / "x", "--peft"], "this one has none"),
+        (
+            ["export", hf_folder, tmp_path / "x", "--peft"],
+            "has none; give a step folder of a LoRA run",
+        ),
         (["show", "nowhere.toml"], "names a TOML file that has to exist, got 'nowhere.toml'"),
         (["trian"], "no command 'trian', did you mean 'train'?"),
-        (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' is none; train with"),
-        (["export", "nowhere", tmp_path / "x"], "SOURCE must be a step folder of a run"),
+        (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' is none; correct the path"),
+        (
+            ["export", lora_run, tmp_path / "x", "--peft", "--dtype=float16"],
+            "leave out one of them",
+        ),
+        (["export", lora_run, tmp_path / "x", "--base_model=b"], "add --peft"),
+        (["estimate", hf_folder], "give --gpus"),
+        (["generate", hf_folder, "--prompt=Return a", "--max_new_tokens=0"], "at least 1, got 0"),
+        (["generate", hf_folder, "--prompt=Return a", "--top_k=0"], "top_k must be at least 1"),
         (
             ["compare", lora_run, "--training.mixed_precision_param", "bfloat16"],
             "compare that folder",
         ),
         (["compare", hf_folder, "--model.flavour=8B"], "model.flavour=8B is unknown"),
     ):
-        code, _, err = run(*arguments)
-        assert code in (1, 2) and message in err, err
+        code, out, err = run(*arguments)
+        assert code in (1, 2) and message in err and "Return a" not in out, err
     assert not (tmp_path / "x").exists()

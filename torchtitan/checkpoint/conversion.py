@@ -1,5 +1,6 @@
 """Weights on the CPU, converted without a training engine."""
 
+import logging
 import os
 import shutil
 from collections.abc import Generator, Iterable
@@ -121,7 +122,7 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
 
     overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
     sources: folders that the block reads; `folder` must be neither inside nor around any of them.
-    If the block fails, `folder` stays as it was. Raises ValueError or OSError.
+    If the block fails, `folder` stays as it was. Log lines name `folder`. Raises ValueError or OSError.
     """
     target = Path(folder).resolve()
     for source in (Path(source).resolve() for source in sources):
@@ -143,6 +144,12 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
     beside = target.with_name(f"{target.name}.unfinished-{os.getpid()}")
     before = target.with_name(f"{target.name}.before-{os.getpid()}")
     beside.mkdir(parents=True)
+
+    def name_target(record: logging.LogRecord) -> bool:
+        record.msg, record.args = record.getMessage().replace(str(beside), str(target)), ()
+        return True
+
+    logger.addFilter(name_target)
     try:
         for file in entries:
             if file.is_dir():
@@ -158,4 +165,6 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
         if before.exists() and not target.exists():
             before.rename(target)
         raise
+    finally:
+        logger.removeFilter(name_target)
     shutil.rmtree(before, ignore_errors=True)

@@ -52,6 +52,10 @@ COMMANDS = {
 }
 
 
+_PACKAGE = files("torchtitan")
+DEFAULT_JOB = _PACKAGE / "models/llama3/train_configs/python_docs.toml"  # of train and show
+
+
 def main() -> None:
     """Run the command that the arguments name. Exit code 2 for an unknown one."""
     name, arguments = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
@@ -59,7 +63,8 @@ def main() -> None:
         lines = [f"  {name:10}{command.help}" for name, command in COMMANDS.items()]
         print("usage: torchtitan COMMAND [options]\n", *lines, sep="\n")
         print("\n`torchtitan COMMAND --help` lists a command's options.")
-        print("train, rl, serve and show take a job's TOML file; `--nproc N` starts N processes.")
+        print("train, rl, serve and show take a job's TOML file as their first argument.")
+        print("train, rl and serve start N processes with `--nproc N`.")
         return
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -67,22 +72,25 @@ def main() -> None:
         print(f"error: torchtitan has no command {name!r}{hint} (see --help)", file=sys.stderr)
         sys.exit(2)
     module, _, function = COMMANDS[name].function.partition(":")
+    if COMMANDS[name].trains:
+        parser = argparse.ArgumentParser(
+            prog=f"torchtitan {name}", add_help=False, allow_abbrev=False
+        )
+        parser.add_argument("--nproc", type=int, default=1)
+        options, arguments = parser.parse_known_args(arguments)
     if (COMMANDS[name].trains or name == "show") and arguments and arguments[0][:1] != "-":
         arguments[0] = f"--job.config_file={arguments[0]}"
     named = ("--job.config_file", "--job.config-file", "-h", "--help")
-    if name == "rl" and not any(flag.partition("=")[0] in named for flag in arguments):
-        preset = files("torchtitan") / "rl/train_configs/copy_cpu.toml"
-        arguments.insert(0, f"--job.config_file={preset}")
+    default = {"show": DEFAULT_JOB, "rl": _PACKAGE / "rl/train_configs/copy_cpu.toml"}.get(name)
+    if default and not any(flag.partition("=")[0] in named for flag in arguments):
+        arguments.insert(0, f"--job.config_file={default}")
     sys.argv = [f"torchtitan {name}", *arguments]
     sys.path.append(os.getcwd())  # a job's own modules, such as rewards; `python -m` does it first
     if COMMANDS[name].trains:
         from torchtitan.tools import signals
 
-        parser = argparse.ArgumentParser(prog=sys.argv[0], add_help=False, allow_abbrev=False)
-        parser.add_argument("--nproc", type=int, default=1)
-        options, sys.argv[1:] = parser.parse_known_args(arguments)
         if options.nproc != 1:
-            return start_ranks(module, options.nproc, sys.argv[1:])
+            return start_ranks(module, options.nproc, arguments)
         signals.at_start.start()  # before the imports, which take seconds
     getattr(importlib.import_module(module), function)()
 
@@ -132,8 +140,8 @@ class SourceParser(argparse.ArgumentParser):
             "source",
             nargs=None if more else "?",
             metavar="SOURCE",
-            help="a Hugging Face folder, a checkpoint, the folder of a run (default: ./outputs), or a "
-            "job's TOML file",
+            help="a Hugging Face folder, a checkpoint, a run's PEFT folder, the folder of a run (default: "
+            "./outputs), or a job's TOML file, for the run in its job.dump_folder",
         )
         self.add_argument(
             "--config",

@@ -79,8 +79,8 @@ def main() -> None:
     options, overrides = parser.options_and_overrides()
     init_logger()
     with errors_as_sentences():
-        weights = weights_in(options.checkpoint or options.source)
         config = job_of(options.source, options.config, overrides)
+        weights = weights_in(options.checkpoint or options.source, config)
         config.model.attn_mask_type = "causal"  # each row is one text
         args = find_train_spec(config).model_args.get(config.model.flavor)
         if (config.model.attn_type or getattr(args, "attn_type", None)) == "varlen":

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 
 from torchtitan.checkpoint.conversion import convert_from_hf, replacing
+from torchtitan.checkpoint.folder import Contents, contents_of
 from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -29,8 +30,22 @@ def export() -> None:
     options, overrides = parser.options_and_overrides()
     init_logger()
     with errors_as_sentences():
-        weights = weights_in(options.source)
+        if options.peft and options.dtype:
+            raise ValueError(
+                f"--dtype {options.dtype} is for merged weights, and --peft writes the adapters in their own "
+                "dtype; leave out one of them"
+            )
+        if options.base_model and not options.peft:
+            raise ValueError(
+                "--base_model is written to adapter_config.json, and merged weights have none; add --peft or "
+                "leave out --base_model"
+            )
         config = job_of(options.source, options.config, overrides)
+        weights = weights_in(options.source, config)
+        if options.peft and contents_of(weights) == Contents.HF:
+            raise ValueError(
+                f"--peft writes adapters, and the model in {weights} has none; give a step folder of a LoRA run"
+            )
         with (
             replacing(options.out, options.overwrite, [weights]) as folder,
             open_engine(config, weights) as engine,

@@ -43,8 +43,9 @@ def main() -> None:
     with errors_as_sentences():
         if options.batch_size < 1:
             raise ValueError(f"--batch_size must be at least 1, got {options.batch_size}")
-        weights = weights_in(options.source)
         config = job_of(options.source, options.config, overrides)
+        weights = weights_in(options.source, config)
+        print(f"weights: {weights}", file=sys.stderr)
         config.debug.deterministic |= options.deterministic
         spec = find_train_spec(config)
         if spec.build_tokenizer_fn is None:
@@ -108,7 +109,9 @@ def _answer(
     """Return (the continuations of a prompt, figures). shows: print them, the first while it is drawn."""
     ids = encode_prompt(tokenizer, prompt)
     started, drawn = time.monotonic(), []
-    for piece in pieces_of(tokenizer, ids, _each(draw(ids), drawn)):
+    tokens = _each(draw(ids), drawn)
+    first = next(tokens)  # raises for options out of range, before anything is printed
+    for piece in pieces_of(tokenizer, ids, itertools.chain([first], tokens)):
         print(piece, end="", flush=True) if shows else None
     seconds = time.monotonic() - started
     rows = torch.cat(drawn, dim=1).tolist()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.adapters.peft_files import CONFIG_FILE
 from torchtitan.checkpoint.folder import Contents, contents_of, list_steps
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.config import ConfigManager, JobConfig
@@ -21,13 +22,17 @@ from torchtitan.models.hf_config import from_hf_config
 from torchtitan.objective.scoring import without_training
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.step.runner import on_error
-from torchtitan.tools.errors import RunError
+from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.events import FILE_NAME, exit_code
 from torchtitan.tools.files import open_file
 
 RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes if nothing else is said
 MODEL_FOLDER = "model"  # in RUN_FOLDER, where the default job exports its model
 _LONGEST_TABLE = 32_768  # positions of the RoPE table for a model from Hugging Face
+
+
+class UnknownModelError(ValueError):
+    """Neither a config.json nor the record of a run says which model a folder holds."""
 
 
 @contextlib.contextmanager
@@ -49,7 +54,7 @@ def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]
     """Return the config of the source's job, changed by flags.
 
     It comes from `config_file`, else from a source that is a TOML file, else from the config.json in
-    it, else from the config that its run recorded. Raises ValueError if there is none of these.
+    it, else from the config that its run recorded. Raises UnknownModelError if there is none of these.
     """
     source = source or ("" if config_file else RUN_FOLDER)
     if os.path.isfile(source) and not config_file:
@@ -79,10 +84,10 @@ def _recorded_config(source: str) -> dict[str, Any]:
                 config = {section: values for section, values in config.items() if section in own}
             return _without_none(config)
     if not path.exists():
-        raise ValueError(
+        raise UnknownModelError(
             f"SOURCE must be a file or folder, and {source!r} is none; correct the path"
         )
-    raise ValueError(
+    raise UnknownModelError(
         f"nothing says which model {source!r} is: it has no config.json, and no {FILE_NAME} of its run "
         "is there or above; give the job's TOML file with --config"
     )
@@ -98,31 +103,46 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
     """Return a conversion's options with the model that they, or the input, name; else Llama 3 8B."""
     options, config = dict(options), options["config"]
     del options["config"]
+    names = options["model_name"] or "llama3", options["model_flavor"] or "8B"
+    assets = "./assets/hf/Llama-3.1-8B" if names[0] == "llama3" else None  # as in 0.2.x
     if config or not any(options[key] for key in ("model_name", "model_flavor", "hf_config")):
         try:
             job = job_of(options["input_dir"], config, [])
-        except ValueError as error:
-            if config:
-                raise ValueError(getattr(error, "sentence", error)) from error
-        else:
-            options |= {"model_name": job.model.name, "model_flavor": job.model.flavor}
             options["spec"] = find_train_spec(job)
-            if options.get("hf_assets_path", "") is None:
-                options["hf_assets_path"] = job.model.hf_assets_path
-    default = {"model_name": "llama3", "model_flavor": "8B"}
-    return options | {key: options[key] or value for key, value in default.items()}
+            names, assets = (job.model.name, job.model.flavor), job.model.hf_assets_path
+        except UnknownModelError:
+            pass
+        except ConfigError as error:
+            raise ValueError(error.sentence) from error
+    options["model_name"], options["model_flavor"] = names
+    if options.get("hf_assets_path", "") is None:
+        options["hf_assets_path"] = assets
+    return options
 
 
-def weights_in(source: str | None) -> str:
-    """Return the folder itself, or the newest finished step of a run; ValueError if there is none."""
+def _is_peft(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, CONFIG_FILE))
+
+
+def weights_in(source: str | None, config: JobConfig) -> str:
+    """Return the folder itself, or a run's last finished step or exported model, whichever is newer.
+
+    A TOML file stands for the run in its job.dump_folder. config: that of the source's job. Raises
+    ValueError if there are no weights.
+    """
     source = source or RUN_FOLDER
-    if contents_of(source) != Contents.UNKNOWN:
+    if os.path.isfile(source):
+        source = config.job.dump_folder
+    if contents_of(source) != Contents.UNKNOWN or _is_peft(source):
         return source
-    for folder in (source, os.path.join(source, JobConfig().checkpoint.folder)):
-        if steps := [step for step in list_steps(folder) if step.is_finished]:
-            return steps[-1].path
-    if contents_of(exported := os.path.join(source, MODEL_FOLDER)) == Contents.HF:
-        return exported
+    found = []
+    for folder in (source, os.path.join(source, config.checkpoint.folder)):
+        found += [step.path for step in list_steps(folder) if step.is_finished][-1:]
+    exported = os.path.join(source, MODEL_FOLDER)  # without adapters, which are merged there
+    if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
+        found.append(exported)
+    if found:
+        return max(found, key=os.path.getmtime)
     raise ValueError(
         f"SOURCE must be a step folder of a run, a folder of such, or a folder with Hugging Face "
         f"safetensors files, and {source!r} is none; train with --checkpoint.enable to get "
@@ -157,6 +177,14 @@ def open_engine(
     with on_error(engine.close):
         if has_adapters:
             engine.load()
-        engine.load(weights, model_only=True)
+        if not _is_peft(weights):
+            engine.load(weights, model_only=True)
+        elif engine.checkpointer.adapters.base_name is None:
+            raise ValueError(
+                f"{weights} holds adapters only, and their run drew its base at random; give the run's step "
+                "folder"
+            )
+        else:
+            engine.load_peft(weights)
         engine.eval_mode()
     return engine

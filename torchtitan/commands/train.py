@@ -2,7 +2,6 @@
 
 import os
 import sys
-from importlib.resources import files
 from typing import Any
 
 from torchtitan.tools import signals
@@ -13,8 +12,7 @@ if __name__ == "__main__":
 import torch
 
 from torchtitan import train
-
-DEFAULT_JOB = files("torchtitan") / "models/llama3/train_configs/python_docs.toml"
+from torchtitan.commands import DEFAULT_JOB
 
 
 def main() -> None:

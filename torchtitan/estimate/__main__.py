@@ -13,6 +13,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=None, help="ranks of the job (default: $NGPU)")
     options, overrides = parser.options_and_overrides()
     ranks = options.gpus or os.environ.get("NGPU") or os.environ.get("WORLD_SIZE", "")
+    if not ranks:
+        parser.error("give --gpus, the number of the job's ranks, or set NGPU")
     os.environ["NGPU"] = str(ranks)
     os.environ.setdefault("LOCAL_RANK", "0")
     prepare_device()  # before torch is imported

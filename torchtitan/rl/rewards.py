@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
-from numbers import Real
 from typing import Any
 
 # Squares, sums and fp32 products of larger rewards would overflow.
@@ -24,14 +23,12 @@ _ANSWER = re.compile(
 def scores_of(value: Any) -> dict[str, float]:
     """Return what a reward function returned as {"total": reward, name: another score, ...}.
 
-    value: the reward, or a dict with the reward under "total". NumPy and torch scalars are numbers.
+    value: the reward, or a dict with the reward under "total". A number is what float() takes, except
+    text: a bool, a Decimal, a scalar of NumPy or torch.
     Raises ValueError, naming the key, for a dict without "total" and for values that are no finite numbers.
     """
     if not isinstance(value, Mapping):
-        reward = None
-        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-            reward = float(value)
-        if reward is None or not abs(reward) <= LARGEST_REWARD:
+        if (reward := _number(value)) is None:
             raise ValueError(
                 "the reward function must return a finite number, at most "
                 f"{LARGEST_REWARD:g} in size, or a dict of such numbers, got {value!r}"
@@ -46,17 +43,21 @@ def scores_of(value: Any) -> dict[str, float]:
     for name, score in value.items():
         if not isinstance(name, str):
             raise ValueError(f"the reward function's dict must have texts as keys, got {name!r}")
-        number = score
-        with suppress(ValueError, RuntimeError):  # an array has no single value
-            number = plain(score)
-        is_number = isinstance(number, Real) and not isinstance(number, bool)
-        if not (is_number and abs(number) <= LARGEST_REWARD):
+        if (number := _number(score)) is None:
             raise ValueError(
                 f"the reward function's score {name!r} must be a finite number, at most "
                 f"{LARGEST_REWARD:g} in size, got {score!r}"
             )
-        scores[name] = float(number)
+        scores[name] = number
     return scores
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, str | bytes | bytearray):
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            number = float(value)
+            return number if abs(number) <= LARGEST_REWARD else None
+    return None
 
 
 def plain(value: Any) -> Any:

@@ -336,5 +336,5 @@ def test_newest_finished_step_is_taken(tmp_path):
         (tmp_path / f"step-{step}").mkdir()
         save_file({"weight": torch.ones(1)}, tmp_path / f"step-{step}" / "model.safetensors")
     mark_unfinished(str(tmp_path / "step-11"))
-    assert weights_in(str(tmp_path)) == str(tmp_path / "step-10")
-    assert weights_in(str(tmp_path / "step-9")) == str(tmp_path / "step-9")
+    assert weights_in(str(tmp_path), JobConfig()) == str(tmp_path / "step-10")
+    assert weights_in(str(tmp_path / "step-9"), JobConfig()) == str(tmp_path / "step-9")

@@ -1,5 +1,7 @@
 import json
 import re
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -93,7 +95,7 @@ def test_each_pass_over_a_file_has_every_prompt_once_in_an_order_of_its_own(tmp_
 
 
 def test_file_task_is_judged_by_the_users_function_whose_reward_must_be_a_number(tmp_path):
-    returned = [0.5, None, float("nan"), "a lot"]
+    returned = [0.5, None, float("nan"), "a lot", "1.5", [1.0]]
     task = make_file_task(tmp_path, reward_fn=lambda text, answer: returned.pop(0))
     grade = task.grade(task.prompt(0), "9")
     assert (grade.reward, grade.scores) == (0.5, {"exact": 0.0})
@@ -131,7 +133,7 @@ def test_reward_may_be_a_dict_with_its_total_and_named_scores(tmp_path, in_proce
         task.close()
 
 
-BAD_SCORES = ["nan", True, [1.0], {"a": 1.0}, "much", None, 10**400]
+BAD_SCORES = ["nan", [1.0], {"a": 1.0}, "much", "1.5", None, 10**400]
 
 
 def test_task_may_grade_with_a_number_or_a_dict_and_scalars_of_libraries_are_numbers():
@@ -142,7 +144,10 @@ def test_task_may_grade_with_a_number_or_a_dict_and_scalars_of_libraries_are_num
             return self.returns
 
     task = Graded()
+    numbers = [True, np.bool_(True), Decimal(1), Fraction(1), np.float32(1), torch.tensor(1)]
     for task.returns, expected in (
+        *((number, Grade(1.0)) for number in numbers),
+        *(({"total": 1, "x": number}, Grade(1.0, {"reward/x": 1.0})) for number in numbers),
         (0.5, Grade(0.5)),
         (Grade(1.0, {"exact": 1.0}), Grade(1.0, {"exact": 1.0})),
         ({"total": np.float64(2), "fluent": torch.tensor(0.5)}, Grade(2.0, {"reward/fluent": 0.5})),
@@ -150,7 +155,6 @@ def test_task_may_grade_with_a_number_or_a_dict_and_scalars_of_libraries_are_num
         assert task.grade_all([(task.prompt(0), "abc")]) == [expected]
     for task.returns in (
         {"total": np.ones(2)},
-        {"total": 1.0, "ok": np.bool_(True)},
         {"total": 1, 3: 1},
     ):
         with pytest.raises(
