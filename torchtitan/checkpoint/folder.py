@@ -130,7 +130,7 @@ def _write_synced(path: str, text: str) -> None:
 
 
 def mark_unfinished(folder: str, *more: str) -> None:
-    """more: further markers, such as `KEPT_MARKER`: retention never removes a folder with that."""
+    """Mark a folder as unfinished. more: further markers; retention never removes a folder with `KEPT_MARKER`."""
     os.makedirs(folder, exist_ok=True)
     for marker in (UNFINISHED_MARKER, *more):
         _write_synced(os.path.join(folder, marker), "")

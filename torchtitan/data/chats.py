@@ -377,9 +377,11 @@ class _Chat:
     def _span_of_turn(self, text: str, turn: int) -> Span:
         """Return the span of an assistant's turn, from behind its header to its closing token.
 
-        The text must begin with the messages before the turn and its header, and with the messages through
-        the turn. If the second fails, because the template drops reasoning from earlier turns, a rendering
-        with other content shows the text behind the content, which must begin as behind a last turn.
+        Two renderings should be prefixes of the chat's text: the messages before the turn with the turn's
+        header, and the messages through the turn. The second is no prefix if the template drops reasoning
+        from earlier turns. Then a rendering with another content of the turn shows which text follows the
+        content, and that text must begin with what follows the content of a last turn. Raises ValueError if
+        the span cannot be found.
         """
         before = self._beginning(turn, header=True)
         through = self._beginning(turn + 1)

@@ -277,7 +277,10 @@ class _Kept:
 
 
 class IndexedFeed:
-    """Reads one row stream's share of an indexed source."""
+    """Reads the documents of a map-style data set that `share` gives one row stream.
+
+    `StreamedFeed` does this for iterable data sets.
+    """
 
     def __init__(self, source: Source, share: DocumentShare) -> None:
         self._source, self.share = source, share

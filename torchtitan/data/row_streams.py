@@ -126,7 +126,7 @@ class RowStream:
         return self._packing.row(*zip(*pieces, strict=True)) if pieces else None
 
     def state(self) -> tuple[Any, ...]:
-        """Return the position for a checkpoint; an untouched open document is saved as one integer."""
+        """Return the position for a checkpoint; an open document of which no token is taken is one integer."""
         places: list[Any] = []
         lengths: list[int] = []  # of those that are one number
         for document in self.open:

@@ -68,7 +68,10 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
 
 
 def depths_of(config: Any) -> tuple[int, int] | None:
-    """Numbers of layers to rehearse, of which each stage of a pipeline has as many as the others."""
+    """Return two numbers of layers at which to estimate a step; a line through both estimates gives the
+    step of the real model. Both fill the stages of a pipeline evenly. None if the config itself divides the
+    layers into stages.
+    """
     # Imported here, because it imports torch, and options are read before the device is prepared.
     from torchtitan.config.pipeline_layout import SINGLE_STAGE_SCHEDULES, is_one_of
 

@@ -115,7 +115,10 @@ def least_states(num_params: int, layout: Layout) -> float:
 def plan_of(
     layout: Layout, base: Any, usable: float, estimate: Callable[[Any, int], Any]
 ) -> tuple[int, list[Any]] | None:
-    """(rows at once, estimates) of the most rows that fit; None if one doesn't."""
+    """Return the most rows at once that fit into `usable` bytes, and the estimates of ranks, fullest first.
+
+    None if a single row, or for a pipeline the layout's rows, does not fit.
+    """
     ranks = {0, layout.replicas * layout.shards * layout.tp * layout.pp * layout.cp - 1}
     ranks = sorted(ranks) if layout.pp > 1 else [0]
 

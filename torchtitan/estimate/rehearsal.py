@@ -263,7 +263,7 @@ def _stage(stager: Any, use: Callable, stage: Callable, x: Any, *args: Any, **kw
 
 
 def _tolist(tensor: torch.Tensor, check: Callable, tolist: Callable) -> Any:
-    """One copy to the host, as on a device; of a fake tensor torch would read each number."""
+    """Copy a fake CUDA tensor to the host once, as a device does; torch would read each number of it."""
     if not tensor.is_cuda:
         check(tensor)
     return tolist(tensor.cpu() if tensor.is_cuda else tensor)

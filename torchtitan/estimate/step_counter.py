@@ -69,7 +69,7 @@ class Traffic:
 class StepCounts:
     """traffic: by (mesh axis, kind of collective). flops: by "matrix products" or "attention".
 
-    moved: bytes that all other operators read and write, each by itself, as without a compiler.
+    moved: bytes that the operators outside of `flops` and `traffic` read and write, if nothing is fused.
     """
 
     traffic: dict[tuple[str, str], Traffic] = dataclasses.field(

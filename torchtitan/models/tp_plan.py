@@ -81,7 +81,7 @@ def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: 
             ep_etp_mesh=parallel_dims.get_optional_mesh(["ep", "etp"]),
         )
         logger.info(
-            "expert parallelism on %d ranks, each split %d-fold",
+            "expert parallelism: %d ranks share the experts, and %d ranks share each of them",
             parallel_dims.ep,
             parallel_dims.etp,
         )

@@ -66,15 +66,15 @@ class TrainSpec:
     build_validator_fn: ValidatorBuilder | None = None
     build_metrics_processor_fn: MetricsProcessorBuilder | None = None
     state_dict_adapter: type | None = None  # a BaseStateDictAdapter
-    # build_loss_fn: True for the next-token loss, which needs logits, and token ids as labels
+    # True if build_loss_fn's loss is that of the next token, which needs logits, and token ids as labels
     has_token_loss: bool | None = None
-    # build_optimizers_fn: the supported values of optimizer.name
+    # The values of optimizer.name that build_optimizers_fn supports
     optimizer_names: Collection[str] | None = None
-    # build_dataloader_fn: the supported values of training.dataset
+    # The values of training.dataset that build_dataloader_fn supports
     registered_datasets: Mapping[str, Any] | None = None
-    # pipelining_fn: True if it splits a model of `n_layers` layers into stages by whole layers
+    # True if pipelining_fn splits a model of `n_layers` layers into stages by whole layers
     cuts_by_layers: bool | None = None
-    # parallelize_fn: True if it applies FSDP even on a single accelerator, for mixed precision
+    # True if parallelize_fn applies FSDP even on a single accelerator, for mixed precision
     shards_one_rank: bool | None = None
 
     def fact(self, name: str) -> Any:

@@ -54,7 +54,7 @@ class Run:
     source: str  # the file of the curves
 
     def points(self) -> dict[int, list[tuple[int, float]]]:
-        """Return start -> the (step, time) of all that it logged, sorted."""
+        """Return, for each start of the run, the sorted (step, time) at which that start logged metrics."""
         found: set[tuple[int, int, float]] = set()
         for curve in self.curves.values():
             found.update(zip(curve.starts, curve.steps, curve.times, strict=True))

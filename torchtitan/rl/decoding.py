@@ -198,7 +198,8 @@ class _Rows:
     next_version: Callable[[], int]
     on_rows: Callable[[list[int]], None]
     sampling: SamplingConfig
-    # Rows [0, n_begun) got a place; prompts of rows [0, n_read) are read; rows [n_begun, n_read) enter next.
+    # Rows [0, n_begun) have got a slot in the cache. The prompts of rows [0, n_read) have been prefilled, so
+    # rows [n_begun, n_read) wait only for a slot.
     n_begun: int = 0
     n_read: int = 0
 

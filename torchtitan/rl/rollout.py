@@ -407,7 +407,7 @@ class Rollouts:
     # ---- training ----
 
     def skip_to(self, step: int) -> None:
-        """Do not draw the steps before this one."""
+        """Take no prompts and generate no episodes for the steps before this one."""
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:

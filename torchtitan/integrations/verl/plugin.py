@@ -37,7 +37,10 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls the actions. verl has no hook after an import, so this wraps the loader's `exec_module`."""
+    """An import finder that calls a module's action of `after_import` once the module is imported.
+
+    verl has no hook for this, so the finder wraps the loader's `exec_module`.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

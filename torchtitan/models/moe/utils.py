@@ -32,9 +32,9 @@ def _permute(
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `func(*weights, x, num_tokens_per_expert)` wrapped to pad its groups of tokens.
+    """Wrap `func(*weights, x, num_tokens_per_expert)` to get each local expert's tokens together and padded.
 
-    The largest weight along dim 0 has one entry per group of tokens.
+    The padding is removed from func's result. The largest dim 0 of the weights is the number of local experts.
     """
 
     # Not `functools.wraps`: the compiler cannot trace it on a partial, which `func` may be.
