@@ -131,6 +131,8 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
                 f"{folder} cannot be written while {source} is read, because one is in the other; "
                 "give another folder to write to"
             )
+    if target.is_file():
+        raise ValueError(f"{target} is a file; give a folder to write to")
     entries = list(target.iterdir()) if target.exists() else []
     if entries and not overwrite:
         raise ValueError(

@@ -22,6 +22,10 @@ from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
 
+BEGIN_AGAIN = (
+    "begin with this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
+)
+
 # A shuffled stream permutes this many documents at a time.
 STREAM_BLOCK = 1024
 _ROUNDS = 8
@@ -236,7 +240,13 @@ class Source:
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved `OpenDocument.place`."""
-        if isinstance(place, dict):
+        is_dict = isinstance(place, dict)
+        if ("text" in place and "used" not in place) if is_dict else place[2]:
+            raise ValueError(
+                "the data position stands within a long document, as an earlier version saved it, and cannot "
+                f"be read; {BEGIN_AGAIN}"
+            )
+        if is_dict:
             tokens, text, used = None, place.get("text"), 0
             if text is not None:
                 used = place["used"]
@@ -244,8 +254,7 @@ class Source:
                 trained = place.get("trained")
                 tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
             return OpenDocument(None, self.tokenizer, text, tokens, used, self.number)
-        _, number, start, used = place
-        assert start == 0, f"it is {start} characters into a document"
+        _, number, _, used = place
         document = self.read(number)
         if used:
             document.take(used)

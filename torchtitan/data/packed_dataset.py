@@ -8,15 +8,11 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.data.chats import ChatTokens
-from torchtitan.data.document_sources import DocumentShare, Source, deal_again
+from torchtitan.data.document_sources import BEGIN_AGAIN, DocumentShare, Source, deal_again
 from torchtitan.data.row_plan import Plan, PlannedStream, count_tokens
 from torchtitan.data.row_streams import Packing, Row, RowStream
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
-
-_BEGIN_AGAIN = (
-    "begin with this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
-)
 
 
 class PackedDataset(IterableDataset):
@@ -206,7 +202,7 @@ class PackedDataset(IterableDataset):
             if theirs != mine:
                 raise ValueError(
                     f"the data position is for sources of (documents, data_seed) = {theirs}, and this run's are "
-                    f"{mine}, where None is training.shuffle = False: resume with the same, or {_BEGIN_AGAIN}"
+                    f"{mine}, where None is training.shuffle = False: resume with the same, or {BEGIN_AGAIN}"
                 )
         saved: dict[int, Any] = {}
         for state in states:
@@ -229,7 +225,7 @@ class PackedDataset(IterableDataset):
         ):
             raise ValueError(
                 "the data position is for rows of another training.epochs, packing or seq_len, or of other "
-                f"documents: resume with the same, or {_BEGIN_AGAIN}"
+                f"documents: resume with the same, or {BEGIN_AGAIN}"
             )
         if not plan:
             return saved, num_saved
@@ -241,7 +237,7 @@ class PackedDataset(IterableDataset):
         if not is_over and len(places) > 1:
             raise ValueError(
                 "the data position is within a step: resume with the same training.global_batch_size, "
-                f"or {_BEGIN_AGAIN}"
+                f"or {BEGIN_AGAIN}"
             )
         # Another global batch size resumes after the last step; more passes resume after the last row.
         base, n, _ = next(iter(places))
@@ -253,12 +249,12 @@ class PackedDataset(IterableDataset):
         if len(saved) != num_saved:
             raise ValueError(
                 f"the data position has {len(saved)} of {num_saved} row streams: the "
-                f"checkpoint is damaged; {_BEGIN_AGAIN}"
+                f"checkpoint is damaged; {BEGIN_AGAIN}"
             )
         if not all(source.is_indexed for source in self.sources):
             raise ValueError(
                 f"the data position of a stream cannot go from {num_saved} row streams to {n}: resume on "
-                f"as many ranks with the same training.global_batch_size, or {_BEGIN_AGAIN}"
+                f"as many ranks with the same training.global_batch_size, or {BEGIN_AGAIN}"
             )
         logger.info(f"Redistributed the data position of {num_saved} row streams over {n}")
         all_places, all_feeds, all_tokens, *_ = zip(

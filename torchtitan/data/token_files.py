@@ -62,8 +62,8 @@ class TokenDocuments(JoinedDocuments):
                 f"{folder / ABOUT_FILE} says that the folder is unfinished; run the same "
                 "`torchtitan tokenize` again, which goes on where it was stopped"
             )
-        has_sums = self._about is not None
-        super().__init__([Pair(prefix, has_sums) for prefix in _prefixes_of(path)])
+        self._has_sums = self._about is not None and bool(self._about.get("check_sums"))
+        super().__init__([Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)])
         if self._about is not None:
             self._compare_with_about(folder)
 
@@ -91,15 +91,17 @@ class TokenDocuments(JoinedDocuments):
 
     def check(self) -> None:
         """Raise ValueError if a file has changed since it was written."""
-        if self._about is None:
-            raise ValueError(f"{self._path} has no check sums; tokenize the text again")
+        if not self._has_sums:
+            raise ValueError(
+                f"{self._path} has no check sums to compare with; tokenize the text again"
+            )
         for pair in self._files:
             pair.check()
 
     def check_tokenizer(self, tokenizer: BaseTokenizer) -> None:
         """Raise ValueError if the ids were made with another tokenizer.
 
-        If the tokenizer is unknown, warns and checks the range of the ids.
+        If the tokenizer or the integrity of the ids is unknown, warns and checks the range of the ids.
         """
         written_with = self._about["tokenizer"].get("sha256") if self._about else None
         given = tokenizer_hash(tokenizer)
@@ -109,13 +111,13 @@ class TokenDocuments(JoinedDocuments):
                     f"{self._path} was written with another tokenizer, of the hash {written_with}, and that "
                     f"of this job has {given}; train with that one, or tokenize the text again"
                 )
-            return
-        lack = "the tokenizer has no hash" if written_with else f"there is no {ABOUT_FILE}"
-        warn_once(
-            logger,
-            f"{self._path}: it is unknown whether these tokens were made with this job's tokenizer, "
-            f"because {lack}",
-        )
+            if self._has_sums:
+                return
+            unknown = "are damaged, because an earlier version wrote them, without check sums"
+        else:
+            lack = "the tokenizer has no hash" if written_with else f"there is no {ABOUT_FILE}"
+            unknown = f"were made with this job's tokenizer, because {lack}"
+        warn_once(logger, f"{self._path}: it is unknown whether these tokens {unknown}")
         self._num_ids = vocabulary_size(tokenizer)
         for index in range(0, len(self), -(-len(self) // _DOCUMENTS_CHECKED) or 1):
             self[index]
@@ -128,7 +130,8 @@ class TokenDocuments(JoinedDocuments):
             if listed.get(name) != opened.get(name):
                 raise ValueError(
                     f"{folder / ABOUT_FILE} lists (documents, tokens) of {name} = {listed.get(name)}, and "
-                    f"the folder has {opened.get(name)}; copy the whole folder again, and nothing else"
+                    f"the folder has {opened.get(name)}; copy the whole folder again, or move other files "
+                    "out of it"
                 )
 
 
@@ -264,9 +267,9 @@ def read_about(path: Path) -> dict[str, Any] | None:
         parts = [(part["name"], part["documents"] + part["tokens"]) for part in about["parts"]]
         hash((about["finished"], about["tokenizer"].get("sha256"), *parts))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{path} cannot be read ({reason}); copy it again, or tokenize the text again"
+            f"{path} cannot be read ({type(error).__name__}: {error}); copy it again, or tokenize the text "
+            "again"
         ) from None
     return about
 

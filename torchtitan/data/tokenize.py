@@ -145,7 +145,7 @@ class _Job:
             for part, tokens in sizes.items()
         ]
         num_tokens = sum(sizes.values())
-        self._write_about(finished=True, tokens=num_tokens, parts=parts)
+        self._write_about(finished=True, check_sums=True, tokens=num_tokens, parts=parts)
         logger.info(
             f"{self.folder} is finished: {len(self.documents):,} documents of {num_tokens:,} tokens "
             f"in {len(parts)} parts; train on them with training.dataset = 'tokens' and "
@@ -234,7 +234,9 @@ def _plan(options: argparse.Namespace) -> _Job:
     try:
         FolderLock(str(folder))  # released when this process ends
     except RunError as error:
-        raise RunError(f"{folder} is being written by another process; wait for it") from error
+        raise RunError(
+            f"{folder} is being written by another process; wait for it, or name another folder"
+        ) from error
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be made: {error}; name another") from error
     old = _old_about(folder, options.overwrite)

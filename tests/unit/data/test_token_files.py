@@ -483,11 +483,25 @@ def test_document_that_is_not_as_written_is_refused_and_mended(
     assert "out: all 4 documents of 16 tokens are as they were written" in capsys.readouterr().out
 
 
-def test_missing_check_sums_are_refused(finished, tmp_path):
-    shutil.copytree(finished / "out", tmp_path / "out")
-    next((tmp_path / "out").glob("*.crc32")).unlink()
-    with pytest.raises(ValueError, match=r"part-0000\d\.crc32: missing"):
-        TokenDocuments(str(tmp_path / "out"))
+def test_folder_without_sums_is_read_with_a_line(finished, tmp_path, tokenizer, caplog, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished / "out", out)
+    for file in out.glob("*.crc32"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"part-00000\.crc32: missing"):
+        TokenDocuments(str(out))
+    about = json.loads((out / "tokens.json").read_text())
+    del about["check_sums"]
+    (out / "tokens.json").write_text(json.dumps(about))
+    tokens = TokenDocuments(str(out))
+    tokens.check_tokenizer(tokenizer)
+    assert [len(tokens[i]) for i in range(4)] == [5, 3, 3, 5]
+    (record,) = caplog.records
+    assert record.message.startswith(
+        f"{out}: it is unknown whether these tokens are damaged, because"
+    )
+    check(out, exit_code=1)
+    assert "has no check sums to compare with" in capsys.readouterr().err
 
 
 # ---- tokenizers ----

@@ -142,10 +142,12 @@ class Results:
             request.result = _DROPPED
 
     def _forget_old(self) -> None:
-        """Drop the older half of the finished requests, and their ids."""
+        """Drop half of the finished requests, and their ids: fetched requests first, the older first."""
         finished = [r for r in self._all.values() if r.result is not None]
-        self._drop(finished[: len(finished) // 2])
-        self._all = {k: r for k, r in self._all.items() if r.result is not _DROPPED}
+        finished.sort(key=lambda r: r.result is not _DROPPED and not r.is_fetched)
+        self._drop(old := finished[: len(finished) // 2])
+        for request in old:
+            del self._all[request.request_id]
         for channel, done in list(self._done.items()):
             self._done[channel] = {c: r for c, r in done.items() if r.result is not _DROPPED}
 
