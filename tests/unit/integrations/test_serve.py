@@ -580,7 +580,7 @@ def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch
         send(number)
     kept.retrieve("1")
     send(3)  # 1,200 bytes: the result that was fetched goes first
-    assert kept.retrieve("0").protobuf[0] == 0
+    assert kept.retrieve("2").protobuf[0] == 2
     with pytest.raises(Refused, match="request 1 is unknown, or was fetched long ago") as raised:
         kept.retrieve("1")
     assert raised.value.status == 410
@@ -588,4 +588,5 @@ def test_results_beyond_the_limit_are_dropped_and_not_computed_again(monkeypatch
     assert len(commands) == 4 and kept._n_bytes == 900, "its id is known, so it does not run again"
     monkeypatch.setattr(results, "_MAX_KNOWN", 4)
     send(4)
-    assert list(kept._all) == ["2", "3", "4"] and kept._n_bytes == 900, "the older half goes"
+    assert list(kept._all) == ["0", "3", "4"], "half goes, and first those that were fetched"
+    assert kept.retrieve("0").protobuf[0] == 0 and kept._n_bytes == 900
