@@ -105,7 +105,7 @@ def build(
     groups_before: Collection[dist.ProcessGroup],
     client_inputs: Callable[[TokenBatch], ModelInputs | None],
 ) -> None:
-    """Set the parts of an engine. groups_before: earlier process groups. client_inputs: see `Runner`."""
+    """Set the parts of an engine. groups_before: process groups that existed before. client_inputs: see `Runner`."""
     config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     training, dims, device = config.training, layout.parallel_dims, layout.device
     dp_group = layout.dp_group if layout.dp_size > 1 else None
@@ -178,7 +178,7 @@ def build_model(engine: EngineParts) -> None:
     engine.flops_without_attention = count(model, 0)[1]
     logger.info("model size: %s parameters", f"{engine.num_params:,}")
     if not (dims.pp_enabled and splits_backward(config.parallelism)):
-        # Not if a pipeline computes gradients of inputs and weights separately: oneDNN computes both.
+        # Not if a pipeline computes gradients of inputs and weights separately: oneDNN computes both at once.
         use_onednn(model, layout.device)
     engine.loss_fn = loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     engine.has_token_loss = bool(spec.fact("has_token_loss"))
@@ -262,7 +262,7 @@ def average_gradients(engine: EngineParts) -> float:
 
     Averaging is needed for gradient_reduction = "mean", and under DDP for a trainer without a dataloader:
     there a client written for torchtitan 0.2.x runs its own backward, expects DDP to average gradients,
-    and multiplies its loss by the number of ranks. The factor does this for the engine's losses.
+    and multiplies its loss by the number of ranks. The factor multiplies the engine's losses likewise.
     """
     dims, dp_size = engine.layout.parallel_dims, engine.layout.dp_size
     is_mean = engine.job_config.training.gradient_reduction == "mean" and dp_size > 1

@@ -27,7 +27,7 @@ from torchtitan.tools.host_copy import fetch, to_device
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """Shards a job's batches: takes whole rows, and returns this rank's tokens."""
+    """Shards a job's batches: takes whole rows, and returns this rank's tokens of each row."""
 
     mesh: DeviceMesh
     load_balancer: str | None

@@ -198,7 +198,7 @@ _READ: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
 
 
 def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with the host's copies of its tokens and boundaries, if the host has all of them."""
+    """Return the batch with the host's copies of tokens and boundaries; as it is if a copy is missing."""
     copies = {
         key: on_host(batch[key])
         for key in ("input", "positions", *BOUNDARY_KEYS)

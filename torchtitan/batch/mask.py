@@ -63,7 +63,7 @@ class DocumentMask:
     def from_documents(
         cls, document_ids: Tensor, device: torch.device | None = None
     ) -> "DocumentMask":
-        """document_ids: [B, T], read from the host's copy if there is one. device: the mask's device."""
+        """Return the mask of document_ids [B, T], read from the host's copy if there is one, on `device`."""
         starts = to_device(document_starts(on_host(document_ids)), device or document_ids.device)
         return cls(starts)
 
@@ -207,7 +207,7 @@ def map_masks(change: Callable[[Any], Any], masks: Any) -> Any:
 
 
 def shards_of(attention_masks: Any) -> TokenShards | None:
-    """Return how the rows of a mask or a dict of masks are split over ranks; None if they are not."""
+    """Return how the rows of a mask or a dict of masks are split over ranks; None if they are not split."""
     if isinstance(attention_masks, dict) and attention_masks:
         attention_masks = next(iter(attention_masks.values()))
     is_spread = isinstance(attention_masks, DocumentMask) and attention_masks.part is not None

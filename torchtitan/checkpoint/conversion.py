@@ -100,9 +100,9 @@ def convert_from_hf(
 ) -> None:
     """Read the safetensors files in `input_dir`, write a checkpoint to `output_dir`. On the CPU.
 
-    hf_config: a config.json that says which model it is, in place of name and flavor.
-    spec: in place of the registered train spec of `model_name`.
-    overwrite: `output_dir` may hold weights, which are replaced.
+    hf_config: a config.json that describes the model; replaces name and flavor.
+    spec: replaces the registered train spec of `model_name`.
+    overwrite: replace weights in `output_dir`; otherwise it must hold no files.
     Raises ValueError if the files are not those of this model and flavor.
     """
     with replacing(output_dir, overwrite, [input_dir]) as folder:

@@ -72,7 +72,7 @@ def load(
 
 
 def check_same_kinds(tensors: dict[str, Any], metadata: Metadata | None) -> None:
-    """Raise ValueError if a tensor's saved and own dtypes are not both real, complex or integer."""
+    """Raise ValueError if a saved dtype differs from the tensor's in kind: real, complex or integer."""
     assert metadata is not None
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)

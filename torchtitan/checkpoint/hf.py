@@ -141,7 +141,7 @@ def _open_reader(
 def _remedy(
     saved: Iterable[str], missing_files: list[str], difference: dict[str, Any] | None
 ) -> str:
-    """Return advice for weights that do not fit; "" for the default. difference: from config.json."""
+    """Return advice for weights that do not fit; "" for default advice. difference: of config.json and model."""
     if missing_files:
         return f"{HF_INDEX} names files that are missing: {shorten(missing_files)}; fetch them"
     if are_quantized(saved):
@@ -206,7 +206,7 @@ def _check_ignored(
 
 
 def _counted(names: Iterable[str]) -> str:
-    """Return the names as text; names that differ only in numbers become one, with a count."""
+    """Return the names as text; names that differ only in numbers are joined to one name with a count."""
     counts = Counter(to_template(name)[0] for name in sorted(names))
     one = {to_template(name)[0]: name for name in names}
     return shorten([f"{t} ({n} times)" if n > 1 else one[t] for t, n in counts.items()])
@@ -267,7 +267,7 @@ def save_to_hf(
     """Write the model to safetensors files with an index, and what `transformers` needs. Collective.
 
     dtype: casts floating-point tensors, if not None. untrained: untrained parts of the loaded model, to
-    be copied. Files are those of the index in `hf_assets_path`, else have at most 5 GB.
+    be copied. Tensors go to the files of the index in `hf_assets_path`, else to files of at most 5 GB.
     """
     adapter = adapter.for_export(untrained is not None)
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}

@@ -132,7 +132,7 @@ class UntrainedParts(NamedTuple):
 def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedParts | None:
     """Return the parts of the model in `folder` that an export copies; None if there are none.
 
-    Warns if they cannot be copied, because an export must not fail at the end of a run.
+    If they cannot be copied, warns and returns None, because an export at the end of a run must not fail.
     """
     names = {}
     try:
@@ -165,7 +165,7 @@ def write_model_files(
     An existing tokenizer is kept. config.json starts from the first one in `folder`, `untrained_from`
     and `hf_assets_path` that describes `model_args`, else from `model_args`. A failure is only warned
     of, because the weights matter more.
-    tokenizer, chat_template: of the run; None takes those in `hf_assets_path`. dtype: of the weights.
+    tokenizer, chat_template: the run's; None takes those in `hf_assets_path`. dtype: of the weights.
     untrained_from: folder of the model whose untrained parts were copied to `folder`.
     """
     assets = Path(find_shipped(hf_assets_path or os.devnull))

@@ -166,8 +166,8 @@ class CheckpointManager:
         `save_peft_interval`; their folders `<folder>/peft-step-<curr_step>` are never removed.
         force: save even if the step is not due. path: save to this folder, even if the step is not due;
             no run removes it, and no adapters are written in PEFT's format.
-        since: the step of the previous call, if several steps were taken since; a save that was due
-            after it is due now, also without a dataloader.
+        since: the step of the previous call. Save if a step after `since` was due, and, even without a
+            dataloader, only then.
 
         Raises ValueError if the config forbids a save with `path` or `force`. Raises RunError (a
         RuntimeError) if this save or the previous asynchronous save fails; older checkpoints stay.
@@ -402,7 +402,7 @@ class CheckpointManager:
         entries: dict[str, Any],
         of_adapters: bool = False,
     ) -> None:
-        """Load `wanted` (name -> state) and the model's entries, perhaps `of_adapters`. Collective."""
+        """Load the states `wanted`, among them the model's `entries`. of_adapters: check their base. Collective."""
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()

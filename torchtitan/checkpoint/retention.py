@@ -50,8 +50,9 @@ def purge_thread(purge_queue: queue.Queue) -> None:
 class Retention:
     """Removes old step folders in a thread.
 
-    configured_folder: steps of earlier processes are removed only in this folder. Resolved paths:
-    written, steps that this manager named and wrote; given, named by a caller; damaged, found by a load.
+    configured_folder: steps of earlier processes are removed only in this folder. Sets of resolved paths:
+    written: steps that this manager named and wrote. given: steps that a caller named. damaged: steps that
+    a load found damaged.
     """
 
     def __init__(self, configured_folder: str) -> None:

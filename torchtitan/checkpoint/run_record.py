@@ -43,7 +43,7 @@ _TOLD = (
     *_settings("training", "steps seq_len max_norm dtype mixed_precision_param"),
 )
 # Settings that change what the model computes. A resume refuses a difference, unless allow_changed names
-# the setting; so it does for `_DATA`, if the data position is loaded.
+# the setting. The same holds for `_DATA` if the data position is loaded.
 _FUNCTION = (
     "model.hf_assets_path",
     *_settings("lora", "alpha use_rslora alpha_pattern dropout"),
@@ -187,7 +187,7 @@ def compare_with_saved(
     saved: the record in `path`. own: this run's record. loaded: the components whose state is loaded.
     allowed: `checkpoint.allow_changed`.
     Raises ValueError for a difference that changes the model or the data and is not in `allowed`, and
-    for another optimizer or other patterns of its groups, which load their settings by index.
+    for another optimizer or other patterns of its groups, whose settings are loaded by index.
     """
     for key, excluded in (
         (_OPTIMIZER, "['optimizer']"),

@@ -56,7 +56,7 @@ class Saver:
     """Writes one checkpoint at a time, and owns the memory, threads and process group for saves.
 
     future, folder: of the background save; None if no save is running.
-    staging, staging_future: whether the live tensors are still being copied to pinned memory.
+    staging, staging_future: True, and the copies' future, while live tensors are copied to pinned memory.
     stager: torch's stager for pinned memory. host_copies: the copies of `AsyncMode.ASYNC`.
     group: the process group of background saves, separate from the groups of training.
     """
@@ -89,7 +89,7 @@ class Saver:
         return dcp.async_save(states, process_group=self.group, **arguments)
 
     def prepare(self, mode: AsyncMode) -> AsyncMode:
-        """Set up background saves; return ASYNC if memory cannot be pinned. Collective."""
+        """Set up background saves; return `mode`, or ASYNC if memory cannot be pinned. Collective."""
         if self.stager is not None and torch.__version__ < "2.13":
             # torch before 2.13 closes a stager after its first use (`DefaultStager._stage`).
             self.stager.close()

@@ -203,7 +203,7 @@ def _named_step(folder: str, step: int, verify: bool) -> tuple[list[StepFolder],
 def _newest_step(
     folder: str, verify: bool, passed_over: Collection[str], known: list[StepFolder]
 ) -> tuple[list[StepFolder], Facts | None]:
-    """Return the steps, and the newest usable one's facts; None if none, or if steps are `known`."""
+    """Return (steps, facts of the newest usable step); no facts without such a step, or if steps equal `known`."""
     folders = list_steps(folder)
     if not passed_over and folders == known:
         return folders, None

@@ -169,7 +169,7 @@ class ModelWrapper(Stateful):
             from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
-        """Return the name (from `model` if not loaded) and digest of the base; {} without adapters."""
+        """Return the base's name (made from `model` if no base was loaded) and digest; {} without adapters."""
         if self._lora is None:
             return {}
         if self._base_record is None:
@@ -200,7 +200,7 @@ class ModelWrapper(Stateful):
 
 
 class UserState(Stateful):
-    """Objects that an embedding program adds to checkpoints: one pickled entry each, of one rank."""
+    """Objects that an embedding program adds to checkpoints. One rank saves each object, as a pickled entry."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}

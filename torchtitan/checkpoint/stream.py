@@ -171,7 +171,7 @@ class WeightStream:
 
 
 def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
-    """Return a digest of all names, dtypes, shapes and bits, against accidents, in any order."""
+    """Return a digest of names, dtypes, shapes and bits, in any order. Detects accidents, not attacks."""
     digest = WeightDigest()
     for name, tensor in pairs:
         digest.add(name, tensor)

@@ -57,7 +57,7 @@ DEFAULT_JOB = _PACKAGE / "models/llama3/train_configs/python_docs.toml"  # of tr
 
 
 def main() -> None:
-    """Run the command that the arguments name. Exit code 2 for an unknown one."""
+    """Run the command that the arguments name. Exit code 2 for an unknown command."""
     name, arguments = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if name in ("-h", "--help"):
         lines = [f"  {name:10}{command.help}" for name, command in COMMANDS.items()]
@@ -85,7 +85,7 @@ def main() -> None:
     if default and not any(flag.partition("=")[0] in named for flag in arguments):
         arguments.insert(0, f"--job.config_file={default}")
     sys.argv = [f"torchtitan {name}", *arguments]
-    sys.path.append(os.getcwd())  # a job's own modules, such as rewards; `python -m` does it first
+    sys.path.append(os.getcwd())  # lets a job import its own modules, like `python -m`
     if COMMANDS[name].trains:
         from torchtitan.tools import signals
 
@@ -119,7 +119,7 @@ def start_ranks(module: str, nproc: int, arguments: list[str]) -> None:
 class SourceParser(argparse.ArgumentParser):
     """Options of a command that takes a model or a job, which `source.job_of` finds.
 
-    A flag with a dot, and the argument behind it, is a config override.
+    A flag with a dot, with the argument after it, is a config override.
     """
 
     def __init__(self, program: str, description: str | None, *more: str) -> None:

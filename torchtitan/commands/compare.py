@@ -1,7 +1,7 @@
 """Compare a model's logits with those of transformers. Exit code 1 above --tolerance.
 
-Both models run in fp32, on the same tokens. A right conversion differs by rounding, about 1e-5 in a
-log-probability; a wrong one differs by orders of magnitude more.
+Both models run in fp32, on the same tokens. After a correct conversion log-probabilities differ only by
+rounding, about 1e-5; after a wrong conversion by orders of magnitude more.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of logits [B, T, V]. kl_divergence: mean over tokens, in nats. others: (row, position) of other argmax."""
+    """Differences of logits [B, T, V]. kl_divergence: token mean, in nats. others: (row, position) of differing argmax."""
 
     max_difference: float
     max_logprob_difference: float
@@ -39,7 +39,7 @@ class Comparison:
 
 
 def compare_logits(theirs: Tensor, ours: Tensor) -> Comparison:
-    """theirs, ours: logits [B, T, V]; compared in fp64, where rounding does not add up."""
+    """Compare logits [B, T, V] in fp64, whose rounding errors are negligible."""
     if theirs.shape != ours.shape:
         raise ValueError(
             f"transformers gives logits of shape {tuple(theirs.shape)}, and this model of "

@@ -106,7 +106,7 @@ def _answer(
     draw: Callable[[list[int]], Iterator[Tensor]],
     shows: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (the continuations of a prompt, figures). shows: print them, the first while it is drawn."""
+    """Return (continuations of a prompt, counts and times). shows: print the texts, the first while it is drawn."""
     ids = encode_prompt(tokenizer, prompt)
     started, drawn = time.monotonic(), []
     tokens = _each(draw(ids), drawn)
@@ -134,14 +134,14 @@ def _answer(
 
 
 def _each(tokens: Iterable[Tensor], drawn: list[Tensor]) -> Iterator[int]:
-    """Yield the first row's tokens, and keep those of all rows [B, 1] in `drawn`."""
+    """Yield the first row's tokens, and append the tokens of all rows [B, 1] to `drawn`."""
     for token in tokens:
         drawn.append(token.cpu())
         yield int(drawn[-1][0])
 
 
 def pieces_of(tokenizer: BaseTokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the prompt's text, then that of the tokens, as soon as it consists of whole characters."""
+    """Yield the prompt's text, then the text of the tokens in pieces that end with a whole character."""
     ids, shown = list(prompt), ""
     for token in itertools.chain([None], tokens):
         ids += [] if token is None else [token]
@@ -152,7 +152,7 @@ def pieces_of(tokenizer: BaseTokenizer, prompt: list[int], tokens: Iterable[int]
 
 
 def encode_prompt(tokenizer: BaseTokenizer, text: str) -> list[int]:
-    """Return the token ids of `text`, begun as a document; ValueError if there are none."""
+    """Return the token ids of `text` as the beginning of a document; ValueError if there are none."""
     begins = getattr(tokenizer, "begins_documents", True)
     ids = tokenizer.encode(text, add_bos=begins, add_eos=False)
     if not ids:
@@ -169,7 +169,7 @@ def chat(
     ends: list[int],
     draw: Callable[[list[int]], Iterator[Tensor]],
 ) -> None:
-    """Answer the turns that stdin has on its lines. ends: gets the token that ends a turn."""
+    """Answer each line of stdin as a user's turn. ends: the id of the token that ends a turn is added to it."""
     template = ChatTemplate.of_tokenizer(tokenizer, path=template_path)
     if template is None:
         raise ValueError(

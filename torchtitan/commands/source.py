@@ -26,7 +26,7 @@ from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.events import FILE_NAME, exit_code
 from torchtitan.tools.files import open_file
 
-RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes if nothing else is said
+RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes by default
 MODEL_FOLDER = "model"  # in RUN_FOLDER, where the default job exports its model
 _LONGEST_TABLE = 32_768  # positions of the RoPE table for a model from Hugging Face
 
@@ -37,10 +37,10 @@ class UnknownModelError(ValueError):
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Turn a user's mistake into one line on stderr; exit code 2 for the config's, 1 for others."""
+    """Turn a user's mistake into one line on stderr. Exit code 2 for a mistake in the config, 1 for others."""
     warnings.filterwarnings(
         "ignore", "torch.distributed is disabled"
-    )  # one process, as it should be
+    )  # these commands run on one process
     try:
         yield
     except (ValueError, OSError, FloatingPointError, RunError, ImportError) as error:
@@ -53,8 +53,8 @@ def errors_as_sentences() -> Iterator[None]:
 def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]) -> JobConfig:
     """Return the config of the source's job, changed by flags.
 
-    It comes from `config_file`, else from a source that is a TOML file, else from the config.json in
-    it, else from the config that its run recorded. Raises UnknownModelError if there is none of these.
+    The config is read from the first of these: `config_file`, the source if it is a TOML file, the
+    source's config.json, the config that its run recorded. Raises UnknownModelError without any of them.
     """
     source = source or ("" if config_file else RUN_FOLDER)
     if os.path.isfile(source) and not config_file:
@@ -88,19 +88,19 @@ def _recorded_config(source: str) -> dict[str, Any]:
             f"SOURCE must be a file or folder, and {source!r} is none; correct the path"
         )
     raise UnknownModelError(
-        f"nothing says which model {source!r} is: it has no config.json, and no {FILE_NAME} of its run "
-        "is there or above; give the job's TOML file with --config"
+        f"the model of {source!r} is unknown: there is no config.json, and no {FILE_NAME} of its run in "
+        "the folder or above it; give the job's TOML file with --config"
     )
 
 
 def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table without keys that TOML could not set: None is their default."""
+    """Return the table without None, the default of its keys, because TOML has no None."""
     plain = {key: value for key, value in table.items() if value is not None}
     return {k: _without_none(v) if isinstance(v, dict) else v for k, v in plain.items()}
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a conversion's options with the model that they, or the input, name; else Llama 3 8B."""
+    """Return a conversion's options with a model: the one that options or input name, else Llama 3 8B."""
     options, config = dict(options), options["config"]
     del options["config"]
     names = options["model_name"] or "llama3", options["model_flavor"] or "8B"
@@ -155,7 +155,7 @@ def open_engine(
 ) -> TrainingEngine:
     """Return an engine for scoring on one process, with the weights in a folder.
 
-    Raises ValueError for several processes, and if the weights are not of the config's model.
+    Raises ValueError for several processes, and for weights of another model than the config's.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
@@ -171,7 +171,7 @@ def open_engine(
     config.model.converters = kept
     config.training.global_batch_size, config.training.enable_cpu_offload = -1, False
     config.lr_scheduler = LRScheduler(warmup_steps=0)
-    seed = config.debug.seed or 0  # nothing is drawn but, with adapters, the base of a run
+    seed = config.debug.seed or 0  # only adapters need it, if their base was drawn at random
     config.debug.seed = read_record(weights).get("seed", seed) if has_adapters else seed
     engine = TrainingEngine(config, train_spec=train_spec, forward_only=True)
     with on_error(engine.close):

@@ -204,7 +204,7 @@ class Loss(Section):
     top_k: Count = 0
     kl_weight: PositiveFloat = 1.0  # For distillation: weight of the divergence
     label_weight: NotNegative = 0.0  # For distillation: weight of the cross entropy of the labels
-    # For distillation: divides both models' logits in the divergence, which is multiplied by its square
+    # For distillation: temperature of both models in the divergence, which is multiplied by temperature^2
     temperature: PositiveFloat = 1.0
 
 
@@ -352,7 +352,8 @@ class Checkpoint(Section):
     initial_load_in_hf: bool = False
     # Dequantize the Hugging Face safetensors to start from
     initial_load_in_hf_quantized: bool = False
-    # Untrained parts of the Hugging Face model, such as a vision tower, in exports
+    # Untrained parts of the Hugging Face model, such as a vision tower: copy them to exports, drop them from
+    # exports, or refuse to load the model
     untrained_weights: Literal["copy", "drop", "refuse"] = "drop"
     # The last checkpoint holds only the weights; no job can resume from it
     last_save_model_only: bool = True

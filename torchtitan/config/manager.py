@@ -281,7 +281,7 @@ def _program() -> str:
 
 
 class _FlagMistake(SystemExit):
-    """The exit after a mistake in the flags, with the parser's message, which is not printed yet."""
+    """The exit after a mistake in the flags. Holds the parser's message, which is not printed yet."""
 
     def __init__(self, message: str) -> None:
         super().__init__(2)
@@ -310,7 +310,7 @@ def _sentence_in(box: str) -> str:
     typed = sentence.partition(" ")[0].partition("=")[0]
 
     def nearest(line: str) -> str:
-        """Return, of the flags in a line such as `--a.enable, --a.no_enable`, the one like the typed flag."""
+        """Return the flag in a line such as `--a.enable, --a.no_enable` that is most like the typed flag."""
         flags = re.findall(r"--[\w.-]+", line)
         return max(flags, key=lambda flag: difflib.SequenceMatcher(None, typed, flag).ratio())
 

@@ -101,7 +101,7 @@ class ChatTemplate:
         if not isinstance(source, str):
             raise ValueError(f"{name} must be a text, got a {type(source).__name__}; correct it")
         added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-        # A token that is not special, such as <tool_call>, controls something only if it is used.
+        # A token that is not special, such as <tool_call>, is a control token only if the template has it.
         control_tokens = [
             token.content
             for token in added
@@ -185,7 +185,7 @@ class ChatTemplate:
         return found and found[0]
 
     def end_of_turn(self, text: str) -> int:
-        """Return the length of a text without trailing blanks, if a control token precedes these."""
+        """Return the length of a text, without trailing blanks if these follow a control token."""
         end = text.rstrip()
         return len(end if end.endswith(self._control_tokens) else text)
 
@@ -195,7 +195,7 @@ class ChatTemplate:
         return max(ends, key=len, default=None)
 
     def stop_token(self, text: str, rest: str) -> str:
-        """Return the leading control token of `rest`, which ends the turn `text`; "" if `text` has one."""
+        """Return `rest` through its leading control token; "" if it has none, or if `text` ends with one."""
         if text.rstrip().endswith(self._control_tokens):
             return ""
         found = self._token.match(rest, len(rest) - len(rest.lstrip()))

@@ -173,7 +173,7 @@ class ChatTokens:
 
     too_long: "error" raises ValueError for a longer chat, "cut" truncates it, "skip" returns no tokens. A
         chat with no trained token before the truncation is skipped as well.
-    key: identifies the settings of the tokens, besides the tokenizer. template: the encoder's part.
+    key: identifies all settings but the tokenizer that the tokens depend on. template: the encoder's key.
     """
 
     unit, what, limit = "chat", "the chat", "training.seq_len"  # for messages
@@ -305,7 +305,7 @@ class _Chat:
     def _with_stop_tokens(
         self, text: str, spans: list[Span], turns: list[int]
     ) -> tuple[str, list[Span]]:
-        """Extend each turn that has no closing token by the next turn's first token, as a stop token."""
+        """Extend each turn without a closing token by the next turn's first token, as its stop token."""
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
             if turn + 1 == len(self.messages):  # the user's next turn
@@ -362,7 +362,7 @@ class _Chat:
         self._beginnings = dict(zip(keys, results, strict=True))
 
     def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
-        """Return the text of the first `number` messages (`of` others), with the next turn's header."""
+        """Return the text of the first `number` messages, or of those in `of`. header: add the next turn's."""
         try:
             if of is None and (number, header) in self._beginnings:
                 return text_of(self._beginnings[number, header])
@@ -379,9 +379,9 @@ class _Chat:
 
         Two renderings should be prefixes of the chat's text: the messages before the turn with the turn's
         header, and the messages through the turn. The second is no prefix if the template drops reasoning
-        from earlier turns. Then a rendering with another content of the turn shows which text follows the
-        content, and that text must begin with what follows the content of a last turn. Raises ValueError if
-        the span cannot be found.
+        from earlier turns. Then the turn is rendered with another content to find the text after its content,
+        in the chat and as the last turn; the chat's must begin with the last turn's. Raises ValueError if the
+        span cannot be found.
         """
         before = self._beginning(turn, header=True)
         through = self._beginning(turn + 1)
@@ -414,7 +414,7 @@ _MARK_IT = (
 
 
 def _difference(text: str, prefix: str) -> str:
-    """Describe, for messages, where `text` differs from `prefix`; "" if it begins with it."""
+    """Describe, for messages, where `text` differs from `prefix`; "" if `text` begins with `prefix`."""
     if text.startswith(prefix):
         return ""
     same = len(os.path.commonprefix([text, prefix]))

@@ -84,7 +84,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         return map(_with_sample_ids_aside, batches)
 
     def _whole_batches(self, parts: Iterator[Any]) -> Iterator[Any]:
-        """Join the rows of a batch, of which each data worker has read a part; see `_collate_rows`."""
+        """Join the parts of a batch that the data workers have read; see `_collate_rows`."""
         while batch := list(itertools.islice(parts, max(self.num_workers, 1))):
             rows = [row for rows, _ in batch for row in rows]
             if not rows:  # no worker has a row left

@@ -40,7 +40,7 @@ class Order:
     """Maps document numbers, which increase from pass to pass, to indices in a data set.
 
     Number n is read in pass n // N, over N documents. seed: None keeps the order of the data set.
-    A pass is permuted by a Feistel network of 8 rounds over the next power of four, again until the result
+    A pass is permuted by a Feistel network of 8 rounds over the next power of four, repeated until the result
     is below N (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
 
@@ -219,7 +219,7 @@ class Source:
             self._separators = []
             logger.warning(
                 f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
-                "that control token and begins no document; take it out if it is none, or marks an end (said once)"
+                "that control token and begins no document; remove it if it is text or marks the end (logged once)"
             )
         return document
 
@@ -322,7 +322,7 @@ class StreamedFeed:
     """Reads one row stream's share of a `datasets.IterableDataset`: `share.reader` of `share.num_readers`.
 
     With a seed, each pass shuffles the files, and the documents within each block of `STREAM_BLOCK`. A
-    position is that of `datasets` at the start of the block, and the number of documents taken from it.
+    position has `datasets`' position at the start of the block, and the number of documents taken since.
     """
 
     def __init__(self, source: Source, share: DocumentShare) -> None:

@@ -386,7 +386,7 @@ def _files_in(root: str) -> dict[str, os.stat_result]:
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
     """Return the number, bytes and SHA-256 digest of the files at `path`; {} if it does not exist.
 
-    The digest covers names, sizes, times and samples; is_movable: no times, samples of 128 files.
+    The digest covers names, sizes, times and samples; is_movable: without times, and with samples of at most 128 files.
     """
     if not path or not os.path.exists(path):
         return {}

@@ -21,8 +21,8 @@ class Tokens(NamedTuple):
     """Tokens of a document, or of a part of it.
 
     ids: [n] integers. trained: [n] bool, True for labels of the loss; None: all tokens are labels.
-    split: where the second part of a preference pair begins. reference: the sums of log-probs of its
-    answers under the reference model, if the data have them.
+    split: index of the first token of a preference pair's second part. reference: the reference model's
+    summed log-probs of the two answers, if the data have them.
     """
 
     ids: NDArray[Any]

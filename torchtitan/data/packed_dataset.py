@@ -26,7 +26,7 @@ class PackedDataset(IterableDataset):
         `datasets.IterableDataset` there are as many streams as the greatest common divisor of its files
         and the global batch's rows. None: one row stream for this rank, whatever its batch size.
     infinite: repeat the data without end. Otherwise each iteration reads the data from the start.
-    planned: plan rows that have every document as often as its source's limit says. Collective.
+    planned: plan rows in which each document occurs as often as its source's limit says. Collective.
     Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
     ranks cannot share a stream.
     """

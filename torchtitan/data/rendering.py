@@ -17,7 +17,7 @@ _MOST_CHARACTERS = 2**24  # per rendered text; a million tokens need about a qua
 
 
 class _Generation(ext.Extension):
-    """The tag {% generation %}: its content between two variables, which are empty unless passed."""
+    """The tag {% generation %}: writes its content between two variables, empty unless the caller sets them."""
 
     tags = {"generation"}
 

@@ -40,9 +40,9 @@ class Packing:
     Rows are padded with `padding_id`. positions (from 0 in each document), document_ids, sources
     (indices in the mixture), pair_ids, ref_logprobs: whether rows get these entries [T].
 
-    pair_ids: documents are preference pairs, whose parts are two documents of the row. Labels of pair k of
-    the row, counted from 1, get k in the chosen part and -k in the rejected one; other labels get 0.
-    ref_logprobs: [T] fp32, an answer's sum at its last label, 0 elsewhere.
+    pair_ids: documents are preference pairs, whose parts are two documents of the row. Labels of the row's
+    pair k, counted from 1, get k in the chosen part and -k in the rejected part; other labels get 0.
+    ref_logprobs: [T] fp32, the reference's log-prob of an answer at its last label, 0 elsewhere.
     """
 
     method: Literal["concat", "fit", "none"] = "concat"
@@ -128,7 +128,7 @@ class RowStream:
     def state(self) -> tuple[Any, ...]:
         """Return the position for a checkpoint; an open document of which no token is taken is one integer."""
         places: list[Any] = []
-        lengths: list[int] = []  # of those that are one number
+        lengths: list[int] = []  # of the documents whose place is one integer
         for document in self.open:
             if document.num_left:
                 place = document.place()
@@ -244,8 +244,8 @@ class RowStream:
 
         candidates: source index -> its next document, for each source with a document left.
         share_of_open: the fraction of an open document's tokens to count; long documents wait longer.
-        Compares the token counts after 0 to 2 more rows and 0 to 1 more documents of each source, by
-        stream, so that errors cancel.
+        Each stream looks ahead by its own phase, up to 2 rows and 1 document of each source, so that the
+        errors of the streams cancel.
         """
         if len(self.feeds) == 1:
             return 0

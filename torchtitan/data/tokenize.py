@@ -275,7 +275,7 @@ def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
 
 
 def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, int]]:
-    """Write parts in `job.processes` processes; yield (part, number of tokens) of each written part."""
+    """Write parts in `job.processes` processes; yield (part, number of tokens) after each part."""
     try:
         pickled = pickle.dumps(job)
     except Exception as error:  # pickle raises several types

@@ -1,4 +1,4 @@
-"""What a step of a training job needs and sends on each device; see docs/estimate.md."""
+"""Estimate what a step of a training job allocates, sends and computes on a rank; see docs/estimate.md."""
 
 import os
 import sys

@@ -5,15 +5,15 @@ import dataclasses
 import math
 from typing import Any
 
-# Axes whose collectives the next operator waits for; the others' can run beside computation.
+# Mesh axes whose collectives block the next operator; those of other axes can overlap computation.
 IN_LINE = ("tp", "cp", "ep", "etp")
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Peaks of one GPU: FLOP/s (bf16, dense), and bytes/s in one direction.
+    """Peak rates of one GPU. flops: FLOP/s in bf16, dense. nvlink, network: bytes/s in one direction.
 
-    memory: bytes/s read and written.
+    memory: bytes/s, reads plus writes.
     """
 
     flops: float
@@ -24,18 +24,18 @@ class Machine:
 
 
 def without_memory(machine: Machine) -> Machine:
-    """For compiled steps, whose fused operators move less than was counted: the bound leaves it out."""
+    """Return the machine without a memory limit, because compiled steps move fewer bytes than counted."""
     return dataclasses.replace(machine, memory=math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Seconds of a step that it cannot go below on that machine.
+    """Lower bounds on the time of a step on a machine, in seconds.
 
-    compute: its FLOPs at peak. memory: what all other operators read and write, each by itself; a
-    compiler that fuses them moves less. in_line: collectives that the next operator waits for.
-    beside: the longer one of NVLink and network for all others, which can run at the same time as
-    the rest. step: max(compute + memory + in_line, beside), plus the pipeline's bubble.
+    compute: matrix products and attention at peak FLOP/s. memory: reads and writes of all other
+    operators, without fusion. in_line: collectives that block the next operator. beside: all other
+    collectives, which can overlap the rest. Collectives take the longer of NVLink and network time.
+    step: max((compute + memory + in_line) * (1 + the pipeline's bubble), beside).
     """
 
     compute: float
@@ -47,7 +47,7 @@ class Bound:
 
 
 def bound_of(estimate: Any, machine: Machine) -> Bound:
-    """estimate: a `StepEstimate`, made for `machine.gpus_per_node`."""
+    """Return the bound of a `StepEstimate` that was made for `machine.gpus_per_node`."""
 
     def seconds(in_line: bool) -> float:
         on_nvlink = on_network = 0.0
@@ -68,9 +68,9 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
 
 
 def depths_of(config: Any) -> tuple[int, int] | None:
-    """Return two numbers of layers at which to estimate a step; a line through both estimates gives the
-    step of the real model. Both fill the stages of a pipeline evenly. None if the config itself divides the
-    layers into stages.
+    """Return two numbers of layers at which to estimate a step; the step of the real model is extrapolated
+    linearly from both. Both fill the stages of a pipeline evenly. None if the config itself assigns the
+    layers to stages.
     """
     # Imported here, because it imports torch, and options are read before the device is prepared.
     from torchtitan.config.pipeline_layout import SINGLE_STAGE_SCHEDULES, is_one_of
@@ -79,15 +79,15 @@ def depths_of(config: Any) -> tuple[int, int] | None:
     pp = parallelism.pipeline_parallel_degree
     option = config.activation_checkpoint.selective_ac_option
     is_by_layers = config.activation_checkpoint.mode == "selective" and option.isdigit()
-    period = int(option) if is_by_layers else 1  # layers until they repeat
+    period = int(option) if is_by_layers else 1  # recomputation repeats every `period` layers
     if pp == 1:
-        # First layers may be unlike others, and every second one unlike the one before.
+        # The first layers may differ from the others, and odd layers from even ones.
         return 4, 4 + math.lcm(2, period)
     if parallelism.pipeline_parallel_layers_per_stage or parallelism.module_fqns_per_model_part:
         return None
     is_single = is_one_of(parallelism.pipeline_parallel_schedule, SINGLE_STAGE_SCHEDULES)
     n_stages = pp if is_single else 2 * pp
-    # As many layers as embeddings and logits count for.
+    # The embeddings count as `first` layers, and the logits as `last` layers.
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
     low = 1 + max(1, first, last)

@@ -5,10 +5,9 @@
     import torch
     patch_cuda()
 
-Autograd, FSDP, the compiler's front end and pinned memory then take the branches that they take
-on CUDA. Tensors "on cuda" must be fake ones, see `rehearsal.py`. Streams and events record who
-waits for whom, so that a missing wait can be found; a call that makes the host wait is reported
-to `on_host_wait`.
+Autograd, FSDP, the compiler's front end and pinned memory then take the same branches as on CUDA.
+Tensors on "cuda" must be fake tensors, see `rehearsal.py`. Streams and events keep vector clocks, so
+that a missing wait can be found. A call that makes the host wait is reported to `on_host_wait`.
 """
 
 import contextlib
@@ -30,8 +29,8 @@ from typing import Any
 
 from torchtitan.tools.files import read_text
 
-# Autograd wants a guard: one device, with one stream whose work is always done. The pinned
-# allocator knows its own memory, so that `Tensor.is_pinned()` tells the truth in every thread.
+# Autograd needs a device guard: it has one device, with one stream that is always idle. The pinned
+# allocator records its blocks, so that `Tensor.is_pinned()` is right in every thread.
 _SOURCE = r"""
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -108,12 +107,12 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 
 def why_not() -> str | None:
-    """Why this machine cannot rehearse, in words; None if it can."""
+    """Return why this machine cannot load the stand-in device; None if it can."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return "torch is not installed"
     if sys.platform != "linux":
-        return f"loads a Linux library, and this is {sys.platform}"
+        return f"it is a Linux library, and this is {sys.platform}"
     if (Path(torch.origin).parent / "lib/libtorch_cuda.so").exists():
         return "this torch was built with CUDA; the stand-in needs a CPU build"
     if shutil.which("g++") is None:
@@ -122,7 +121,7 @@ def why_not() -> str | None:
 
 
 def prepare_device() -> None:
-    """Provide a device to rehearse on: this machine's GPU, or the stand-in; torch must not be imported."""
+    """Provide this machine's GPU, or the stand-in, as the CUDA device. Call it before importing torch."""
     reason = why_not()
     if reason is None:
         load_device()
@@ -132,15 +131,15 @@ def prepare_device() -> None:
 
     if not torch.cuda.is_available():
         sys.exit(
-            f"there is no GPU to stand for those of the job, and none can be invented: {reason}; "
+            f"this machine has no GPU, and the stand-in for one cannot be loaded: {reason}; "
             "install torch's CPU build and g++ on Linux, or run this on a machine with a GPU"
         )
 
 
 def load_device() -> None:
-    """Compile the stand-in (2 s, once per torch version) and load it; torch must not be imported.
+    """Compile the stand-in (2 s, once per torch version) and load it.
 
-    torch asks for CUDA once, while it is imported, and remembers the answer.
+    Call it before importing torch, which looks for CUDA only during its import.
     """
     if "torch" in sys.modules:
         raise RuntimeError("load_device() has to come before the first `import torch`")
@@ -153,7 +152,7 @@ def load_device() -> None:
             command = f"g++ -O0 -std=c++20 -shared -fPIC -x c++ -I{root}/include -L{root}/lib"
             command = [*command.split(), "-o", str(made), "-", "-lc10", "-ltorch_cpu"]
             subprocess.run(command, input=_SOURCE.encode(), check=True)
-            # Renamed in one go: several test processes may build at the same time.
+            # Rename atomically, because several test processes may build at the same time.
             shutil.copy(made, f"{library}.{os.getpid()}")
             os.replace(f"{library}.{os.getpid()}", library)
     for path in (root / "lib/libc10.so", root / "lib/libtorch_cpu.so", library):
@@ -163,18 +162,18 @@ def load_device() -> None:
 # ---- streams and events ----
 
 Clock = Counter
-"""How many operations of each stream (by its id) are known to be finished: a vector clock."""
+"""A vector clock: stream id -> number of operations of the stream that are known to be finished."""
 
 _numbers = itertools.count(1)
 _current = threading.local()
 
 
 def on_host_wait(what: str) -> None:
-    """Called when the host waits for a stream, an event or the device; a rehearsal replaces it."""
+    """Hook for waits of the host for a stream, an event or the device; `Rehearsal` replaces it."""
 
 
 class Host:
-    """`clock`: what the host knows to be finished, in whatever thread it learned that."""
+    """clock: operations that the host knows to be finished; all threads share it."""
 
     clock = Clock()
 
@@ -183,7 +182,7 @@ host = Host()
 
 
 class Event:
-    """A point in a stream; `clock` is what was finished or queued before it."""
+    """A point in a stream. clock: the operations that finish before this point."""
 
     def __init__(self, *_args, **_kwargs) -> None:
         self.clock = Clock()
@@ -198,7 +197,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        # The device does not idle while it has work that was queued since.
+        # Work that was queued after the event keeps the device busy during this wait.
         is_busy = any(tick > self.clock[s] for s, tick in current_stream().clock.items())
         on_host_wait("event.synchronize" + (", late" if is_busy else ""))
         host.clock |= self.clock
@@ -208,7 +207,7 @@ class Event:
 
 
 def make_stream_class(torch: types.ModuleType) -> type:
-    """A subclass of torch's, for annotations and isinstance checks."""
+    """Return a subclass of torch's stream class, for annotations and isinstance checks."""
 
     class Stream(torch.cpu.Stream):
         device_type = 1
@@ -224,7 +223,7 @@ def make_stream_class(torch: types.ModuleType) -> type:
         device_index = 0
 
         def tick(self) -> None:
-            """One more operation is queued here."""
+            """Count one more operation on this stream."""
             self.clock[self.stream_id] += 1
 
         def record_event(self, event: Event | None = None) -> Event:
@@ -263,7 +262,7 @@ default_stream: Any  # a Stream, made by patch_cuda
 
 
 def current_stream(device=None) -> Any:
-    """Each thread has its own current stream, the default one until it says otherwise."""
+    """Return this thread's current stream, by default `default_stream`."""
     return getattr(_current, "stream", default_stream)
 
 
@@ -283,7 +282,7 @@ def _synchronize(device=None) -> None:
 
 
 def patch_cuda(memory_gib: int = 141) -> None:
-    """Let `torch.cuda` and `torch.accelerator` speak of an H200 of `memory_gib`."""
+    """Make `torch.cuda` and `torch.accelerator` report an H200 with `memory_gib` GiB."""
     global default_stream
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -328,7 +327,7 @@ def patch_cuda(memory_gib: int = 141) -> None:
         "device": lambda device: contextlib.nullcontext(),
     }.items():
         setattr(torch.cuda, name, value)
-    # Objects of their own: the compiler has a handler for each.
+    # Separate classes, because the compiler has a handler for each of them.
     torch.Stream = type("Stream", (stream_class,), {})
     torch.Event = type("Event", (Event,), {})
     torch.accelerator.empty_host_cache = lambda: None
@@ -340,4 +339,4 @@ def patch_cuda(memory_gib: int = 141) -> None:
         backend and backend.replace("nccl", "fake"), *args, **kwargs
     )
     FakeTensorMode.avoid_device_init = True
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") passes our mode by
+    torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(..., device="cuda") bypasses it

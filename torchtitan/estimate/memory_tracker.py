@@ -1,7 +1,7 @@
-"""Counts the bytes of the tensors that are alive, by what they are for.
+"""Counts the bytes of live tensors by kind: parameters, gradients, optimizer state, other.
 
-Works alike on real tensors and on fake ones, which have a size and no memory. What it sees is
-what torch allocates for tensors: no scratch memory inside a kernel, no allocator's rounding.
+Works on real tensors and on fake ones, which have a size but no memory. Counts only what torch
+allocates for tensors, without scratch memory of kernels and rounding of the allocator.
 """
 
 import functools
@@ -26,10 +26,10 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class MemoryTracker(TorchDispatchMode):
-    """While entered, counts every storage of a device that an operator returns until it is freed.
+    """While active, counts each storage that an operator returns on a device type, until it is freed.
 
-    live: bytes now, by kind. peak: `live` at the moment since `reset_peak` when its sum was
-    largest. most: the largest that each kind has been, each at a moment of its own.
+    live: current bytes, by kind. peak: `live` when its sum was largest since `reset_peak`.
+    most: the largest bytes of each kind since then; kinds may reach them at different times.
     """
 
     supports_higher_order_operators = True
@@ -38,7 +38,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.device_type = device_type
         self.live: Counter[str] = Counter()
-        # storage -> [bytes, kind]; by identity, and without keeping it alive.
+        # storage -> [bytes, kind]; storages are compared by identity and held weakly.
         self._storages = WeakIdKeyDictionary(ref_type=weakref.ref)
         self.reset_peak()
 
@@ -47,7 +47,7 @@ class MemoryTracker(TorchDispatchMode):
         self.most = Counter(self.live)
 
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
-        """Count the storages of these tensors, seen before or not, as `kind`."""
+        """Count the storages of these tensors as `kind`, even if they were counted as another kind."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local()
@@ -55,7 +55,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._count(tensor.untyped_storage(), kind)
 
     def __enter__(self) -> "MemoryTracker":
-        # FSDP frees and allocates gathered parameters by resizing them, which is no operator.
+        # FSDP frees and allocates gathered parameters with `resize_`, which dispatches no operator.
         resize = self._resize = torch.UntypedStorage.resize_
 
         @functools.wraps(resize)
@@ -73,17 +73,17 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes operators on local tensors, which come here again
+            return NotImplemented  # DTensor calls operators on local tensors, which come here again
         result = func(*args, **(kwargs or {}))
         if torch._C._get_dispatch_mode(_FAKE) is not None:
-            return result  # DTensor finds out a shape, on tensors that no rank has
+            return result  # DTensor infers a shape with fake tensors, which no rank allocates
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.device.type == self.device_type:
                 self._count(value.untyped_storage())
         return result
 
     def _count(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
-        """kind: None leaves a storage what it was."""
+        """Update the size of a storage. kind: its new kind; None keeps its kind."""
         entry = self._storages.get(storage)
         if entry is None:
             entry = self._storages[storage] = [0, OTHER]

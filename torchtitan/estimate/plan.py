@@ -1,13 +1,13 @@
-"""Which layout to take for a model on some GPUs: those that fit, by the time that a step takes at least.
+"""Rank the parallel layouts of a model that fit on the given GPUs, by a lower bound on the step's time.
 
     torchtitan plan X.toml --gpus 64 --memory 80 [config overrides]
 
-Tries data, tensor and pipeline parallelism of all sizes, keeps the config's context and expert
-parallelism, and its global batch: `training.global_batch_size`, or `local_batch_size` rows on each GPU.
-A rank works on as many rows at once as fit, and accumulates gradients over the rest. Each layout is
-rehearsed without a GPU, at two depths of the model (`torchtitan.estimate.step`), which takes a quarter
-of a minute; what its states alone leave no room for is not. Times are bounds from the peaks given
-as options, see docs/scale.md: they rank layouts that differ by much.
+Tries all degrees of data, tensor and pipeline parallelism. Keeps the config's context and expert
+parallelism and its global batch: `training.global_batch_size`, or `local_batch_size` rows per GPU.
+A rank runs as many rows at once as fit, and accumulates gradients over the rest. Each layout is
+rehearsed without a GPU, at two depths of the model (`torchtitan.estimate.step`), in about 15 seconds,
+unless parameters, gradients and optimizer states alone do not fit. Times are lower bounds from the peak
+rates in the options, so trust only large differences between layouts; see docs/scale.md.
 """
 
 import copy
@@ -28,15 +28,15 @@ from torchtitan.estimate.bounds import (
 )
 from torchtitan.estimate.device import prepare_device
 
-# Of the memory, left to the allocator, CUDA and NCCL: see docs/estimate.md.
+# Share of GPU memory to use, and GiB to leave to the allocator, CUDA and NCCL: see docs/estimate.md.
 USABLE, RESERVED_GIB = 0.9, 1.0
-# Parameters, gradients and two moments in fp32.
+# Bytes per parameter of the parameter, its gradient and two moments in fp32.
 BYTES_OF_STATES = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Ranks of each axis; rows is how many a data-parallel rank gets of the global batch."""
+    """Degree of each mesh axis. rows: rows of the global batch on each data-parallel rank."""
 
     replicas: int
     shards: int
@@ -54,7 +54,7 @@ class Layout:
         return ", ".join(kept) or "one GPU"
 
     def settings(self, rows_at_once: int) -> dict[str, dict[str, int]]:
-        """Return section -> key -> value."""
+        """Return the settings of the layout: section -> key -> value."""
         return {
             "parallelism": {
                 "data_parallel_replicate_degree": self.replicas,
@@ -79,7 +79,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """estimate: of the rank that needs most memory. bound: of the slowest one."""
+    """estimate: of the rank that needs the most memory. bound: of the slowest rank."""
 
     layout: Layout
     rows_at_once: int
@@ -88,7 +88,7 @@ class Planned:
 
 
 def layouts(config: Any, n_gpus: int, gpus_per_node: int, global_rows: int) -> Iterator[Layout]:
-    """All that use every GPU and deal the rows of the global batch evenly."""
+    """Yield the layouts that use every GPU and split the rows of the global batch evenly."""
     cp = config.parallelism.context_parallel_degree
     for tp in _divisors(min(n_gpus, gpus_per_node)):
         for pp in _divisors(n_gpus // tp):
@@ -98,7 +98,7 @@ def layouts(config: Any, n_gpus: int, gpus_per_node: int, global_rows: int) -> I
             if global_rows % dp:
                 continue
             for replicas in {1, max(1, dp * tp * cp // gpus_per_node)}:
-                # Replicas pay where each keeps to a node.
+                # Replicas pay off if each replica stays within a node.
                 if dp % replicas == 0:
                     yield Layout(replicas, dp // replicas, tp, pp, cp, global_rows // dp)
 
@@ -108,16 +108,16 @@ def _divisors(n: int) -> list[int]:
 
 
 def least_states(num_params: int, layout: Layout) -> float:
-    """Bytes of one rank, if stages were equal."""
+    """Return the bytes of states on one rank, as if all stages had equally many parameters."""
     return num_params * BYTES_OF_STATES / (layout.shards * layout.cp * layout.tp * layout.pp)
 
 
 def plan_of(
     layout: Layout, base: Any, usable: float, estimate: Callable[[Any, int], Any]
 ) -> tuple[int, list[Any]] | None:
-    """Return the most rows at once that fit into `usable` bytes, and the estimates of ranks, fullest first.
+    """Return (most rows at once that fit into `usable` bytes, estimates of ranks by falling peak memory).
 
-    None if a single row, or for a pipeline the layout's rows, does not fit.
+    None if a single row does not fit or, under a pipeline, if `layout.rows` rows do not fit.
     """
     ranks = {0, layout.replicas * layout.shards * layout.tp * layout.pp * layout.cp - 1}
     ranks = sorted(ranks) if layout.pp > 1 else [0]
@@ -126,7 +126,7 @@ def plan_of(
         estimates = [estimate(layout.config(base, rows), rank) for rank in ranks]
         return sorted(estimates, key=lambda estimate: -estimate.peak)
 
-    # A pipeline works on microbatches, of which there should be many.
+    # A pipeline runs all rows at once, because many microbatches make its bubble small.
     if layout.pp > 1:
         found = fullest_first(layout.rows)
         return (layout.rows, found) if found[0].peak <= usable else None
@@ -197,7 +197,7 @@ def main() -> None:
     with errors_as_sentences():
         base = job_of(args.source, args.config, config_args)
         num_params = num_params_of(base)
-    base.model.converters = []  # in bf16, whose peak is given
+    base.model.converters = []  # no quantization: the peak is that of bf16
     if base.compile.applies_to("model"):
         machine = without_memory(machine)
     training = base.training
@@ -211,7 +211,7 @@ def main() -> None:
 
     tried, plans = 0, []
     candidates = list(layouts(base, args.gpus, machine.gpus_per_node, global_rows))
-    # Few ranks in line first: what comes late waits most for others.
+    # Low tensor and pipeline degrees first: with high degrees ranks wait most for each other.
     candidates.sort(key=lambda layout: (layout.tp * layout.pp, layout.replicas))
     for layout in candidates:
         states = least_states(num_params, layout)

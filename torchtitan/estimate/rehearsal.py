@@ -1,8 +1,8 @@
-"""The dispatch mode under which tensors on "cuda" are fake, and all others real.
+"""The dispatch mode in which tensors on "cuda" are fake and all other tensors are real.
 
-It raises where a tensor of the host meets one of the device, and notes in `waits` each place
-where the host waits for the device or copies from pageable memory, and in `races` each place
-where a stream, or the host, uses what another stream may still be working on.
+It raises if an operator mixes tensors of host and device. `waits` counts the places where the host
+waits for the device or copies from pageable memory. `races` counts the places where a stream or the
+host uses memory that another stream may still be using.
 
 Not covered: kernels and their limits, device memory, NCCL.
 """
@@ -38,15 +38,14 @@ SIZED_BY_VALUES = {
 }
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
-# What the host reads is not known, and made up: 1 for a number, zeros for a tensor that it copies,
-# unless a function of the project needs something that fits its other numbers:
-# function -> (its local variables) -> a number.
+# Values that the host reads from the device are made up: 1 for a number, zeros for a copied tensor.
+# These functions of the project need another value: function -> (its local variables) -> value.
 ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "_on_any_rank": lambda _: 0,  # none of them saw a leak
+    "_on_any_rank": lambda _: 0,  # no rank saw a leak
     "check": lambda _: 0,
     "_sum_over_ranks": lambda _: 0,  # no rank ran out of data
     "_is_asked_to_stop": lambda _: 0,
-    "continue_prompts": lambda _: 1,  # one token each
+    "continue_prompts": lambda _: 1,  # each prompt gets one token
     "_begin_exchange": lambda local: _local_of_caller("pairs").shape[0] // local["num_ranks"],
 }
 
@@ -59,7 +58,7 @@ def _local_of_caller(name: str) -> Any:
 
 
 class Rehearsal(TorchDispatchMode):
-    """waits, races: what and where -> how often; see the module."""
+    """waits, races: description and place -> count; see the docstring of the module."""
 
     supports_higher_order_operators = True
 
@@ -68,13 +67,13 @@ class Rehearsal(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.waits: Counter[str] = Counter()
         self.races: Counter[str] = Counter()
-        self._uses: dict[int, _Uses] = {}  # by the storage on the device
-        self._arriving: dict[int, tuple[StorageWeakRef, int, int]] = {}  # by address on the host
+        self._uses: dict[int, _Uses] = {}  # key: storage on the device
+        self._arriving: dict[int, tuple[StorageWeakRef, int, int]] = {}  # key: address on the host
         self._lock = threading.Lock()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # or the compiler would not compile inside
+        return True  # else the compiler refuses to compile in this mode
 
     def __enter__(self) -> "Rehearsal":
         self._stack = contextlib.ExitStack()
@@ -93,12 +92,12 @@ class Rehearsal(TorchDispatchMode):
         self._stack.close()
 
     def forget(self) -> None:
-        """Begin to count again."""
+        """Reset the counts."""
         self.waits.clear()
         self.races.clear()
 
     def _note(self, what: str) -> None:
-        # A thread of the program's own is there to wait. Those of autograd are not Python's.
+        # The program's own threads may wait. Autograd's threads have another class.
         if type(threading.current_thread()) is threading.Thread:
             return
         self.waits[f"{what} in {place()[0]}"] += 1
@@ -111,9 +110,9 @@ class Rehearsal(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # what it does to its local tensors passes by here
+            return NotImplemented  # DTensor calls operators on local tensors, which come here again
         if torch._C._get_dispatch_mode(_FAKE) is not None:
-            return func(*args, **kwargs)  # DTensor or the compiler, finding out shapes
+            return func(*args, **kwargs)  # DTensor or the compiler infers shapes
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if isinstance(source, FakeTensor) and source.is_cuda:
             if func in READS:
@@ -132,7 +131,7 @@ class Rehearsal(TorchDispatchMode):
             return self._copy_into(func, *args, **kwargs)
         on_device = torch.device(kwargs.get("device") or "cpu").type == "cuda"
         if "device" in kwargs and not on_device and isinstance(source, FakeTensor):
-            # empty_like, new_zeros and the like: a real tensor of this shape, at no cost.
+            # For empty_like, new_zeros and the like: a real tensor of this shape that takes no memory.
             args = (torch.empty((), dtype=source.dtype).expand(source.shape), *args[1:])
         with self.fake_mode if on_device else contextlib.nullcontext():
             out = func(*args, **kwargs)
@@ -172,7 +171,7 @@ class Rehearsal(TorchDispatchMode):
 
     def _read(self, source, kwargs):
         self._track(aten.clone.default, (source,), {}, None)
-        # As torch does it: a copy that need not block goes to pinned memory.
+        # Like torch: a non-blocking copy goes to pinned memory.
         non_blocking = bool(kwargs.get("non_blocking"))
         dtype = kwargs.get("dtype") or source.dtype
         value = _as(dtype, self._made_up(default=0))
@@ -184,7 +183,7 @@ class Rehearsal(TorchDispatchMode):
         return copy
 
     def _expect(self, tensor) -> None:
-        """The current stream copies into it, and the host goes on."""
+        """Record that the current stream copies into a host tensor while the host continues."""
         stream = device.current_stream()
         reference = StorageWeakRef(tensor.untyped_storage())
         arrives = reference, stream.stream_id, stream.clock[stream.stream_id]
@@ -200,9 +199,9 @@ class Rehearsal(TorchDispatchMode):
         del self._arriving[key]
 
     def _check_source(self, source, non_blocking: bool) -> None:
-        """The host goes on at once only while it copies from pinned memory.
+        """Note a copy to the device, unless it is non-blocking and from pinned memory.
 
-        A number that was made on the host is not a copy of memory.
+        A blocking copy of a scalar is noted as "copy of a number".
         """
         if source.dim() == 0 and source.numel() == 1 and not non_blocking:
             self._note("copy of a number")
@@ -214,7 +213,7 @@ class Rehearsal(TorchDispatchMode):
     # ---- streams ----
 
     def _track(self, func, args, kwargs, out) -> None:
-        """Note who uses what, and what of it another stream may be in the middle of."""
+        """Record the storages that an operator uses on the current stream, and note races."""
         used = _tensors((args, kwargs))
         reads = self._arriving and not getattr(func, "is_view", False)
         for tensor in used if reads else ():
@@ -255,7 +254,7 @@ class Rehearsal(TorchDispatchMode):
 
 
 def _stage(stager: Any, use: Callable, stage: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoints in pinned memory copy storages, which no operator sees."""
+    """Record that a checkpoint copies the storage of x to pinned memory, which dispatches no operator."""
     if not isinstance(x, FakeTensor):
         return stage(stager, x, *args, **kwargs)
     use(x.untyped_storage(), False, "a tensor that is staged")
@@ -263,14 +262,14 @@ def _stage(stager: Any, use: Callable, stage: Callable, x: Any, *args: Any, **kw
 
 
 def _tolist(tensor: torch.Tensor, check: Callable, tolist: Callable) -> Any:
-    """Copy a fake CUDA tensor to the host once, as a device does; torch would read each number of it."""
+    """Copy a fake CUDA tensor to the host as a whole, like a device; torch would read number by number."""
     if not tensor.is_cuda:
         check(tensor)
     return tolist(tensor.cpu() if tensor.is_cuda else tensor)
 
 
 def _in_thread(rehearsal: Rehearsal) -> Callable[[threading.Thread], None]:
-    """What a thread runs that is started inside: dispatch modes are each thread's own."""
+    """Return a `Thread.run` that enters the rehearsal, because each thread has its own dispatch modes."""
     run = threading.Thread.run
 
     def run_inside(thread: threading.Thread) -> None:
@@ -290,9 +289,9 @@ def _push_mode(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 class _Uses:
-    """Of some memory: when each stream last wrote to it, and last used it at all.
+    """When each stream last wrote to a storage, and last used it: stream id -> count in its clock.
 
-    The weak reference keeps the storage's address from becoming that of another storage.
+    The weak reference keeps another storage from getting the same address.
     """
 
     __slots__ = ("reference", "writes", "uses")
@@ -333,7 +332,7 @@ _SKIPPED = "__torch_dispatch__", "<listcomp>", "<dictcomp>", "<genexpr>", "<lamb
 
 
 def place() -> tuple[str, Any]:
-    """("file function" of the innermost frame of the project or its tests, that frame)."""
+    """Return ("file function", frame) for the innermost frame of the project or its tests."""
     frame = sys._getframe(1)
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -347,9 +346,9 @@ def place() -> tuple[str, Any]:
 
 
 def patch_kernels() -> None:
-    """Uncompiled: flex attention as the operator that compiled code calls, varlen as it is.
+    """Without compiling, run flex attention as the operator that compiled code calls, and plain varlen.
 
-    sdpa is the kernel that an H100 chooses; a torch without CUDA's kernels would write out the scores.
+    sdpa runs the kernel that an H100 chooses; a torch without CUDA's kernels would store the scores.
     """
     from torch._functorch import partitioners
     from torch.nn.attention.flex_attention import flex_attention
@@ -364,8 +363,8 @@ def patch_kernels() -> None:
     FlexAttentionWrapper._compiled_flex_attn = staticmethod(flex)
     VarlenAttentionWrapper._compiled_varlen_attn = staticmethod(varlen_attn)
     F.scaled_dot_product_attention = _attention_of_h100
-    # Compiled code that computes attention again would restore a generator, which this device lacks;
-    # without dropout no random number is drawn.
+    # Compiled code that recomputes attention would restore the state of a random generator, which this
+    # device lacks. It is not needed, because attention without dropout draws no random number.
     partitioners.functionalize_rng_ops = lambda joint, forward, backward, n: (forward, backward)
 
 

@@ -1,4 +1,4 @@
-"""One training step of one rank of a job, rehearsed on fake tensors and counted."""
+"""Runs one training step of one rank of a job on fake tensors, and counts what it needs."""
 
 import copy
 import dataclasses
@@ -40,14 +40,14 @@ _GIB = 2**30
 class StepEstimate:
     """What one rank needs and does in a step after the first. Memory in bytes.
 
-    parameters: shards of parameters, and buffers. gradients: all of them, after backward.
-    activations: the largest sum of everything else, whenever that was: activations kept for
-        backward, parameters gathered by FSDP, buffers of collectives, temporaries.
-    peak: the largest sum of all; not all kinds are at their largest then. peak_phase says when.
-    counts: what the rank sends and computes. host_waits: where the host waited for the device,
-        and how often; None where the step ran on real tensors, which don't tell.
-    tokens: of the whole step, over all ranks. model_flops: what the model needs for them, without
-        recomputation. bubble: idle share of a pipeline's rank, over its busy time.
+    parameters: shards of parameters, and buffers. gradients: all gradients, after backward.
+    activations: the peak of all other memory: activations kept for backward, parameters gathered by
+        FSDP, buffers of collectives, temporaries.
+    peak: the peak of the total, in the phase peak_phase; the kinds may peak at other times.
+    counts: what the rank sends and computes. host_waits: place -> number of times that the host
+        waited for the device there; None if the step ran on real tensors.
+    tokens: of the whole step, over all ranks. model_flops: the model's FLOPs for these tokens, without
+        recomputation. bubble: idle time of a pipeline rank divided by its busy time.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class StepEstimate:
         return "\n".join(lines)
 
     def towards(self, other: "StepEstimate", times: float) -> "StepEstimate":
-        """This one plus `times` the difference to the other, in all that is counted."""
+        """Return self + times * (other - self), for all counted values."""
 
         def go_on(mine: Any, theirs: Any) -> Any:
             if isinstance(mine, dict):
@@ -141,10 +141,10 @@ def estimate_step(
         dims = engine.parallel_dims
         if dims.dp_replicate_enabled and not dims.uses_fsdp:
             raise ConfigError(
-                "DDP cannot be estimated, as its reducer asks other ranks when it is built; set "
+                "DDP cannot be estimated, because its reducer communicates when it is built; set "
                 "parallelism.data_parallel_shard_degree to 2 or more (FSDP, HSDP)"
             )
-        engine.tokenizer = types.SimpleNamespace(eos_id=1)  # never there: rows are one document
+        engine.tokenizer = types.SimpleNamespace(eos_id=1)  # not in the rows
         logger.info("first step, which makes the optimizer's state")
         for _ in _run_step(engine):
             pass
@@ -158,7 +158,7 @@ def estimate_step(
 def estimate_from_depths(
     job_config: JobConfig, rank: int, gpus_per_node: int, depths: tuple[int, int] | None
 ) -> StepEstimate:
-    """As `estimate_step`, along the line through models of two numbers of layers, if there are any."""
+    """Like `estimate_step`, extrapolated linearly from two depths; None estimates the model itself."""
     if depths is None:
         return estimate_step(job_config, rank, gpus_per_node)
     spec = resolve_job(_config_to_estimate(job_config), builds_data=False).train_spec
@@ -168,9 +168,9 @@ def estimate_from_depths(
 
 
 def num_params_of(job_config: JobConfig) -> int:
-    """Of the job's model. Raises ConfigError for one that does not exist."""
+    """Return the parameter count of the job's model. Raises ConfigError for an unknown model."""
     config = _config_to_estimate(job_config)
-    config.parallelism = Parallelism()  # whatever the layout
+    config.parallelism = Parallelism()  # the count does not depend on the layout
     spec = resolve_job(config, builds_data=False).train_spec
     with torch.device("meta"):
         model = spec.model_cls(spec.model_args[config.model.flavor])
@@ -178,9 +178,9 @@ def num_params_of(job_config: JobConfig) -> int:
 
 
 def _run_step(engine: TrainingEngine) -> Iterator[str]:
-    """One step on an invented batch; yields the name of each phase when it has ended."""
+    """Run one step on a made-up batch; yield the name of each phase at its end."""
     training = engine.job_config.training
-    # Pinned, as the data loader's batches are.
+    # Pinned, like the data loader's batches.
     tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.int64)
     if engine.device.type != "cpu":
         tokens = tokens.pin_memory()
@@ -201,7 +201,7 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
 
 
 def _squared_values(values: Tensor, *_: Any) -> Tensor:
-    """Stands for the loss of a model with a value head, which has none of its own."""
+    """The loss for a model with a value head, which has no default loss."""
     return values.square().sum()
 
 
@@ -227,9 +227,9 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
         for phase in _run_step(engine):
             if tracker.peak.total() > peak:
                 peak, peak_phase = tracker.peak.total(), phase
-            most |= tracker.most  # the larger one of each
+            most |= tracker.most  # the maximum of each kind
             tracker.reset_peak()
-            # The first microbatch stands for all but the last.
+            # All microbatches but the last count as much as the first.
             is_first = not total.flops
             total.add(counter.take(), max(1, n_microbatches - 1) if is_first else 1)
     dims = engine.parallel_dims
@@ -254,7 +254,7 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
 
 
 def _refuse_made_up_sizes(rehearsal: Any) -> None:
-    """What only a device could tell is made up, which must not be the size of a tensor."""
+    """Raise ConfigError if the size of a tensor was made up, because it depends on values on the device."""
     for what in _waits_of(rehearsal):
         if "context_parallel.py" in what and not what.startswith("copy of"):
             raise ConfigError(
@@ -264,7 +264,7 @@ def _refuse_made_up_sizes(rehearsal: Any) -> None:
 
 
 def _waits_of(rehearsal: Any) -> Counter[str]:
-    """Without copies that go on beside the host, and without what it reads when it is there."""
+    """Return the host's waits, without asynchronous copies and waits that leave the device busy."""
     at_once = {
         what: count
         for what, count in rehearsal.waits.items()
@@ -274,8 +274,8 @@ def _waits_of(rehearsal: Any) -> Counter[str]:
 
 
 def _axes_of_groups(engine: TrainingEngine) -> dict[tuple[str, str], str]:
-    """See `StepCounter`. Axes of the same ranks may share a group, as cp and fsdp do without data
-    parallelism: then FSDP and pipelines are told from the others by the operators they use."""
+    """See `StepCounter`. Axes with the same ranks may share a group, such as cp and fsdp without data
+    parallelism. Then the namespace decides: FSDP and pipelines call "c10d", other axes the other."""
     meshes = engine.parallel_dims.get_all_one_dimensional_meshes()
     orders = {
         "c10d": ["efsdp", "fsdp", "dp_replicate", "pp", "tp", "cp", "ep", "etp", "batch", "loss"],
@@ -290,7 +290,7 @@ def _axes_of_groups(engine: TrainingEngine) -> dict[tuple[str, str], str]:
 
 
 def _bubble(engine: TrainingEngine) -> float:
-    """(p - 1) / (v m): idle over busy time of a rank with v stages and m microbatches."""
+    """Return idle over busy time, (p - 1) / (v m): p ranks, v stages per rank, m microbatches."""
     if engine.pp_schedule is None:
         return 0.0
     config = engine.job_config
@@ -312,7 +312,7 @@ def _rehearsal() -> Iterator[Any]:
     from torchtitan.estimate.rehearsal import Rehearsal, patch_kernels
 
     with (
-        # `patch_kernels` replaces it; this puts it back.
+        # Restores the function that `patch_kernels` replaces.
         mock.patch.object(F, "scaled_dot_product_attention", F.scaled_dot_product_attention),
         mock.patch.object(F, "rms_norm", _fused_rms_norm),
     ):
@@ -327,7 +327,7 @@ _composed_rms_norm = F.rms_norm
 def _fused_rms_norm(
     x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """The kernel of a GPU; a torch without it composes the norm of steps, which keep more of it."""
+    """Stand for the fused kernel of a GPU; without it torch composes the norm of operators that save more."""
     is_fused = weight is None or weight.dtype == x.dtype
     if is_fused and not any(isinstance(t, DTensor) for t in (x, weight)):
         return _FusedRMSNorm.apply(x, weight)
@@ -335,7 +335,7 @@ def _fused_rms_norm(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What it keeps and allocates; no values. x: [..., M]; weight: [M]."""
+    """Saves and allocates what the fused kernel does, without values. x: [..., M]; weight: [M]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -350,7 +350,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _config_to_estimate(job_config: JobConfig) -> JobConfig:
-    """Copy of the config that asks for no devices, files or values of tensors."""
+    """Return a copy of the config that needs no devices, files or values of tensors."""
     if job_config.training.enable_cpu_offload:
         raise ConfigError(
             "the memory of training.enable_cpu_offload = true cannot be estimated: what is on the "
@@ -359,7 +359,7 @@ def _config_to_estimate(job_config: JobConfig) -> JobConfig:
     if job_config.activation_checkpoint.mode == "memory_budget":
         raise ConfigError(
             "the memory of activation_checkpoint.mode = 'memory_budget' cannot be estimated: the "
-            "compiler decides it; estimate 'none' and 'full', which it lies between"
+            "compiler decides it; estimate 'none' and 'full', which bound it"
         )
     config = copy.deepcopy(job_config)
     if config.compile.enable:
@@ -378,6 +378,6 @@ def _config_to_estimate(job_config: JobConfig) -> JobConfig:
     config.training.dataset, config.training.dataset_path = JobConfig().training.dataset, None
     config.validation.enable = False
     config.debug.seed = 0
-    # What no rank sends is whatever memory holds; the optimizer makes its state all the same.
+    # Fake collectives return arbitrary values: create the optimizer's state even if the norm is nan.
     config.training.nonfinite_grad_norm = "ignore"
     return config

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-# Part of an operator's name -> the kind of collective. A receiver sends nothing.
+# Part of an operator's name -> the kind of collective. Without recv, which sends nothing.
 _KINDS = {
     "allgather": "all-gather",
     "all_gather": "all-gather",
@@ -34,7 +34,7 @@ _MOVES_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empt
     "set_",
     "wait_tensor",
 }
-# They read no more than they write.
+# Operators that read only as many bytes as they write.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
 _OVERWRITE_THE_FIRST = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -42,13 +42,13 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 @dataclasses.dataclass
 class Traffic:
-    """Of one kind of collective on one mesh axis, in bytes but for `calls`.
+    """Traffic of one kind of collective on one mesh axis, in bytes except for `calls`.
 
-    payload: the whole tensors, of all ranks: what an all-gather returns, what a reduce-scatter
-        or all-reduce takes.
+    payload: the unsharded tensors: the output of an all-gather, the input of a reduce-scatter or
+        all-reduce.
     sent: what this rank sends, by the ring algorithm.
-    network: what each GPU's share of its node's network carries of that. A ring crosses the
-        edge of a node once, so the ranks of one node share what one of them sends.
+    network: this GPU's share of the bytes that leave its node. A ring leaves a node once, so the
+        ranks of the node share the bytes that one of them sends.
     """
 
     calls: float = 0
@@ -67,9 +67,8 @@ class Traffic:
 
 @dataclasses.dataclass
 class StepCounts:
-    """traffic: by (mesh axis, kind of collective). flops: by "matrix products" or "attention".
-
-    moved: bytes that the operators outside of `flops` and `traffic` read and write, if nothing is fused.
+    """Counts of one rank. traffic: by (mesh axis, kind of collective). flops: by "matrix products" or
+    "attention". moved: bytes that all other operators read and write, without fusion.
     """
 
     traffic: dict[tuple[str, str], Traffic] = dataclasses.field(
@@ -87,9 +86,9 @@ class StepCounts:
 
 
 class StepCounter(TorchDispatchMode):
-    """While entered, adds up in `counts` what this rank's operators send and compute.
+    """While active, adds up in `counts` what this rank's operators send, compute and move.
 
-    axis_of_group: (namespace of the operator, name of its process group) -> what to call it.
+    axis_of_group: (namespace of the operator, name of its process group) -> name of the mesh axis.
     """
 
     supports_higher_order_operators = True
@@ -101,20 +100,20 @@ class StepCounter(TorchDispatchMode):
         self.counts = StepCounts()
 
     def take(self) -> StepCounts:
-        """What was counted since the last call."""
+        """Return the counts since the last call, and reset them."""
         counts, self.counts = self.counts, StepCounts()
         return counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes operators on local tensors, which come here again
+            return NotImplemented  # DTensor calls operators on local tensors, which come here again
         result = func(*args, **kwargs)
         if torch._C._get_dispatch_mode(_FAKE) is not None:
-            return result  # DTensor finds out a shape, on tensors that no rank has
+            return result  # DTensor infers a shape with fake tensors, which no rank allocates
         namespace = getattr(func, "namespace", "")
         if namespace == "torchtitan" and "reduce_scatter" in func.name():
-            namespace = "_c10d_functional"  # the CPU's form, which is an all-to-all
+            namespace = "_c10d_functional"  # our reduce-scatter on the CPU, an all-to-all
         if namespace in ("c10d", "_c10d_functional"):
             self._count_collective(namespace, func, args, result)
         else:
@@ -152,17 +151,17 @@ class StepCounter(TorchDispatchMode):
         packet = getattr(func, "_overloadpacket", func)
         name = packet.__name__
         if name == "_grouped_mm":
-            # [M, K] x [E, K, N], one expert's matrix for each row, or, for its gradient,
-            # [K, M] x [M, N] with one product per expert: the last dim is what is summed over.
+            # [M, K] x [E, K, N] multiplies each row by the matrix of one expert; the gradient is
+            # [K, M] x [M, N] with one product per expert. Both sum over the last dim of args[0].
             flops = 2 * args[0].shape[-1] * result.shape[-2] * result.shape[-1]
             self.counts.flops["matrix products"] += flops
-        elif name.startswith("document_attention"):  # the CPU's, which looks at no other keys
+        elif name.startswith("document_attention"):  # our CPU kernel, which skips masked keys
             is_backward = name.endswith("backward")
             q, cu_seq_q, cu_seq_k = (args[i] for i in ((2, 7, 8) if is_backward else (0, 3, 4)))
             queries, keys = cu_seq_q.diff().long(), cu_seq_k.diff().long()
             window = args[-1] or int(keys.max())
             pairs = int((_seen(keys, window) - _seen(keys - queries, window)).sum())
-            products = 5 if is_backward else 2  # it computes the scores again
+            products = 5 if is_backward else 2  # backward computes the scores again
             self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
         elif name == "linear_with_low_rank":
             (n, n_inputs), n_outputs, rank = args[0].shape, args[1].shape[1], args[3].shape[-2]
@@ -171,7 +170,7 @@ class StepCounter(TorchDispatchMode):
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             if "attention" in name or "attn" in name:
-                # The formulas are of whole squares of scores; kernels leave out the future.
+                # The formulas count full squares of scores; causal kernels compute half of them.
                 self.counts.flops["attention"] += flops // 2
             else:
                 self.counts.flops["matrix products"] += flops
@@ -195,13 +194,13 @@ def _as_group(value: Any) -> ProcessGroup | None:
 
 
 def _seen(n: Tensor, window: int) -> Tensor:
-    """How many keys the first `n` tokens of documents see in all."""
+    """Return the total number of keys that the first `n` tokens of each document see."""
     near = n.clamp(max=window)
     return near * (near + 1) // 2 + (n - near) * window
 
 
 def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
-    """Bytes that an operator reads and writes."""
+    """Return (bytes that an operator reads, bytes that it writes)."""
     read = written = 0
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -217,7 +216,7 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
 
 
 def _bytes_of(value: Any) -> int:
-    """In memory: an expanded dimension has its elements once."""
+    """Return the bytes of a tensor in memory, where an expanded dimension counts once; 0 for other values."""
     if not isinstance(value, Tensor):
         return 0
     dims = zip(value.shape, value.stride(), strict=True)

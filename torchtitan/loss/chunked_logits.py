@@ -129,7 +129,7 @@ class LogProbs(torch.autograd.Function):
             logits, temperature, _ = logits_of(operands, head, call, chunk)
             chunk_labels = own_labels[chunk.rows]
             of_chunks.append(statistics_of(logits, temperature, chunk_labels, head.entropy))
-            del logits  # before the next chunk's exist
+            del logits  # free it before the next chunk
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
         # Don't return views, which FSDP's hooks on outputs don't support.
         top, total, logprobs, entropy = _over_ranks(statistics, labels, call.group)
@@ -167,7 +167,7 @@ class LogProbs(torch.autograd.Function):
                 )
                 del logits
                 gradients.add(chunk, grad_logits, low_rank)
-                del grad_logits  # before the next chunk's exist
+                del grad_logits  # free it before the next chunk
         return *gradients.sums(), None, None, None
 
 
@@ -191,7 +191,7 @@ class SummedLoss(torch.autograd.Function):
             sums.append(of_chunk)
             if any(gradients.wanted):
                 gradients.add(chunk, gradient(), low_rank)
-            del logits, gradient  # before the next chunk's exist
+            del logits, gradient  # free both before the next chunk
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
         loss, *others = (x.clone() for x in torch.stack(sums).sum(0))
@@ -358,7 +358,7 @@ def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hide_entries_(logits: Tensor, n_entries: int | None, call: Call) -> Tensor:
-    """Give the vocabulary's entries from `n_entries` on probability 0, in logits [n, v]; None: no entry."""
+    """Set the logits [n, v] of vocabulary entries from `n_entries` on to -1e30, probability 0; None: of none."""
     if n_entries is not None:
         logits[
             :, max(0, n_entries - call.first) :
@@ -367,7 +367,7 @@ def hide_entries_(logits: Tensor, n_entries: int | None, call: Call) -> Tensor:
 
 
 def log_of_sum(exps: Tensor) -> Tensor:
-    """Return the logarithm; finite for 0, so that a probability 0 times the result is 0."""
+    """Return log(exps), but finite where exps is 0, so that a probability 0 times the result is 0."""
     return exps.clamp(min=torch.finfo(exps.dtype).tiny).log()
 
 

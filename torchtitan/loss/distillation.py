@@ -9,7 +9,7 @@ q = softmax(u / T):
 In the loss the divergence is multiplied by T^2, so that its gradient is about as large for every T. Forward,
 and T^2: Hinton et al. 2015, arXiv:1503.02531, section 2. Reverse: Gu et al. 2024, arXiv:2306.08543, eq. 1.
 
-From the teacher's k most probable tokens, the divergence is that of k + 1 outcomes: these tokens, and any
+With only the teacher's k most probable tokens, the divergence is over k + 1 outcomes: these tokens, and any
 other token, with probabilities p_r and q_r. It is at most the divergence over all tokens, by the log sum
 inequality (Cover and Thomas 2006, theorem 2.7.1), and equal for k = V. d/dz_j is p_j / p_r times the formula
 for p_r and q_r if j is another token.
@@ -181,7 +181,7 @@ def _log_probs(
 def _divergence(
     log_p: Tensor, log_q: Tensor, is_forward: bool, group: dist.ProcessGroup | None
 ) -> Divergence:
-    """log_p, log_q: [n, v], or [n, k + 1] of outcomes that no rank shares."""
+    """log_p, log_q: [n, v] on each rank of the group; without a group [n, k + 1], all outcomes."""
     a, b = (log_q, log_p) if is_forward else (log_p, log_q)
     kl = of_all_ranks((a.exp() * (a - b)).sum(1, keepdim=True), group).sum(0)
     if is_forward:
@@ -192,7 +192,7 @@ def _divergence(
 def _divergence_of_top(
     log_p: Tensor, ids: Tensor, log_q: Tensor, is_forward: bool, call: Call
 ) -> Divergence:
-    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: of them and of the rest, [n, k + 1]."""
+    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: of `ids` and the rest, [n, k + 1]."""
     k, ids = ids.shape[1], ids - call.first
     is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
     ids = ids.masked_fill(is_elsewhere, 0)

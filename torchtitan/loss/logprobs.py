@@ -159,7 +159,7 @@ class TopTokens(TokenLogProbs):
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
         operands, call = operands_of(h, weight, bias, labels, group, low_rank)
-        head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom asked for
+        head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom called
         best = [labels.new_zeros(0, 2 * self.k + self.with_rest, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
             for chunk in chunks_of(operands.x, self, call):

@@ -27,7 +27,7 @@ class PreferenceObjective(Objective):
     replaces_loss = whole_rows = True
 
     _scorer: TrainingEngine | None
-    _context: Any  # in which it scores
+    _context: Any  # context in which the reference scores
 
     def __init__(self, trainer: TrainingEngine) -> None:
         config, lora = trainer.job_config, trainer.job_config.lora
@@ -60,7 +60,7 @@ class PreferenceObjective(Objective):
         self, outputs: TokenOutputs, labels: Tensor, batch: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         ids, settings = batch["pair_ids"], self._settings
-        # Pairs are counted in each row; a row of T tokens has at most T // 2.
+        # Pair ids count from 1 in each row: make them unique. A row of T tokens has at most T // 2 pairs.
         rows = torch.arange(len(ids), device=ids.device)[:, None] * (ids.shape[1] // 2)
         loss, sums = dpo(
             outputs,
@@ -82,5 +82,5 @@ class PreferenceObjective(Objective):
 
 
 def _pair_ids(batch: TokenBatch) -> Tensor:
-    """Return the pair of each label, [B, T]; 0 for labels that are ignored, as in a repeated batch."""
+    """Return the pair id of each label, [B, T]; 0 for labels that are ignored, as in a repeated batch."""
     return batch.entries["pair_ids"].masked_fill(batch.labels == IGNORE_INDEX, 0)

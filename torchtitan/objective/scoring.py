@@ -20,7 +20,7 @@ from torchtitan.tools.errors import ConfigError
 def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
     """Return a changeable copy of a job's config for an engine that only scores.
 
-    It writes no file and has no loss. keeps_initial: it still names the weights that a new run starts from.
+    The copy writes no file and has no loss. keeps_initial: keep the initial weights of a new run in it.
     """
     config = copy.deepcopy(config)
     config.job.print_config, config.job.save_config_file = False, None
@@ -46,7 +46,7 @@ def check_scorer(
 ) -> JobConfig:
     """Return the config of a forward-only engine for a Hugging Face folder; the trainer needs no model yet.
 
-    Its mask and kernel are those of the trainer's model, whether the config or the flavor chose them.
+    The engine uses the mask type and kernel of the trainer's model, whether config or flavor chose them.
     key: the setting that names the folder. tokenizer: the trainer's. Raises ConfigError if the folder has no
     model that the trainer's layout can run, another tokenizer, or no more than top_k vocabulary entries.
     """

@@ -128,7 +128,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     t0 = min(times, default=0.0)
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
-    # start -> the lowest step of all later starts; from there on, the start's steps were redone
+    # start -> the lowest step of all later starts; the start's steps from that step on were redone
     redone_from, lowest, first_steps = {}, math.inf, run.first_steps()
     for start, first_step in sorted(first_steps.items(), reverse=True):
         redone_from[start] = lowest
@@ -140,7 +140,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     mean, highest = (f"loss_metrics/global_{kind}_loss" for kind in ("avg", "max"))
     if {mean, highest} <= drawn and run.curves[mean].values == run.curves[highest].values:
         chosen = [entry for entry in chosen if entry[1] != highest]
-    # Scores of the reward function's own stand beside the reward that is made of them.
+    # Show the scores that the reward function reports beside the reward.
     of_reward = [m for m in run.curves if m.startswith(REWARD_PART) and m not in drawn]
     chosen += [("Reward", m, f"{m.removeprefix(REWARD_PART)}, training") for m in of_reward]
     drawn.update(of_reward)

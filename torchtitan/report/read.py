@@ -208,7 +208,7 @@ def spread(items: list[Any], limit: int) -> list[Any]:
 def thin_out(values: Iterable[float], limit: int) -> list[int]:
     """Return indices of at most `limit` points whose curve looks like that of all points.
 
-    Kept are the ends and, of equal stretches, the smallest, largest and first non-finite value.
+    Keeps both ends and, from each of several equal stretches, the smallest, largest and first non-finite value.
     """
     values = list(values)
     n = len(values)

@@ -154,8 +154,8 @@ class Runner:
 
     model_parts: the model, or this rank's stages of a pipeline. train_context: the context of forwards
         and backwards. amp: the context of forwards.
-    defers_reduction: gradients are reduced with the last microbatch of a step. Without it, only
-        the sum over the replicas of HSDP waits.
+    defers_reduction: gradients are reduced with the last microbatch of a step. False defers only the
+        sum over the replicas of HSDP.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
     gradient_factor: multiplies losses before backward, to undo the averaging of gradients over ranks
@@ -356,8 +356,8 @@ class Runner:
     @property
     def backward_orders_ranks(self) -> bool:
         """True if a backward on this rank cannot end before all ranks have called their last loss_fn. Then
-        ranks need not wait for each other to learn of a failed loss_fn. False on an accelerator, where the
-        host does not wait for the collectives of backward.
+        ranks learn of a failed loss_fn without another wait. False on an accelerator, where the host does
+        not wait for the collectives of backward.
         """
         if self.device.type != "cpu":
             return False

@@ -283,7 +283,7 @@ class Update:
 
     def _check_has_gradients(self, grad_norm: Tensor) -> None:
         """Raise ValueError if no rank has a gradient, unless the engine ran a backward, which may leave no
-        gradient. grad_norm: over all ranks, so all raise; read only if this rank has no gradient.
+        gradient. grad_norm: of all ranks, so all ranks raise; read only if this rank has no gradient.
         """
         if self.steps_in_backward or self.had_backward:
             return
@@ -319,7 +319,7 @@ class Update:
 
     def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:
         skip = None
-        # Steps in backward have been made already.
+        # Optimizers that step in backward have updated the weights already.
         if not self.steps_in_backward and self.training.nonfinite_grad_norm != "ignore":
             if not self.skips_on_device:
                 return not math.isfinite(grad_norm.item())

@@ -8,7 +8,7 @@ from torchtitan.tools.utils import get_device_type
 
 
 def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iterator[str]:
-    """model: a `torchtitan.models.decoder` model; only its attributes are read."""
+    """Limits of the device. model: a `torchtitan.models.decoder` model, of which only attributes are read."""
     attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
     training, ac = job_config.training, job_config.activation_checkpoint
     if get_device_type() == "cpu":

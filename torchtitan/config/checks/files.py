@@ -132,8 +132,8 @@ def preference_pairs(job_config: JobConfig) -> Iterator[str]:
     for section, data in _datasets(job_config).items():
         if (data.dataset.lower() == "preference") != (loss.name == "dpo"):
             yield (
-                f"{section}.dataset = {data.dataset!r} does not go with loss.name = {loss.name!r}: 'dpo' trains "
-                "on 'preference' pairs only, and nothing else does; change one of the two"
+                f"{section}.dataset = {data.dataset!r} does not go with loss.name = {loss.name!r}: 'dpo' needs "
+                "'preference' pairs, and other losses cannot use them; change one of the two"
             )
     if loss.name == "dpo" and training.packing == "concat":
         yield "training.packing = 'concat' tears preference pairs; set it to 'fit' or 'none'"
