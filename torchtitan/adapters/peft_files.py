@@ -115,7 +115,7 @@ def save_peft(
     entries: the state dict of this rank's parts. trained: names of all trained parameters. Raises
     ValueError for an adapter of a weight that Hugging Face does not store as a linear layer.
     """
-    adapter = copy.copy(adapter)  # a conversion changes the adapter's state
+    adapter = copy.copy(adapter)  # copy, because a conversion changes the adapter's state
     adapted = list(adapted_weights(parts))
     tensors: dict[str, Tensor] = {}
     layers: dict[str, _Layer] = {}

@@ -10,7 +10,7 @@ from torch.optim.adam import adam
 
 from torchtitan.distributed.dtensor import local_tensor
 
-MOMENTS = "exp_avg", "exp_avg_sq"  # as torch names them
+MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names of the first and the second moment
 
 
 class RoundedAdam(Optimizer):
@@ -55,7 +55,7 @@ class RoundedAdam(Optimizer):
         super().load_state_dict(state_dict)
         if self.state_dtype is None:
             return
-        for state in self.state.values():  # torch has converted them to the parameters' type
+        for state in self.state.values():  # torch converted it to the parameters' dtype
             for name in state.keys() - {"step"}:
                 state[name] = state[name].to(self.state_dtype)
 

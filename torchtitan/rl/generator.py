@@ -314,7 +314,7 @@ class CopyGenerator(DecoderGenerator):
         return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        self.policy_version = -1  # a mixture until all weights are copied
+        self.policy_version = -1  # until all weights are copied, the model mixes two versions
         copy_weights(weights, self.model, check_digest=check_digest)
         self.policy_version = weights.version
 

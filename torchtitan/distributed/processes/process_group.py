@@ -51,7 +51,7 @@ def init_distributed(
         _destroy_group_at_end()
         return int(value)
     if dist.is_initialized():
-        if host.engines():  # otherwise nothing would restore the host's environment
+        if host.engines():  # without an engine, nothing would restore the host's environment later
             _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
         _check_existing_group(enable_cpu_backend)
         if not group_is_ours():
