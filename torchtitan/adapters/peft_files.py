@@ -211,7 +211,7 @@ def _config(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    layers: HF layers with an adapter. known, trained_whole: HF names of matrices, of parameters.
+    layers: HF layers with an adapter. known: HF names of matrices. trained_whole: of parameters.
     `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
     unless the patterns name the joined parameter. In a model with experts it takes all layers with
     such names for experts; others are listed in target_parameters.

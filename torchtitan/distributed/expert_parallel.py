@@ -148,7 +148,7 @@ class ExpertTensorParallel(ExpertParallel):
 
 
 class ReordererSequenceParallel(ParallelStyle):
-    """Makes a `TokenReorderer` reorder only this rank's share of the tokens, which every rank has.
+    """Makes a `TokenReorderer` reorder only this rank's share of tokens that all ranks hold.
 
     Called with scores and experts [T, k] of all tokens. Pairs keep their indices among all T * k pairs.
     """

@@ -173,8 +173,8 @@ def _tiles(
     return options | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# (query head size, value head size) -> flex attention's fastest options in 16 bits among the options
-# tried on an H200 (benchmarks/LOG.md); used on H100, too.
+# (query head size, value head size) -> the fastest flex attention options in 16 bits of those tried
+# on an H200 (benchmarks/LOG.md); also used on H100.
 _HOPPER_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
     {
         (64, 64): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),

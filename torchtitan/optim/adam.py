@@ -18,8 +18,8 @@ class RoundedAdam(Optimizer):
 
     Moments in bf16 are rounded up or down at random, so that they are right on average: with beta2 =
     0.999, a step changes a second moment by less than half of bf16's spacing, which rounding to nearest
-    would drop. The random numbers depend only on the parameter's index and its step count, so replicas
-    stay equal and a resumed run continues bit for bit.
+    would drop. The random numbers depend only on the parameter's index and step count, so replicas stay
+    equal and resumed runs continue bit for bit.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ def check_not_divided(job_config: JobConfig) -> None:
     """Raise ConfigError if `rl.generator.ranks` is set, for code without separate generating ranks."""
     if job_config.ranks_apart:
         raise ConfigError(
-            f"rl.generator.ranks = {job_config.ranks_apart} divides the ranks before anything is built on "
-            "them; start with torchtitan.rl.train or rl.controller.build_part, or set it to 0"
+            f"rl.generator.ranks = {job_config.ranks_apart} splits the ranks into two roles before "
+            "anything else; start with torchtitan.rl.train or rl.controller.build_part, or set it to 0"
         )
 
 
@@ -77,7 +77,7 @@ def check_gradients_add_up(job_config: BaseJobConfig) -> None:
     reduction = job_config.training.gradient_reduction
     if reduction != "sum" or job_config.optimizer.early_step_in_backward:
         raise ConfigError(
-            "RL adds gradients up over ranks and until optim_step, got training.gradient_reduction = "
+            "RL sums gradients over ranks and calls until optim_step, got training.gradient_reduction = "
             f"{reduction!r} and optimizer.early_step_in_backward = "
             f"{job_config.optimizer.early_step_in_backward}; set them to 'sum' and false"
         )

@@ -261,7 +261,7 @@ class _Rows:
         self._logits_of_read = self._cache_of_read(tokens, lengths, last_only=True)
 
     def _enter(self) -> None:
-        """Give free places to rows whose prompts were read, and draw their first tokens."""
+        """Move rows whose prompts were read to free places, and draw their first tokens."""
         places = self._places(is_open=False)[: self.n_read - self.n_begun]
         for place in places:
             self.row_at[place] = self.n_begun

@@ -46,7 +46,7 @@ class Try(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `num_samples` episodes for each place, which is their `group_id`.
+    """A request for `num_samples` episodes for each place; the place is their `group_id`.
 
     tries: the next try has new prompts for places whose completions all got the same reward.
     penalty: subtracted from rewards of long completions.

@@ -176,7 +176,7 @@ class TrainingSample:
             raise ValueError(
                 "routed_experts of a sample must be [input tokens, mixtures of experts, experts per "
                 f"token], got {list(experts.shape)} for {len(tokens)} input tokens; leave out the last "
-                "token, whose experts nobody needs"
+                "token, whose experts are not used"
             )
         for name, value in vars(self).items():
             is_per_token = isinstance(value, Tensor) and name != "routed_experts"

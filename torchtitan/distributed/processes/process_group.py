@@ -177,7 +177,7 @@ def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, 
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:
-    """Make this process a rank of the job's part `name` for good, with the part's RANK, WORLD_SIZE and
+    """Permanently make this process a rank of the job's part `name`, with the part's RANK, WORLD_SIZE and
     default process group. Call `find_peers` first."""
     store = _meeting_places[_meeting_place()][0][0]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}

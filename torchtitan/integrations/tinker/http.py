@@ -137,7 +137,7 @@ class HttpServer:
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             writer.transport.abort()
         except Exception:
-            logger.exception("a connection broke")
+            logger.exception("serving a connection failed")
         finally:
             self._open.discard(writer)
             self._unread.pop(writer, None)

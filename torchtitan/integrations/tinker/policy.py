@@ -73,7 +73,7 @@ class Policy:
 
     def _check_waits(self, model: str) -> None:
         if model not in self._waiting:
-            raise ValueError(f"model {model} was dropped, as its session had ended; make another")
+            raise ValueError(f"model {model} was dropped after its session ended; make another")
 
     @contextlib.contextmanager
     def _replacing(self, model: str, rank: int | None) -> Iterator[None]:

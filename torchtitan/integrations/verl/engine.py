@@ -297,8 +297,8 @@ class VerlEngine(BaseEngine):
         elif "hf_model" in contents:
             if self.has_adapters:
                 raise ValueError(
-                    "checkpoint.load_contents = ['hf_model'] would put adapters beside weights that "
-                    "they are merged into; add 'model'"
+                    "checkpoint.load_contents = ['hf_model'] would load weights with merged adapters "
+                    "into a model that applies its adapters again; add 'model'"
                 )
             self.engine.load(os.path.join(local_path, HF_FOLDER), model_only=True)
         path = os.path.abspath(local_path)
