@@ -91,7 +91,7 @@ class IsolationProbe:
             layer = min(found, key=lambda x: int(x.removeprefix("layers.")), default=None)
         if not moved.any():
             raise RuntimeError(
-                f"documents are not isolated at step {step}: another rank found the leak; see its error"
+                f"documents are not isolated at step {step}: another rank found a leak; see its error"
             )
 
         def describe(row: int, column: int) -> str:

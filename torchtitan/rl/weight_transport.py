@@ -133,8 +133,8 @@ class WeightChanges:
                 self._last[name] = tensor
             elif kind == _CHANGES and not (name in self._last and _apply(tensor, self._last[name])):
                 raise RunError(
-                    f"the received changes of {name} are relative to an update that this receiver does "
-                    "not have; restart the trainer, which then sends whole weights"
+                    f"an update came with the changes of {name} since the update before, which this "
+                    "receiver does not have; start the trainer again, which then sends whole weights"
                 )
             yield name, self._last[name] if kind else tensor
 
