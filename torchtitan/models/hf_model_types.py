@@ -381,7 +381,7 @@ def rope_table(config: Config) -> dict[str, Any]:
         raise refusal(
             config,
             "rope_scaling",
-            "it differs from rope_parameters; keep rope_parameters and remove rope_scaling",
+            "rope_parameters says otherwise; keep rope_parameters and remove rope_scaling",
         )
     if theta is not None and first.get("rope_theta") != theta:
         raise refusal(config, "rope_theta", f"the RoPE table has {first['rope_theta']}")
