@@ -86,8 +86,8 @@ class Learner(ABC):
         check_context_parallel(loss_fn, self.engine.parallel_dims.cp)
         if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
             raise ValueError(
-                "either all batches of an optimizer step or none must come from a Batcher with "
-                "deferred = True; batch them in one way, or call optim_step in between"
+                "the batches of one optimizer step must all or none leave the division to the step "
+                "(Batcher.deferred); batch them in one way, or call optim_step in between"
             )
         self._check_on_all_ranks(batch, loss_fn)
 
