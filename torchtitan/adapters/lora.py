@@ -93,7 +93,7 @@ def add_adapter(
         module.lora_stacked = None  # replaces the adapter under `multi_lora`
         if isinstance(module, GroupedExperts):
             module.__class__ = AdaptedExperts
-            del module._feed_forward  # would hide the method of the new class
+            del module._feed_forward  # the attribute would hide the new class's method
         elif isinstance(module, Linear):
             module.low_rank = _low_rank
         else:  # another linear class, such as torchao's

@@ -108,7 +108,7 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
     shards = [mesh.get_group(i) for i, (p, split) in axes if not split and not p.is_replicate()]
     # TP or EP axes along which this matrix is replicated; their ranks have partial gradients.
     copies = [mesh.get_group(i) for i, (p, split) in axes if split and p.is_replicate()]
-    if "ep" in names:  # the gradient already covers the tokens of all EP ranks
+    if "ep" in names:  # experts: their gradient already covers the tokens of all EP ranks
         others = [mesh.get_group(i) for i, split in enumerate(is_split) if not split]
     return _Matrix(name, parameter, shape, own, tuple(shards), (*copies, *others))
 
@@ -152,7 +152,7 @@ class MultiLoRA:
         it holds each model's gradients, in the parameters' layout, after the context.
         """
         gradients: list[dict[str, Tensor]] = []
-        if not self._matrices:  # a pipeline stage without adapters
+        if not self._matrices:  # this pipeline stage has no adapters
             yield [{} for _ in weights]
             return
         buffer = self._gathered(weights)

@@ -115,7 +115,7 @@ def save_peft(
     entries: the state dict of this rank's parts. trained: names of all trained parameters. Raises
     ValueError for an adapter of a weight that Hugging Face does not store as a linear layer.
     """
-    adapter = copy.copy(adapter)  # a conversion changes the adapter's state
+    adapter = copy.copy(adapter)  # copy, because a conversion changes the adapter's state
     adapted = list(adapted_weights(parts))
     tensors: dict[str, Tensor] = {}
     layers: dict[str, _Layer] = {}
@@ -211,7 +211,7 @@ def _config(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    layers: HF layers with an adapter. known, trained_whole: HF names of matrices, of parameters.
+    layers: HF layers with an adapter. known: HF names of matrices. trained_whole: of parameters.
     `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
     unless the patterns name the joined parameter. In a model with experts it takes all layers with
     such names for experts; others are listed in target_parameters.

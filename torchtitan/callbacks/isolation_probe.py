@@ -84,14 +84,14 @@ class IsolationProbe:
         if not has_leak:
             return
         before, after = self._layer_outputs(batch), self._layer_outputs(exchanged)
-        # The first block with a changed output at a position that must stay equal.
+        # Find the first block whose output changed at a position that must stay equal.
         layer = next((x for x in before if (_moved(before[x], after[x]) & must_stay).any()), None)
         if self.pipeline_group is not None:
             found = filter(None, all_ranks(layer, self.pipeline_group))
             layer = min(found, key=lambda x: int(x.removeprefix("layers.")), default=None)
         if not moved.any():
             raise RuntimeError(
-                f"documents are not isolated at step {step}: another rank found a leak, and says where"
+                f"documents are not isolated at step {step}: another rank found a leak; see its error"
             )
 
         def describe(row: int, column: int) -> str:

@@ -386,7 +386,7 @@ def _build_metric_logger(
 
     container = LoggerContainer()
     folder = job_config.job.dump_folder
-    owner = []  # subfolders or suffix that identify this writer if the job has several
+    owner = []  # subfolders or suffix that tell this writer from the job's other writers
     if job_config.fault_tolerance.enable:
         owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
     if config.save_for_all_ranks:

@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 # (in_features, out_features) of the linear layers whose products are always recomputed.
 _Shapes = frozenset[tuple[int, int]]
 
-# Matrix-product op -> the position of its right operand. Mode "op" keeps every second product.
+# Matrix-product op -> index of its right operand. Mode "op" keeps every second product's output.
 _PRODUCTS = {
     torch.ops.aten.mm.default: 1,
     torch.ops.aten.addmm.default: 2,
@@ -136,7 +136,7 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
     return frozenset(shapes)
 
 
-@functools.cache  # because dynamo compiles again for every new object
+@functools.cache  # because dynamo would recompile for every new object
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
@@ -144,7 +144,7 @@ def _context_fn(
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:
-        num_products: Counter[bool] = Counter()  # key: is this the recomputation?
+        num_products: Counter[bool] = Counter()  # key: True in recomputation
 
         def policy(
             ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any

@@ -59,7 +59,7 @@ def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def broadcast_all(by_rank: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather in place: each rank sends its own entry of `by_rank` [size, ...] to all others."""
+    """All-gather in place: each rank broadcasts its own entry of `by_rank` [size, ...]."""
     works = [
         dist.broadcast(entry, group=group, group_src=rank, async_op=True)
         for rank, entry in enumerate(by_rank)

@@ -86,11 +86,11 @@ class TokenShards:
         return self.in_order(whole.movedim(dim, 0)).movedim(0, dim)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Return tokens [T, ...] in row order, given in rank order as an all-gather returns them."""
+        """Reorder tokens [T, ...] from rank order, as an all-gather returns them, to row order."""
         return self._permute_chunks(x, self.place_of_chunk)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Return tokens [T, ...] in rank order, given in row order."""
+        """Reorder tokens [T, ...] from row order to rank order."""
         return self._permute_chunks(x, self.chunks.flatten())
 
     def _permute_chunks(self, x: Tensor, order: Tensor) -> Tensor:
@@ -142,8 +142,8 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 class ContextPart:
     """Attention's communication, where each rank holds only some tokens of every row.
 
-    keys: those that this rank's queries need, for "allgather". gathering: (this rank's packed keys and
-        values, the started all-gather).
+    keys: the keys that this rank's queries need, for "allgather". gathering: (this rank's packed keys and
+        values, the pending all-gather of them).
     """
 
     shards: TokenShards

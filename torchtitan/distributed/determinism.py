@@ -44,8 +44,8 @@ def set_determinism(
     torch.manual_seed(seed)
     # For child processes only: this interpreter fixed its string hashes when it started.
     host.change_environment("PYTHONHASHSEED", str(seed % 2**32))
-    # DTensor has its own generator, except on the CPU. Seeding replaces DTensor's RNG tracker, so have
-    # `host` restore the old tracker.
+    # DTensor has its own generator, except on the CPU. Seeding it replaces DTensor's RNG tracker;
+    # `host` restores the old tracker later.
     if has_peers and parallel_dims.world_size > parallel_dims.pp:
         world_mesh = parallel_dims.world_mesh
         if world_mesh.device_type != "cpu":

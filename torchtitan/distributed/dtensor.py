@@ -13,7 +13,7 @@ from torchtitan.tools import torch_parts
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return True if `x` is a DTensor, without the slow import: before it no DTensor exists."""
+    """Return True if `x` is a DTensor. Needs no slow import: before the import no DTensor exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -79,7 +79,7 @@ def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Te
     """Return this rank's part of a DTensor parameter as a plain tensor; other parameters unchanged.
 
     The gradient of a whole parameter is summed over the ranks that hold it.
-    added_once: divide it by their number, for a bias that each rank adds to its summand of one sum.
+    added_once: divide the parameter by their number, for a bias that each rank adds to one sum.
     """
     if not is_dtensor(parameter):
         return parameter

@@ -16,7 +16,7 @@ def get_dual_pipe_v_flag(job_config: Any, parallel_dims: Any) -> bool:
 
 def overlap_callback(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        "experts do not overlap with another microbatch here; set "
+        "overlap of experts with another microbatch is not available; set "
         "parallelism.pipeline_parallel_schedule = 'DualPipeV', which runs without this, and use "
         "ExpertParallel() for the experts"
     )

@@ -56,8 +56,8 @@ class TensorParallel(ParallelStyle):
 class BaseExpertParallel(ParallelStyle, ABC):
     """Splits a module of experts, and wraps its forward in dispatch and combine.
 
-    The module is called with (tokens [N, D] grouped by expert, tokens per expert [E]). Use one object
-    per module: combine uses what the last dispatch stored.
+    The module is called with (tokens [N, D] grouped by expert, tokens per expert [E]). Use one object per
+    module, because combine reads what the last dispatch stored in it.
     """
 
     @abstractmethod
@@ -99,7 +99,7 @@ class ExpertParallel(BaseExpertParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def announce_counts(num_tokens_per_expert: Tensor) -> None:
-            """Start to exchange the next dispatch's counts [E], while the device still has work."""
+            """Start to exchange the counts [E] of the next dispatch early, while the device is busy."""
             self._announced = _begin_exchange(num_tokens_per_expert, _ep_axis(device_mesh))
 
         module.announce_counts = announce_counts
@@ -148,7 +148,7 @@ class ExpertTensorParallel(ExpertParallel):
 
 
 class ReordererSequenceParallel(ParallelStyle):
-    """Makes a `TokenReorderer` reorder only this rank's share of the tokens, which every rank has.
+    """Makes a `TokenReorderer` reorder only this rank's share of tokens that all ranks hold.
 
     Called with scores and experts [T, k] of all tokens. Pairs keep their indices among all T * k pairs.
     """

@@ -187,7 +187,7 @@ class _Float8Reduce(torch.autograd.Function):
         return whole, None, None, None
 
 
-# The linear layers of a block that read gathered hidden states, and those whose result is reduced.
+# The linear layers of a block whose input is gathered, and the layers whose result is reduced.
 _READ = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
 _REDUCED = ("attention.wo", "feed_forward.w2")
 

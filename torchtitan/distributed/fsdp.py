@@ -106,7 +106,7 @@ def apply_fsdp(
             f"{reshard_after_forward_policy!r}"
         )
     reshard = policies[reshard_after_forward_policy]
-    # Backward begins with the last unit, so freeing it after forward would only cost a gather.
+    # Backward begins with the last unit: freeing it after forward would only cost another all-gather.
     reshard_last = reshard_after_forward_policy == "always"
     embeddings, norm = model.tok_embeddings, model.norm
     output = model.output or getattr(model, "score", None)
@@ -174,7 +174,7 @@ def _expert_placement(
         return None
 
     def placement(parameter: nn.Parameter) -> Shard:
-        # FSDP pads uneven shards along dim 0 only; some ranks then hold nothing.
+        # FSDP can pad uneven shards only along dim 0, where some ranks then hold nothing.
         return Shard(0 if parameter.to_local().shape[1] % num_shards else 1)
 
     return placement
@@ -199,7 +199,7 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
         # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
         if any(torch_parts.fsdp_mesh(x).mesh.size() > 1 for x in _param_groups([unit])):
             unit.set_gradient_divide_factor(1.0)
-        # Without this the collective would apply the factor, which gloo cannot do.
+        # Otherwise the collective would apply the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 
 
@@ -253,7 +253,7 @@ def _param_groups(units: list[FSDPModule]) -> list[Any]:
 
 
 def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: bool) -> None:
-    """While `later`, backward accumulates gradients on each rank; a later backward reduces them.
+    """If `later`, backward accumulates gradients on each rank; a backward after `later=False` reduces them.
 
     whole: reduce nothing at all. Otherwise only HSDP is affected: gradients are still
         reduce-scattered within a replica, and their shards wait to be summed over replicas.
@@ -272,7 +272,7 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
 def accumulate_gradients(model: nn.Module) -> None:
     """Make backward keep unreduced gradients and gathered parameters until `reduce_accumulated_gradients`.
 
-    For a pipeline, where the weights' half of a stage's backward runs no hook of FSDP. No-op without FSDP.
+    For pipelines, where the backward of weights runs no FSDP hook. No-op without FSDP.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -300,7 +300,7 @@ def reduce_accumulated_gradients(model: nn.Module) -> None:
         model.finalize_backward()
         model.set_manual_backward_finalization(False)
         return
-    # Source of torch 2.13: what FSDP's hooks do at the end of a backward through the whole model.
+    # The same calls as FSDP's hooks make at the end of a full backward (torch 2.13).
     model.set_is_last_backward(True)
     for group in _param_groups(_units_of(model)):
         torch_parts.fsdp_post_backward(group)
@@ -311,7 +311,7 @@ def recover_model(model: nn.Module) -> None:
     """Make the model ready for the next forward after one failed half-way. No-op without FSDP."""
     if not isinstance(model, FSDPModule):
         return
-    # Until the first forward it is unknown whether a unit is the root, and nothing is gathered.
+    # Before the first forward nothing is gathered, and FSDP does not know its root unit yet.
     if torch_parts.fsdp_is_root(torch_parts.fsdp_state(model)) is None:
         return
     parameters = [
@@ -340,7 +340,7 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     # Buffers are not broadcast: each rank's token counts per expert are in one, and are summed later.
     group = dp_mesh.get_group()
     torch_parts.replicate(model, process_group=group, bucket_cap_mb=100, broadcast_buffers=False)
-    # DDP averages gradients. A communication hook also gets gradients reduced before, so it can't undo that.
+    # DDP averages gradients. A communication hook can't undo that: it also gets gradients reduced earlier.
     scale_gradients(model, float(dp_mesh.size()))
 
 

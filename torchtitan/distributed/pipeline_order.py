@@ -32,7 +32,7 @@ class Action(NamedTuple):
 
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_ACTIVE_STAGES = 3  # one in forward, one in backward, and the next one
+_ACTIVE_STAGES = 3  # the stage in forward, the stage in backward, and the next stage
 
 
 def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str = "") -> Order:
@@ -148,7 +148,7 @@ def with_reductions(actions: list[Action]) -> list[Action]:
 
 
 def with_resharding(actions: list[Action]) -> list[Action]:
-    """Add RESHARD for gathered stages that are not among the next three; a rank may hold many stages."""
+    """Add RESHARD for gathered stages that are not among the next three to compute, to save memory."""
     if len({action.stage for action in actions}) <= _ACTIVE_STAGES:
         return actions
     result: list[Action] = []

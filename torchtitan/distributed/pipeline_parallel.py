@@ -54,7 +54,7 @@ def pipeline_llm(
     parallelism = job_config.parallelism
     *module_names, last = modules_of_stages(parallelism, model_args.n_layers)
     if getattr(model_args, "value_head", False):
-        last = [*last[:-1], "score"]  # in place of the output
+        last = [*last[:-1], "score"]  # a model with a value head has `score` instead of `output`
     stages, parts = pipeline_module_split(
         model,
         parallel_dims.get_mesh("pp"),

@@ -197,8 +197,7 @@ class PipelineSchedule:
             for stage in self.stages:
                 stage.end_step()
                 if forward_only:
-                    # Without backward, parameters stay gathered, and neither the optimizer nor a
-                    # checkpoint knows gathered parameters.
+                    # Without backward, parameters stay gathered; optimizers need the shards.
                     reshard_model(stage.submod)
         if losses is not None:
             losses[:] = call.losses
@@ -329,7 +328,7 @@ class _Call:
         # (F or B, stage, microbatch) -> the stage's incoming hidden states (F) or gradient (B).
         self._hidden: dict[tuple[str, int, int], Tensor] = {}
         self._receiving: dict[tuple[str, int, int], dist.Work] = {}
-        # Tensors have to live until they are sent.
+        # Keeps tensors alive until they are sent.
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def run(self, actions: list[Action]) -> None:

@@ -59,7 +59,7 @@ class PipelineStage:
         self._forwards: dict[int, _Forward] = {}  # by microbatch, until its backward
         # Between the halves of backward:
         self._weight_halves: dict[int, tuple[Any, list[_WeightHalf]]] = {}
-        self._postponed: dict[int, Tensor | None] = {}  # first stage: the output's gradient
+        self._postponed: dict[int, Tensor | None] = {}  # first stage: its output's gradient
 
     def begin_step(
         self,
@@ -119,10 +119,10 @@ class PipelineStage:
                     f"shape {tuple(output.shape)}"
                 )
         if self._has_backward:
-            if not start.requires_grad:  # all parameters up to here are frozen
+            if not start.requires_grad:  # all parameters of this and earlier stages are frozen
                 start = None
             elif not self.is_last:
-                start = get_gradient_edge(start)  # the output itself may be freed once it is sent
+                start = get_gradient_edge(start)  # lets the output be freed once it is sent
             self._forwards[microbatch] = _Forward(start, hidden)
         return output
 
@@ -140,7 +140,7 @@ class PipelineStage:
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Return only the gradient of the hidden states; `backward_weight` continues from here."""
         if self.is_first:
-            self._postponed[microbatch] = gradient  # no stage waits for it: backward runs later
+            self._postponed[microbatch] = gradient  # no stage waits for it: see `backward_weight`
             return None
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():
@@ -156,7 +156,7 @@ class PipelineStage:
             return
         _, halves = self._weight_halves.pop(microbatch)
         with self._contexts[microbatch]():
-            # Halves with several nodes first: their backward needs nodes that a half with one node frees.
+            # Halves with several nodes first: a half with one node frees nodes that the others need.
             for half in sorted(halves, key=lambda half: -len(half.arrived)):
                 _backward_weight(half)
         store_gradients(self.submod)
@@ -167,7 +167,7 @@ class PipelineStage:
 
 
 class _Forward(NamedTuple):
-    """The start of a microbatch's backward, the output or the loss, and its end, the hidden states."""
+    """Where a microbatch's backward starts (output or loss), and where it ends (`hidden`)."""
 
     start: Tensor | GradientEdge | None
     hidden: Tensor | None
@@ -269,7 +269,7 @@ def _backward_weight(half: _WeightHalf) -> None:
     edges: dict[GradientEdge, Tensor] = {}
     for node, gradients in half.arrived.items():
         edges |= {GradientEdge(node, i): g for i, g in enumerate(gradients) if g is not None}
-    # Replace what arrives at a node by the kept gradients: another node's backward adds its share again.
+    # Replace a node's gradients by the kept ones: another node's backward would add its share twice.
     handles = [
         node.register_prehook(lambda _, kept=gradients: kept)
         for node, gradients in half.arrived.items()

@@ -147,7 +147,7 @@ def _compute_locally(name: str, module: nn.Module) -> None:
     """
     if getattr(module, "reads_local_parameters", False):
         return
-    # Don't import torchao, which takes seconds: before its import no module is a Float8Linear.
+    # Don't import torchao for this check, which takes seconds: before that no Float8Linear exists.
     torchao = sys.modules.get("torchao.float8.float8_linear")
     if type(module) in (nn.Linear, Linear):
         module.__class__ = LocalLinear
@@ -179,7 +179,7 @@ class LocalRMSNorm(nn.RMSNorm):
 
 
 class LocalLinear(Linear):
-    """Linear by this rank's part; if inputs are split, the result is one summand with a share of the bias."""
+    """A Linear on this rank's part; split inputs give a summand of the result, with a share of the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))

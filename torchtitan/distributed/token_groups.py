@@ -51,7 +51,7 @@ def permute_tokens(
 
 
 def unpermute_tokens(out: Tensor, input_shape: torch.Size, indices: Tensor) -> Tensor:
-    """Undo `permute_tokens`: [M, D] -> [N, D], without padding, which may have any values."""
+    """Undo `permute_tokens`: [M, D] -> [N, D]. Drops the padding rows, whatever their values."""
     rows = inverse_rows(indices, input_shape[0] - 1)
     return take_rows(out, rows, indices.unsqueeze(1), places_have_gaps=True)
 

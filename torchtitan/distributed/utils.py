@@ -138,7 +138,7 @@ def clip_grad_norm_(
     parts: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
     for parameter in with_grad:
         grad = _without_partial_sums(parameter.grad)
-        # Experts are on another mesh, so it would be unknown which ranks hold a plain tensor.
+        # Experts are on a second mesh, so a plain tensor would not tell which ranks hold copies of it.
         assert not ep_enabled or (is_dtensor(grad) and is_dtensor(parameter)), (
             f"with expert parallelism every parameter is a DTensor, "
             f"got {type(parameter)} of shape {tuple(parameter.shape)}"

@@ -19,7 +19,7 @@ from torchtitan.numerics.batch_invariant import KEYS, attend_to_visible
 
 
 class _Store:
-    """Tensors [B, _, max_length, _] of the tokens in a cache; allocated in the first call.
+    """Tensors [B, _, max_length, _] with an entry per cached token; allocated in the first call.
 
     Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens, and `end`, the
     number of filled slots after the call.
@@ -160,7 +160,7 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        kernels = [layer.inner_attention for layer in layers]  # perhaps those of another cache
+        kernels = [layer.inner_attention for layer in layers]  # may be the kernels of another cache
         invariant = any(getattr(kernel, "batch_invariant", False) for kernel in kernels)
         self.kernels = [CachedAttention(max_length, invariant) for _ in layers]
         self.experts = ExpertRecord(parts, max_length) if records_experts else None
@@ -202,7 +202,7 @@ class CachedForward:
         for store in self._stores:
             store.slots, store.end = slots, end
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
-            if layer.inner_attention is not kernel:  # it may be the kernel of a second cache
+            if layer.inner_attention is not kernel:  # a second cache may have put its kernel there
                 layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         with ExitStack() as hooks:

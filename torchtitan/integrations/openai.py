@@ -45,7 +45,7 @@ _HOW_VLLM_RELOADS = {
     "--max-lora-rank of at least lora.rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
     "environment",
 }
-_MAX_FILE_BYTES = 4 * 2**30  # of tensors in one file
+_MAX_FILE_BYTES = 4 * 2**30  # limit of the tensors in one file
 
 
 class OpenAIGenerator(ForeignGenerator):

@@ -67,7 +67,7 @@ class VLLMGenerator(ForeignGenerator):
         if max_seq_len is not None:
             options["max_model_len"] = max_seq_len
         if adapter_rank:
-            choices = (8, 16, 32, 64, 128, 256, 320)  # allowed by vLLM, and 512
+            choices = (8, 16, 32, 64, 128, 256, 320)  # vLLM allows these ranks, and 512
             rank = next((n for n in choices if n >= adapter_rank), 512)
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if records_experts:
@@ -93,7 +93,7 @@ class VLLMGenerator(ForeignGenerator):
             load_format="auto" if adapter_rank else "dummy",
             gpu_memory_utilization=memory_share,
             tensor_parallel_size=tensor_parallel_degree,
-            seed=seed,  # engines that split a model have to draw the same tokens
+            seed=seed,  # equal on all ranks: engines that split a model must draw the same tokens
             logprobs_mode="processed_logprobs",
             # vLLM reads a prompt once for all its samples. `update_weights` empties the cache.
             enable_prefix_caching=True,

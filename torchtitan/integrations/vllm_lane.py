@@ -95,9 +95,9 @@ class WeightLane:
         info = {
             "master_address": address,
             "master_port": server.getsockname()[1],
-            "rank_offset": 1,  # this rank is 0
+            "rank_offset": 1,  # the sender is rank 0
             "world_size": size,
-            "packed": False,  # tensors are sent one by one
+            "packed": False,  # each tensor is a separate message
         }
         if backend == "gloo":
             self._device = torch.device("cpu")
@@ -115,7 +115,7 @@ class WeightLane:
             use_device(self._device)
             return nccl_common.trainer_init(info)
 
-        # Connections, or vLLM's communicator
+        # "gloo": connections; "nccl": vLLM's communicator
         self._workers = _beside(
             meet_workers, lambda: call("init_weight_transfer_engine", {"init_info": info})
         )

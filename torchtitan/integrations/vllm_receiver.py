@@ -32,7 +32,7 @@ class GlooReceiver(NCCLWeightTransferEngine):
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._connection = join(init_info, worker, _SECONDS_TO_SEND)
-        self._changes = WeightChanges()  # of this sender
+        self._changes = WeightChanges()  # changes are relative to this sender's last update
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # vLLM's method also waits for an accelerator, which a CPU worker lacks.

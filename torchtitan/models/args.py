@@ -16,8 +16,7 @@ class DecoderArgs(BaseModelArgs):
     """The args of every family, which the decoder reads.
 
     attn_type: "sdpa", "flex" or "varlen". attn_mask_type: see `config.mask_types`.
-    depth_init: scale the initial weights of residual branches by the depth of their layer, not of
-        the model.
+    depth_init: scale initial weights of residual branches by their layer's depth, not the model's.
     value_head: the model returns one value per token; this turns enable_weight_tying off.
     fp32_head: compute the output projection in fp32, even under autocast or FSDP's casts.
     """

@@ -173,8 +173,8 @@ def _tiles(
     return options | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# (query head size, value head size) -> flex attention's fastest options in 16 bits among the options
-# tried on an H200 (benchmarks/LOG.md); used on H100, too.
+# (query head size, value head size) -> the fastest flex attention options in 16 bits of those tried
+# on an H200 (benchmarks/LOG.md); also used on H100.
 _HOPPER_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
     {
         (64, 64): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),
@@ -188,7 +188,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
-    batch_invariant = False  # True: sum as `numerics.batch_invariant` does; in all wrappers
+    batch_invariant = False  # in all wrappers; True: sum as `numerics.batch_invariant` does
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -427,7 +427,7 @@ def attend(
         results = _varlen(_pack(q), k, v, part.keys, scale, window, return_lse)
         return _each(results, lambda x: x.unflatten(0, rows))
 
-    if part is not None:  # from here on this rank has whole rows of some heads
+    if part is not None:  # exchange tokens for heads: this rank gets whole rows of some heads
         repeats = part.repeats_of_kv_heads(q.shape[1], k.shape[1])
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k, v))
         q, k, v = (part.tokens_to_heads(x) for x in (q, k, v))

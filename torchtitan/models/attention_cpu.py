@@ -36,7 +36,7 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 
-# Queries in one call of the kernel under a sliding window; it computes this many keys plus the window.
+# Queries per kernel call under a sliding window; a call computes this many keys plus the window.
 _WINDOW_QUERIES = 64
 # torch's kernel computes whole blocks of 512 keys, even if causal. Documents of 257 to 512 keys are
 # split into calls of 128 queries, each with the keys up to its last query: about half of the square,
@@ -55,7 +55,7 @@ class _Call(NamedTuple):
     """One call of the kernel.
 
     mask: numbers added to the scores [queries, keys]; None: causal, with as many queries as keys.
-    keys_again: an earlier call may have used these keys, so this call adds to the keys' gradients.
+    keys_again: an earlier call may have used these keys, so backward adds to their gradients.
     """
 
     queries: slice
@@ -202,7 +202,7 @@ def _backward(
     each head gets one more number: 1 in the values, grad_lse in grad_out, and 0 in out.
     """
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
-    # If the calls write the gradients of all keys, none has to be set to zero first.
+    # If the calls below write the gradients of all keys, no memory has to be zeroed first.
     writes_all = window is None and not len(lone) and bool((cu_seq_q.diff() > 0).all())
     make = torch.empty if writes_all else torch.zeros
     # Several calls may see the same key, and bf16 is too coarse for the sum of its gradients.

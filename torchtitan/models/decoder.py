@@ -10,7 +10,7 @@ L length of the RoPE table.
 Initialisation (std; truncated normal unless said otherwise; norms start at one, biases at zero):
     tok_embeddings                        1, normal
     attention.{wq,wk,wv}, feed_forward.w1 0.02
-    attention.wo, feed_forward.{w2,w3}    0.02 / sqrt(2 * (layer + 1)); depth_init off: 2 * n_layers
+    attention.wo, feed_forward.{w2,w3}    0.02 / sqrt(2 * (layer + 1)); depth_init off: / sqrt(2 * n_layers)
     output                                M ** -0.5, cut at 3 std; also the tied embedding
     score                                 0.02, normal, as in transformers
 """
@@ -250,11 +250,11 @@ class Decoder(ModelProtocol):
         self.max_seq_len = model_args.max_seq_len
         self.enable_weight_tying = model_args.enable_weight_tying
 
-        # From an empty table: nn.Embedding(...) draws weights, which on meta loads torch's compiler.
+        # `from_pretrained` draws no weights; drawing on the meta device would load torch's compiler.
         self.tok_embeddings = nn.Embedding.from_pretrained(
             torch.empty(model_args.vocab_size, model_args.dim), freeze=False
         )
-        # Not saved: the table follows from the args, and sequence length may change between runs.
+        # Not saved: the table is computed from the args, and a later run may need another length.
         rope_table = self.build_rope_table(model_args.max_seq_len)
         self.register_buffer(self.rope_buffer_name, rope_table, persistent=False)
         self.layers = nn.ModuleDict()
@@ -368,8 +368,8 @@ class Decoder(ModelProtocol):
                     "a head needs an output projection, and a model with a value head has none; "
                     "call it without head, for values [B, T, 1]"
                 )
-            # Under tensor parallelism each rank scores its own tokens. Joining returns a view, and
-            # a loss that changes a view in place would remove FSDP's hooks: hence the copy.
+            # Under tensor parallelism each rank scores its own tokens. `join` returns a view, so clone:
+            # a loss that changes a view in place would remove FSDP's hooks.
             return sequence.join(self.score(h), seq_len).clone()
         if self.output is None:
             return sequence.join(h, seq_len)
@@ -505,7 +505,7 @@ class Decoder(ModelProtocol):
     def _lowered_masks(self, documents: DocumentMask) -> Masks:
         attn_type = self.model_args.attn_type
         if attn_type == "varlen":
-            # Before `layer_masks`, so that we wait for the device at most once for all masks.
+            # Before `layer_masks`, so all masks together wait for the device at most once.
             documents = documents.lower(attn_type)
         # Cached, so that layers with the same mask share its lowered form.
         lower = functools.cache(lambda mask: mask.lower(attn_type))
@@ -522,7 +522,7 @@ class Decoder(ModelProtocol):
         self._tie_weights()
         embedding, output = self.tok_embeddings, self.output
         if self.enable_weight_tying:
-            # The tied table is drawn twice below, also where two pipeline stages hold copies.
+            # A tied weight is drawn twice below, also if two pipeline stages hold copies.
             embedding = output = embedding or output
         if embedding is not None:
             nn.init.normal_(embedding.weight)

@@ -134,7 +134,7 @@ class KeyMapAdapter(StateDictAdapter):
     _is_tied = property(lambda self: getattr(self.model_args, "enable_weight_tying", False))
 
     def _to_hf_map(self) -> dict[str, str]:
-        """Return our template -> the HF template to write, preferring templates of the files read."""
+        """Return our template -> the HF template to write: if there are several, one in the files read."""
         chosen: dict[str, str] = {}
         in_files = self._hf_templates
         for hf, entry in self.from_hf_map.items():

@@ -165,7 +165,7 @@ def _has_value_head(config: Config) -> bool:
 def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
     """Return name -> (a's value, b's) for fields that differ and affect the weights or the result."""
     scalings = [getattr(args, "rope_scaling_args", None) for args in (a, b)]
-    if all(scalings):  # equal frequencies, given for another number of positions, are no difference
+    if all(scalings):  # equal frequencies count as equal, even if expressed for other lengths
         shortest = [dataclasses.astuple(scaling.shortened(1)) for scaling in scalings]
         if shortest[0] == shortest[1]:
             b = dataclasses.replace(b, rope_scaling_args=scalings[0])

@@ -121,7 +121,7 @@ def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
 
 
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply `change` to the local tensors, laid out as `like`, with dim 1 gathered if it is sharded."""
+    """Apply `change` to the local tensors, sharded as `like`; gathers dim 1 first if it is sharded."""
     if not is_dtensor(like):
         return change(*tensors)
     whole = load_dtensor().Replicate()

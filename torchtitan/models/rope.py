@@ -94,7 +94,7 @@ class YaRNArgs:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor (equation 22) for queries and keys; its square is for the softmax scale instead."""
+    """Return YaRN's factor (equation 22) for queries and keys; a softmax scale takes its square instead."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -54,7 +54,7 @@ class _BatchInvariantLinear(torch.autograd.Function):
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, dtype = x.flatten(0, -2), x.dtype
-    if is_slow_product(x):  # as `linear` computes it, with one copy of the weight for all blocks
+    if is_slow_product(x):  # in fp32, as `linear` does, with one copy of the weight for all blocks
         rows, weight, bias = (None if t is None else t.float() for t in (rows, weight, bias))
     n_rows = len(rows)
     out = rows.new_empty(-(-n_rows // ROWS) * ROWS, len(weight))

@@ -77,7 +77,7 @@ def _sum_to_compile(
         return output + product(scale * product(x, a), b)
     # One kernel: each elementwise operation on outputs would cost as much time as the product.
     low_rank = linear(a, x.flatten(0, -2)).t()
-    b = b.t().contiguous()  # so that its gradient is computed in this layout
+    b = b.t().contiguous()  # b's gradient is then computed in this layout
     return torch.addmm(output.flatten(0, -2), low_rank, b, alpha=scale).view_as(output)
 
 

@@ -10,7 +10,7 @@ from torch.optim.adam import adam
 
 from torchtitan.distributed.dtensor import local_tensor
 
-MOMENTS = "exp_avg", "exp_avg_sq"  # as torch names them
+MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names of the first and the second moment
 
 
 class RoundedAdam(Optimizer):
@@ -18,8 +18,8 @@ class RoundedAdam(Optimizer):
 
     Moments in bf16 are rounded up or down at random, so that they are right on average: with beta2 =
     0.999, a step changes a second moment by less than half of bf16's spacing, which rounding to nearest
-    would drop. The random numbers depend only on the parameter's index and its step count, so replicas
-    stay equal and a resumed run continues bit for bit.
+    would drop. The random numbers depend only on the parameter's index and step count, so replicas stay
+    equal and resumed runs continue bit for bit.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RoundedAdam(Optimizer):
         super().load_state_dict(state_dict)
         if self.state_dtype is None:
             return
-        for state in self.state.values():  # torch has converted them to the parameters' type
+        for state in self.state.values():  # torch converted it to the parameters' dtype
             for name in state.keys() - {"step"}:
                 state[name] = state[name].to(self.state_dtype)
 

@@ -35,7 +35,7 @@ class ParameterGroups:
         return next(fitting, 0)
 
     def of_part(self, part: nn.Module, betas: tuple[float, float]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups of a part; keys that a group lacks are the optimizer's.
+        """Return torch's parameter groups of a part; a missing key takes the optimizer's value.
 
         betas: those of [optimizer]. Every part has every group, so that one schedule state fits all
         parts. Groups may be empty.

@@ -67,7 +67,7 @@ class Muon(RoundedAdam):
                     matrices.setdefault((layout.mesh, layout.axes), []).append(p)
             self._update_by_adam(group, others)
             for sharing in matrices.values():
-                sharing.sort(key=_work, reverse=True)  # those updated together cost about the same
+                sharing.sort(key=_work, reverse=True)  # batches of similar cost
                 at_once = self._layout_of[sharing[0]].num_ranks
                 for first in range(0, len(sharing), at_once):
                     self._update_together(group, sharing[first : first + at_once])
@@ -77,7 +77,7 @@ class Muon(RoundedAdam):
         lr, options = float(group["lr"]), self.options
         layouts = [self._layout_of[p] for p in params]
         directions = [self._direction(p) for p in params]
-        if not lr:  # as in the step with which torch makes missing states
+        if not lr:  # torch creates missing states by a step with learning rate 0
             return
         own = None
         for number, (layout, direction) in enumerate(zip(layouts, directions, strict=True)):

@@ -102,9 +102,9 @@ class Offloader:
 
     @torch.no_grad()
     def _pinned_copies(self, kinds: set[str]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Tensor id -> (tensor, its copy in host memory), for all tensors on the device.
+        """Return tensor id -> (tensor, its copy in host memory) for all tensors on the device.
 
-        The host waits once, after all copies are queued. Only then are they put in place, because FSDP
+        The host waits once, after all copies are queued. The caller puts them in place only then: FSDP
         reads tensors that it pads. torch makes non-blocking copies in pinned memory, which it keeps.
         """
         tensors = list(self._detached.values()) if "grad" in kinds else []

@@ -108,7 +108,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
                 names = tied_copies.FIRST, tied_copies.SECOND
                 of_part = {_renamed(key, *names): value for key, value in state_dict.items()}
                 for key in of_part.keys() - state_dict.keys():
-                    # The first copy, if this rank holds it too, gets the tensor itself.
+                    # Clone, because a first copy on this rank gets the tensor itself.
                     if isinstance(of_part[key], torch.Tensor):
                         of_part[key] = of_part[key].clone()
             dcp.set_optimizer_state_dict(model, optimizers, of_part, options=options)
@@ -124,13 +124,13 @@ class OptimizersContainer(Optimizer, Generic[T]):
     def _post_init(self, all_params: list[nn.Parameter], optimizer_kwargs: dict[str, Any]) -> None:
         """Initialise the base class, which holds the step hooks."""
         Optimizer.__init__(self, [{"params": all_params}], optimizer_kwargs)
-        # The base class made an empty state, and groups that are never stepped. Without them,
-        # __getattr__ returns those of the inner optimizers.
+        # The base class set `state` and `param_groups`. Delete both, so __getattr__ returns those
+        # of the inner optimizers.
         del self.state, self.param_groups
 
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
         """Yield each model part with its optimizers; the part's gradients are set aside meanwhile."""
-        # A forward without gradient leaves FSDP2 modules gathered; optimizers know the shards only.
+        # A forward without gradient leaves FSDP2 modules gathered, and optimizers hold only shards.
         for part in self.model_parts:
             distributed.reshard_model(part)
         for part, optimizers in zip(self.model_parts, self._optimizers_by_part, strict=True):
@@ -326,7 +326,7 @@ def _moe_blocks(model_parts: list[nn.Module]) -> list[Any]:
 @torch.no_grad()
 def _balance_expert_load(blocks: list[Any], parallel_dims: ParallelDims) -> None:
     """Move each expert's routing bias towards an even load (Wang et al. 2024, arXiv:2408.15664), and
-    reset the token counts. The changes of a block sum to zero, so that the biases don't drift."""
+    reset the token counts. The changes of a block sum to zero, so the biases don't drift."""
     if any(block.moe.load_balance_coeff is None for block in blocks):
         return
     rows = []

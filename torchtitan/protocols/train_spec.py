@@ -50,8 +50,8 @@ class TrainSpec:
     """One model family: its class, its flavors and the functions that build the rest.
 
     A client may change a field, or a flavor's args, before it builds a trainer. If a builder is None,
-    the trainer works without that part. The fields after `state_dict_adapter` describe the builders for
-    the checks of a config; None takes the builder's attribute of the same name, if it has one.
+    the trainer works without that part. The fields after `state_dict_adapter` tell the config checks what
+    the builders support; None takes the builder's attribute of the same name, if it has one.
     """
 
     model_cls: type  # a ModelProtocol
@@ -66,7 +66,7 @@ class TrainSpec:
     build_validator_fn: ValidatorBuilder | None = None
     build_metrics_processor_fn: MetricsProcessorBuilder | None = None
     state_dict_adapter: type | None = None  # a BaseStateDictAdapter
-    # True if build_loss_fn's loss is that of the next token, which needs logits, and token ids as labels
+    # True if build_loss_fn's loss is next-token prediction, which needs logits and token-id labels
     has_token_loss: bool | None = None
     # The values of optimizer.name that build_optimizers_fn supports
     optimizer_names: Collection[str] | None = None

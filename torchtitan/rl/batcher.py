@@ -24,7 +24,7 @@ _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "
 # Padding values; the other tensors of a microbatch are padded with 0.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1, "routed_experts": -1}
 
-# A bucket takes further rows if the longest of them fills at least this share of the bucket's slots.
+# New rows join a bucket if the longest of them fills at least this share of the bucket's row length.
 _LEAST_FILLED = 0.8
 
 
@@ -48,7 +48,7 @@ class Batcher:
     scores_masked: bool = (
         False  # keep labels outside the loss, for callers that read their log-probs
     )
-    agg_mode: str = "token-mean"  # this and the next two as in `aggregation_weights`
+    agg_mode: str = "token-mean"  # this and the next two: see `aggregation_weights`
     norm: float | None = None
     count_empty: bool = False
     deferred: bool = False  # `optim_step` divides by the denominator; see `TrainingBatch`

@@ -67,8 +67,8 @@ def check_not_divided(job_config: JobConfig) -> None:
     """Raise ConfigError if `rl.generator.ranks` is set, for code without separate generating ranks."""
     if job_config.ranks_apart:
         raise ConfigError(
-            f"rl.generator.ranks = {job_config.ranks_apart} divides the ranks before anything is built on "
-            "them; start with torchtitan.rl.train or rl.controller.build_part, or set it to 0"
+            f"rl.generator.ranks = {job_config.ranks_apart} splits the ranks into two roles before "
+            "anything else; start with torchtitan.rl.train or rl.controller.build_part, or set it to 0"
         )
 
 
@@ -77,7 +77,7 @@ def check_gradients_add_up(job_config: BaseJobConfig) -> None:
     reduction = job_config.training.gradient_reduction
     if reduction != "sum" or job_config.optimizer.early_step_in_backward:
         raise ConfigError(
-            "RL adds gradients up over ranks and until optim_step, got training.gradient_reduction = "
+            "RL sums gradients over ranks and calls until optim_step, got training.gradient_reduction = "
             f"{reduction!r} and optimizer.early_step_in_backward = "
             f"{job_config.optimizer.early_step_in_backward}; set them to 'sum' and false"
         )
@@ -217,7 +217,7 @@ def _rewards(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
     if not job_config.has_critic:
         yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
-    # With one completion the advantage is always 0, and its prompt is always drawn again.
+    # With one completion per prompt, the advantage is always 0 and every prompt is drawn again.
     compares = {
         f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
         f"rl.redraws = {rl.redraws}": rl.redraws > 0,
@@ -251,7 +251,7 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
         "rl.advantage.name = 'gae'",
         "has a critic that learns from all samples, without comparing the rewards of a prompt",
         {
-            "rl.advantage.std": rl.advantage.std,  # whiten divides by the std over all tokens
+            "rl.advantage.std": rl.advantage.std,  # `whiten` divides by the std over all tokens instead
             "rl.batch.skip_zero_advantage": rl.batch.skip_zero_advantage,
         },
     )
@@ -261,7 +261,7 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
             f"rl.critic.initial_load_path must be a folder of weights, got {path!r} (looked in "
             f"{os.getcwd()}); correct the path"
         )
-    warmup_steps = rl.critic.warmup_steps  # afterwards the policy learns, too
+    warmup_steps = rl.critic.warmup_steps  # at least one step must train the policy, too
     yield from _at_most("rl.critic.warmup_steps", warmup_steps, "training.steps - 1", steps - 1)
 
 
@@ -303,7 +303,7 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
         )
     n, key = sampling.max_tokens, "rl.sampling.max_tokens"
     yield from _at_most("rl.overlong_tokens", job_config.rl.overlong_tokens, key, n)
-    # A row also holds the prompt.
+    # The row also has to hold the prompt.
     yield from _at_most(key, n, "the row length - 1", seq_len - 1)
 
 
@@ -440,7 +440,7 @@ def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
             "rl.generator.rescore",
             "would hide how far the generator differs from the trainer's policy, as every ratio would be 1",
             {
-                "rl.async_steps": rl.async_steps,  # samples with earlier weights
+                "rl.async_steps": rl.async_steps,  # samples drawn with earlier weights
                 "rl.generator.backend": rl.generator.backend.removeprefix("local"),
                 "rl.generator.dtype": rl.generator.dtype if has_other_type else None,
             },

@@ -78,7 +78,7 @@ class Controller:
         self.job_config = job_config = _check(job_config)
         self.config = job_config.rl
         self.updates_per_batch = self.config.epochs * self.config.minibatches
-        self.num_batches = 0  # batches trained on, each for `updates_per_batch` steps
+        self.num_batches = 0  # number of batches trained on; each takes `updates_per_batch` steps
         # With a remote generator the process group holds only the ranks that train.
         engine = TrainingEngine(job_config)
         with on_error(engine.close):
@@ -139,7 +139,7 @@ class Controller:
         """
         if not load_newest_checkpoint(self.trainer.engine):
             return False
-        self.num_batches = self.num_batches or self.step  # if the state "rl" was not loaded
+        self.num_batches = self.num_batches or self.step  # 0 if the state "rl" was not loaded
         if self.reference is not None and not self.reference.is_loaded:
             if self.step > 0:
                 logger.warning(
@@ -159,7 +159,7 @@ class Controller:
         """Load the newest checkpoint, if any, and train to `training.steps`.
 
         Raises LostGeneratorError if a generating rank is lost. Before that it saves a checkpoint, unless
-        episodes that were drawn ahead are lost, too: then a resume uses the previous checkpoint.
+        episodes drawn ahead are lost with the rank: then a resume uses the previous checkpoint.
         """
         try:
             if self.setup():
@@ -358,7 +358,7 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the engine does not save, as a JSON string. Collective."""
         state = {
-            "rollouts": self.rollouts.state_dict(),  # first: may set the task back to earlier prompts
+            "rollouts": self.rollouts.state_dict(),  # first, because it may reset the task
             "task": self.task.state_dict(),
             "num_batches": self.num_batches,
         }

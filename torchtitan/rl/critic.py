@@ -107,7 +107,7 @@ class Critic(Learner):
         of_policy = dict(own_weights(self._policy))
         with torch.no_grad():
             for name, weight in own_weights(self.engine):
-                if name in of_policy:  # all but the value head
+                if name in of_policy:  # the policy has no value head
                     local_tensor(weight).copy_(local_tensor(of_policy[name]))
         forget_scales(weight for _, weight in own_weights(self.engine))
 

@@ -186,8 +186,8 @@ def continue_prompts(
 class _Rows:
     """The rows that a rank continues, in order: each waits, has a place in the cache, or has ended.
 
-    For each place: `row_at` is its row, `is_open` is True until the row ends, `tokens` is the row's
-    latest token. For each row: `drawn` [N, L, N_FIELDS], `versions` of the weights that drew its
+    For each place: `row_at` is the index of its row, `is_open` is True until the row ends, `tokens` is
+    the row's latest token. For each row: `drawn` [N, L, N_FIELDS], `versions` of the weights that drew its
     tokens, and `experts` [tokens, layers, k] once it has ended, if the cache records them.
     """
 
@@ -236,7 +236,7 @@ class _Rows:
                 self._continue()
 
     def _n_left(self) -> int:
-        """Return the number of waiting and open rows of all ranks of the group. Collective."""
+        """Return the number of unfinished rows on all ranks of the group. Collective."""
         n_left = sum(self.is_open) + len(self.prompt_of_row) - self.n_begun
         if self.decoder.group is None:
             return n_left
@@ -261,7 +261,7 @@ class _Rows:
         self._logits_of_read = self._cache_of_read(tokens, lengths, last_only=True)
 
     def _enter(self) -> None:
-        """Give free places to rows whose prompts were read, and draw their first tokens."""
+        """Move rows whose prompts were read to free places, and draw their first tokens."""
         places = self._places(is_open=False)[: self.n_read - self.n_begun]
         for place in places:
             self.row_at[place] = self.n_begun

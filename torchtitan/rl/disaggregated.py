@@ -138,14 +138,14 @@ class RemoteGenerator:
         self._weights_sent: Future | None = None
         self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
-        # Answers that nobody has waited for yet: request number -> (episodes, failure) of each rank
+        # Received answers that no wait has taken yet: request number -> (episodes, failure) of each rank
         self._answers: dict[int, list[tuple[list[Episode], str | None]]] = {}
         self._failure: Exception | None = None  # once set, nothing is sent or received
         self._is_closed = False
 
     def take_policy(self, policy: PolicyModel) -> None:
-        """Set the names and dtype of the weights that the generating ranks take. Raises ConfigError if
-        `rl.generator.rescore` is set and their policy differs.
+        """Set the naming scheme and dtype of the weights to send. Raises ConfigError if
+        `rl.generator.rescore` is set and the generators' policy would differ from the trainer's.
         """
         rl = policy.job_config.rl
         refuse(rescoring(rl, policy.compute_dtype_name))
@@ -157,7 +157,7 @@ class RemoteGenerator:
             self.weight_dtype = self.weight_dtype or policy.compute_dtype
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """After the last update is sent, copy the weights to the host and begin to send. Collective.
+        """Wait until the last update is sent; copy the weights to the host and send them. Collective.
 
         If sending fails, the next wait for episodes raises.
         """
@@ -278,7 +278,7 @@ class GeneratorRank:
     def _answer(self, draw: Callable[[], list[Episode]]) -> None:
         try:
             answer: tuple[list[Episode], str | None] = draw(), None
-        except Exception as error:  # the trainer raises it
+        except Exception as error:  # sent to the trainer, which raises it
             answer = [], repr(error)
         with suppress(RuntimeError):  # the trainer is gone; the other thread raises for that
             self._link.send(answer)

@@ -44,7 +44,7 @@ class ForeignGenerator(Generator):
         self._seed, self._n_calls = seed, 0
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Have the engine load the weights. No digest: the engine changes their layout. Collective."""
+        """Have the engine load the weights. Checks no digest: engines change the layout. Collective."""
         self.policy_version = -1  # until the update is complete
         failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
         if failure is not None:
@@ -56,7 +56,7 @@ class ForeignGenerator(Generator):
 
     @abstractmethod
     def _load(self, pairs: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Have the engine load weights; `hand_over` reads the pairs that are left."""
+        """Have the engine load weights. May leave pairs unread: `hand_over` reads the rest."""
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
@@ -113,7 +113,7 @@ class ForeignGenerator(Generator):
                 )
             routed_experts = torch.from_numpy(experts[:n_read].astype(np.int16))
         if sampling.temperature == 0:
-            # The only possible token has log-prob 0; engines return its log-prob at temperature 1.
+            # At temperature 0 the token has log-prob 0; engines return the log-prob at temperature 1.
             logprobs = [0.0] * len(logprobs)
         return Completion(
             token_ids=tuple(token_ids),

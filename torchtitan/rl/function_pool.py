@@ -31,7 +31,7 @@ _SECONDS_BETWEEN_CHECKS = 0.5
 
 @dataclass(frozen=True)
 class Result:
-    """A call's value, or its exception as text, or why there is neither (`failure`)."""
+    """A call's value, or its exception as text, or why it has neither (`failure`)."""
 
     value: Any = None
     error: str | None = None
@@ -85,13 +85,13 @@ class FunctionPool:
                 future.cancel()
             self.close()  # ends the other threads' calls
             wait(futures)
-            self.close()  # also a process that a thread has started since
+            self.close()  # a thread may have started a process after the first `close`
             raise
 
     def _call(self, number: int, call: Call) -> Result:
         process, pipe = worker = self._worker()
         try:
-            with suppress(OSError):  # the process has ended; reading the pipe below fails, too
+            with suppress(OSError):  # the process has ended, so reading the pipe below fails too
                 pipe.send((number, *call))
         except RecursionError as error:  # arguments nested too deep to pickle: nothing was sent
             return Result(error=f"RecursionError: {error}")

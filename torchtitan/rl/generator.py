@@ -73,8 +73,8 @@ class Generator(ABC):
     ) -> list[Completion]:
         """Return `num_samples` completions of each prompt (token ids), prompt by prompt.
 
-        first_row: index of the first completion among those of all ranks, or one index per prompt, of
-            its first completion. Draws with `sampling.seed` depend on it, not on the rank.
+        first_row: index of the first completion among the completions of all ranks, or one such index per
+            prompt. Draws with `sampling.seed` depend on it, not on the rank.
         Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
         as `check_weights`, FloatingPointError if a log-prob is not finite.
         """
@@ -88,7 +88,7 @@ class Generator(ABC):
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """Return what `generate` returns. rows: each completion's index among those of all ranks."""
+        """Return what `generate` returns. rows: each completion's index over all ranks."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless the weights are of `policy_version`."""
@@ -314,7 +314,7 @@ class CopyGenerator(DecoderGenerator):
         return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        self.policy_version = -1  # a mixture until all weights are copied
+        self.policy_version = -1  # until all weights are copied, the model mixes two versions
         copy_weights(weights, self.model, check_digest=check_digest)
         self.policy_version = weights.version
 

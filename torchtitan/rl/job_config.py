@@ -82,7 +82,8 @@ class RLCritic(Section):
     # empty takes the policy's weights
     initial_load_path: str = ""
     lr: NotNegative | None = None  # The critic's peak learning rate; None takes optimizer.lr
-    weight_decay: NotNegative | None = None  # The critic's; None takes optimizer.weight_decay
+    # The critic's weight decay; None takes optimizer.weight_decay
+    weight_decay: NotNegative | None = None
     # Values are clipped to this distance from their values at the start of the step; 0: no clipping
     value_clip: NotNegative = 0.2
     # How per-token value losses are combined; None takes rl.loss.agg_mode
@@ -131,15 +132,15 @@ class RLLoss(Section):
 
 @dataclass
 class RLTeacher(Section):
-    # Folder of a Hugging Face model with the policy's tokenizer; the policy's distribution after each sampled
-    # token moves to this model's. Empty: none
+    # Folder of a Hugging Face model with the policy's tokenizer: the teacher. At each sampled
+    # token, training moves the policy's distribution towards the teacher's. Empty: no teacher
     folder: str = ""
     # KL(policy || teacher), or KL(teacher || policy)
     divergence: Literal["reverse", "forward"] = "reverse"
-    # Compare the teacher's k most probable tokens, and the rest as one; 0: all tokens
+    # Compare the teacher's k most probable tokens, and all others as one token; 0: all tokens
     top_k: Count = 0
     kl_weight: PositiveFloat = 1.0  # Weight of the divergence
-    policy_weight: NotNegative = 1.0  # Weight of the loss in [rl.loss] beside it; 0 leaves that out
+    policy_weight: NotNegative = 1.0  # Weight of [rl.loss], which is added; 0 leaves it out
 
 
 @dataclass
@@ -214,11 +215,11 @@ class RLSampling(Section):
     # Divides the logits when completions are drawn, and when the trainer scores them
     temperature: PositiveFloat = 1.0
     top_p: float = 1.0  # Has to be 1: the trainer scores all tokens of the vocabulary
-    top_k: int = 0  # Has to be 0, for the same reason
+    top_k: int = 0  # Has to be 0: the trainer scores all tokens of the vocabulary
     max_tokens: Positive = 16  # Length limit of a completion; with several turns, of each turn
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
-    # Texts that end a completion, at the token that completes the text
+    # Stop strings: the token that completes one of these texts ends the completion
     stop_strings: list[str] = field(default_factory=list)
 
 
@@ -244,8 +245,8 @@ class RLServe(Section):
     base_model: str = "policy"  # The model's name for clients
     only_base_model: bool = False  # Refuse clients that request a model of another name
     max_request_mib: Positive = 64  # Size limit of a request, in MiB
-    # Limit of the datums, of several clients with adapters, in one shared pass over the base model; a
-    # larger request has a pass of its own
+    # Limit of the datums in one shared pass over the base model, which serves several clients with
+    # adapters; a larger request gets a separate pass
     max_datums_per_pass: Positive = 512
     max_models: Positive = 64  # Limit of clients' models with adapters that train at a time
     # Memory per rank for adapters, gradients and optimizer states of idle models: the last used stay on

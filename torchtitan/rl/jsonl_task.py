@@ -267,7 +267,7 @@ def build(rl: Any, tokenizer: BaseTokenizer | None, max_prompt_tokens: int | Non
 
 
 def chat_variables(task: Any) -> dict[str, Any]:
-    """Return `rl.task.chat_variables` as a dict; raises ValueError if it is no JSON object."""
+    """Return `rl.task.chat_variables` as a dict; raises ValueError if it is not a JSON object."""
     try:
         variables = json.loads(task.chat_variables or "{}")
     except (ValueError, RecursionError):

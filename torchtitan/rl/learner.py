@@ -191,7 +191,7 @@ class Learner(ABC):
 
     def _check_on_all_ranks(self, batch: TrainingBatch, loss_fn: Any = None) -> None:
         """Raise ValueError on all ranks if any rank cannot use the batch. Collective: if only one rank
-        raised, the others would wait for it in the next collective.
+        raised, the other ranks would hang in the next collective.
         """
         dp_size, model = self.engine.dp_size, self.engine.model_parts[0]
 
@@ -222,7 +222,7 @@ class Learner(ABC):
             raise ValueError(f"all ranks must pass the same batch, got {listed}")
 
     def _token_batches(self, batch: TrainingBatch) -> list[TokenBatch]:
-        """Return this rank's microbatches for the engine, which does not check their ids again."""
+        """Return this rank's microbatches for the engine, with token ids marked as checked."""
         left_out = ("input",) if self.replays_experts else ("input", "routed_experts")
         of_rank: list[Any] = [
             microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)

@@ -108,7 +108,7 @@ class PolicyTrainer(Learner):
         return self.forward(batch, head)
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-        """Replace the generator's log-probs by the trainer's; also returns the largest change of any rank.
+        """Replace the generator's log-probs by the trainer's; also returns the largest change on any rank.
 
         This forward uses the same microbatches as training, so until the weights change, training gets
         bitwise equal log-probs, and every ratio is exactly 1. Only this rank's microbatches change; in a
@@ -142,7 +142,7 @@ class PolicyTrainer(Learner):
     def skip_step(self) -> None:
         """Advance the step and the schedule without an update of the policy."""
         self.engine.step += 1
-        with warnings.catch_warnings():  # torch expects the optimizer to have stepped before
+        with warnings.catch_warnings():  # torch warns if the schedule steps before the optimizer
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.engine.lr_schedulers.step()
 

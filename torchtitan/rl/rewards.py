@@ -25,7 +25,7 @@ def scores_of(value: Any) -> dict[str, float]:
 
     value: the reward, or a dict with the reward under "total". A number is what float() takes, except
     text: a bool, a Decimal, a scalar of NumPy or torch.
-    Raises ValueError, naming the key, for a dict without "total" and for values that are no finite numbers.
+    Raises ValueError, naming the key, for a dict without "total" and for values that are not finite.
     """
     if not isinstance(value, Mapping):
         if (reward := _number(value)) is None:

@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 
 class LostGeneratorError(LostConnectionError):
-    """A rank that generates is gone."""
+    """A generating rank is lost."""
 
 
 class Try(NamedTuple):
-    """One prompt for each place in a step, and the sampling settings."""
+    """One attempt at a step: a prompt for each place, and the sampling settings."""
 
     prompts: Sequence[Prompt]
     sampling: SamplingConfig
@@ -46,7 +46,7 @@ class Try(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `num_samples` episodes for each place, which is their `group_id`.
+    """A request for `num_samples` episodes for each place; the place is their `group_id`.
 
     tries: the next try has new prompts for places whose completions all got the same reward.
     penalty: subtracted from rewards of long completions.
@@ -148,9 +148,9 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         own: range,
     ) -> dict[int, tuple[str, tuple[int, ...]]]:
-        """Complete the dialogues; return the replies to those in `own` that can take another turn.
+        """Complete each dialogue's turn; return replies to dialogues in `own` that can take another turn.
 
-        own: the places to whose turns this rank's task replies. A reply: row -> (text, token ids).
+        own: the places whose dialogues this rank's task replies to. Returns row -> (text, token ids).
         """
         # All samples of a prompt share its first turn's context, which is read once.
         n_samples = request.num_samples if turn == 1 else 1
@@ -210,7 +210,7 @@ class Draws:
 
 
 def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool = False) -> list[T]:
-    """Return this rank's result of `work`; if ranks generate together, all ranks' results, or all raise.
+    """Return [this rank's result of `work`]. If ranks generate together: all ranks' results, or all raise.
 
     A rank that generates alone may draw on a thread, which must not communicate. is_last: no rank needs
     the others' results.

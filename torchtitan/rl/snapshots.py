@@ -43,7 +43,7 @@ def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:
-    """Swap live weights with those of the same name, in place."""
+    """Swap live weights with the entries of the same names in `weights`, in place."""
     live = list(live)
     own = [local_tensor(weight) for _, weight in live]
     others, kept = [local_tensor(weights[name]) for name, _ in live], [x.clone() for x in own]

@@ -35,8 +35,8 @@ class Prompt:
 class Turn:
     """A turn of the policy, and the environment's reply.
 
-    text: of the sampled tokens, without the stop that ended the turn. stop: the text of this stop, also
-        of a special token if the tokenizer can decode it.
+    text: the sampled text, without the stop that ended the turn. stop: the text of this stop, which may
+        be a special token if the tokenizer can decode it.
     reply: None for the last turn.
     """
 
@@ -123,7 +123,7 @@ class Task(ABC):
         return grades
 
     def grade_episodes(self, episodes: Sequence[tuple[Prompt, Sequence[Turn]]]) -> list[Grade]:
-        """Grade episodes by all turns; by default as `grade_all` grades the text of the last turn."""
+        """Grade episodes, which may have several turns. By default, `grade_all` grades the last turn."""
         return self.grade_all([(prompt, turns[-1].text) for prompt, turns in episodes])
 
     def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:

@@ -35,7 +35,7 @@ class SamplingConfig:
     max_tokens: int = 16  # the length limit of a completion
     stop_token_ids: tuple[int, ...] = ()  # each of these ends a completion, and is part of it
     stop_strings: tuple[str, ...] = ()  # the token that completes one of these also ends it
-    decode: Callable[[list[int]], str] | None = None  # token ids to text, to find stop_strings
+    decode: Callable[[list[int]], str] | None = None  # token ids -> text, to find stop_strings
     seed: int | None = None  # None continues the generator's own random stream
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class TrainingSample:
             raise ValueError(
                 "routed_experts of a sample must be [input tokens, mixtures of experts, experts per "
                 f"token], got {list(experts.shape)} for {len(tokens)} input tokens; leave out the last "
-                "token, whose experts nobody needs"
+                "token, whose experts are not used"
             )
         for name, value in vars(self).items():
             is_per_token = isinstance(value, Tensor) and name != "routed_experts"
@@ -316,7 +316,7 @@ class TrainingBatch:
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]  # [microbatch][data-parallel rank]
     num_global_valid_tokens: int  # tokens in the loss
-    num_measured_tokens: int  # the same without skipped samples; metrics are means over these
+    num_measured_tokens: int  # those of samples not skipped; metrics are means over these
     num_samples: int  # passed to `Batcher.batch`
     # These samples' share of the step's loss denominator, see `aggregation_weights`; None if the loss
     # weights are divided already.

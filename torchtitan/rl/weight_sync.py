@@ -1,8 +1,8 @@
 """Updates a generator's weights: what is sent, and the check that it arrived.
 
 A generator declares what it takes: whole tensors, shards (which need no all-gather), or adapters. Its
-`update_weights` gets them with a version and a digest. Generators with our models take our names, because
-some buffers have no Hugging Face name. `weight_transport` moves the weights and packs deltas.
+`update_weights` gets them with a version and a digest. Generators of our model classes take our names,
+because some buffers have no Hugging Face name. `weight_transport` moves weights and packs deltas.
 """
 
 import os

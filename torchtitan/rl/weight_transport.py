@@ -39,7 +39,7 @@ class PolicyWeights(Protocol):
 def hand_over(
     weights: PolicyWeights, take: Callable[[Iterator[tuple[str, Tensor]]], Any]
 ) -> Exception | None:
-    """Let `take` read weights, then read those that it left, because gathering weights is collective.
+    """Let `take` read weights, then read the weights that it left: gathering weights is collective.
 
     Returns the exception that `take` raised, so the caller can tell the other ranks. An exception of the
     iteration itself is raised, because every rank gets it.
@@ -57,7 +57,7 @@ def hand_over(
     failure = None
     try:
         take(watched())
-    except Exception as error:  # of a file system, a server or an engine
+    except Exception as error:  # raised by a file system, a server or an engine
         if weights_failed:
             raise
         failure = error
@@ -125,7 +125,7 @@ class WeightChanges:
             yield (_WHOLE + name, tensor) if changes is None else (_CHANGES + name, changes)
 
     def unpacked(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights; the next update changes their memory. RunError if they differ."""
+        """Yield whole weights; the next update changes their memory. RunError if a delta does not fit."""
         for name, tensor in pairs:
             kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
             name = name.removeprefix(kind)

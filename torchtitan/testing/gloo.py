@@ -207,7 +207,7 @@ def _collect(ranks: Ranks, folder: str, timeout_seconds: float) -> list[Any]:
             # The other ranks may now hang, waiting for the failed rank, so don't wait long for them.
             deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHER_FAILURES)
     if failures:
-        # Later failures are consequences: the first failed rank closed its connections.
+        # Later failures follow from the first: the failed rank closed its connections.
         failures.sort(key=lambda failure: failure[0])
         _, rank, text, error = failures[0]
         also = f" (then also {[r for _, r, *_ in failures[1:]]})" if failures[1:] else ""

@@ -88,7 +88,7 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
             continue
         first = rng.choice([0, 0, rng.randint(1, 40)])
         if positions and first == positions[-1] + 1:
-            first = 0  # otherwise this document would continue the previous one
+            first = 0  # otherwise its positions would continue the previous document
         positions += range(first, first + end - start)
         spans.append((start, end))
     return positions, spans

@@ -19,7 +19,7 @@ from typing import Any
 # ---- settings ----
 
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-# Both run when the last engine is closed, latest entry first: first the calls, then the restores.
+# When the last engine is closed, first the calls run, then the restores; each in reverse order.
 _at_close_calls = contextlib.ExitStack()
 _changes = contextlib.ExitStack()
 

@@ -48,7 +48,7 @@ def init_logger() -> None:
     INFO up; the other ranks print warnings and errors.
     """
     if sys.stdout is None:
-        # stdout was closed by `>&-`: the next opened file would get its number and all printed text.
+        # stdout was closed by `>&-`: the next opened file would get its descriptor, and all prints.
         sys.stdout = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C it may accept only ASCII
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -82,7 +82,7 @@ class FailureWatch(Watch):
         # (call, rank, text): a failed function of another rank, which may be one call ahead.
         self._reported: tuple[int, int, str] | None = None
         self._own: BaseException | None = None  # a failed function of this rank, in this call
-        self._raised: BaseException | None = None  # by `raise_failures`
+        self._raised: BaseException | None = None  # the exception that `raise_failures` raised
         self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
         with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
             store = store.clone()  # the thread's waits block only this second connection
@@ -152,7 +152,7 @@ class FailureWatch(Watch):
     # ---- failures that leave ranks out of step ----
 
     def _failed_on_all_ranks(self) -> bool:
-        """Return True if all ranks call this in time, after the same number of collectives."""
+        """Return True if every rank calls this in time and has made the same number of collectives."""
         meeting = dist.PrefixStore(f"met/{self._call}", self._store)
         try:
             if self._lost is not None or self._store.check(["lost"]):
@@ -215,7 +215,7 @@ class FailureWatch(Watch):
             for number in itertools.count():
                 name = f"message/{number}"
                 while not store.check([name]):
-                    with contextlib.suppress(dist.DistStoreError):  # if nothing comes in time
+                    with contextlib.suppress(dist.DistStoreError):  # no message within this wait
                         store.wait([name], _LONGEST_WAIT)
                 kind, call, rank, text = json.loads(store.get(name))
                 if kind == "closed":

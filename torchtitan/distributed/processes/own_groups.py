@@ -46,8 +46,9 @@ def making_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def making_meshes() -> Iterator[None]:
-    """`making_groups` for meshes: an axis of all ranks gets a new group if the default is the host's,
-    which torch (2.13) would use."""
+    """`making_groups` for meshes. For an axis of all ranks torch (2.13) would use the default group; if
+    the host made that group, the axis gets a new group.
+    """
     with making_groups(), contextlib.ExitStack() as stack:
         is_hosts = dist.is_initialized() and not group_is_ours()
         if is_hosts and dist.get_world_size() > 1 and dist.get_backend() != "fake":
@@ -67,7 +68,7 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection, address, listens in _tcp_sockets():
         if address in addresses and not listens:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the connection has ended
                 connection.shutdown(socket.SHUT_RDWR)
     if not torch.accelerator.is_available():
         return
@@ -90,7 +91,7 @@ def forget_meshes() -> None:
     """Clear DTensor's caches, which would give the next engine's meshes the groups of this engine."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    with contextlib.suppress(AttributeError, TypeError):  # a torch with other caches
+    with contextlib.suppress(AttributeError, TypeError):  # this torch version has other caches
         dispatcher = torch_parts.dispatcher(load_dtensor().DTensor)
         dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         torch_parts.clear_sharding_cache()

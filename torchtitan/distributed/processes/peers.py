@@ -42,7 +42,7 @@ _MOST_KEYS_SHOWN = 8
 _ALIVE, _LEAVES, _FAILED = b"a", b"l", b"f"
 _LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
-_SECONDS_TO_SAVE = 25  # after a helper's failure; torchrun kills ranks 30 s after its SIGTERM
+_SECONDS_TO_SAVE = 25  # after a helper's failure, to save; torchrun kills ranks 30 s after SIGTERM
 _SECONDS_TO_END = 2  # after another rank's failure, to end without being forced
 _SECONDS_TO_CONNECT = 5  # after rank 0's failure, for starting ranks to connect and learn of it
 _SECONDS_TO_CLOSE = 10  # after its own failure, for a rank to close its resources
@@ -114,7 +114,7 @@ class Peers:
             store.wait(names, self._store.timeout)
             problem = _problem_of([json.loads(text) for text in store.multi_get(names)])
             if problem:
-                self._leaving.set()  # before other ranks read the verdict and end
+                self._leaving.set()  # first, because other ranks end when they have read the verdict
             store.set("verdict", json.dumps(problem))
         problem = json.loads(store.get("verdict"))
         if self.rank > 0:
@@ -175,7 +175,7 @@ class Peers:
     def _admit(self, server: socket.socket, expected: dict[str, int]) -> None:
         for rank, connection in admit(server, expected):
             self._add(rank, connection)
-            if self._first_failure is not None:  # before this rank connected
+            if self._first_failure is not None:  # a failure from before this rank connected
                 self._send(_FAILED, self._first_failure)
         self._all_came.set()
 
@@ -185,7 +185,7 @@ class Peers:
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.settimeout(_SECONDS_TO_END)  # for a message that has begun
+        connection.settimeout(_SECONDS_TO_END)  # timeout to receive the rest of a message
         self._connections[connection], self._heard_at[rank] = rank, time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -195,7 +195,7 @@ class Peers:
         while True:
             ready = self._selector.select(longest_silence / 8)
             now = time.monotonic()
-            if now - last_turn > longest_silence / 2:  # this process itself was stopped
+            if now - last_turn > longest_silence / 2:  # this process was suspended
                 self._heard_at.update(dict.fromkeys(list(self._heard_at), now))
             last_turn = now
             if now >= next_message_at:
@@ -237,7 +237,7 @@ class Peers:
             return
         self._first_failure = rank, message
         if self.rank in (0, rank):
-            # Before the main thread learns of the failure, because it may end this process then.
+            # Send before the main thread learns of the failure, because it may then end this process.
             self._send(_FAILED, self._first_failure)
         self._has_failed.set()
         may_save = rank in self._helpers and self.rank not in self._helpers

@@ -51,7 +51,7 @@ def init_distributed(
         _destroy_group_at_end()
         return int(value)
     if dist.is_initialized():
-        if host.engines():  # otherwise nothing would restore the host's environment
+        if host.engines():  # without an engine, nothing would restore the host's environment later
             _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
         _check_existing_group(enable_cpu_backend)
         if not group_is_ours():
@@ -177,7 +177,7 @@ def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, 
 
 
 def join_part(name: str, rank: int, world_size: int) -> None:
-    """Make this process a rank of the job's part `name` for good, with the part's RANK, WORLD_SIZE and
+    """Permanently make this process a rank of the job's part `name`, with the part's RANK, WORLD_SIZE and
     default process group. Call `find_peers` first."""
     store = _meeting_places[_meeting_place()][0][0]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}

@@ -54,7 +54,7 @@ class StopRequest:
     def __exit__(self, *_: Any) -> None:
         self._signals.close()
         if self._group is not None and dist.is_initialized():
-            with suppress(ValueError):  # destroyed already, with the default group
+            with suppress(ValueError):  # the group was destroyed with the default group
                 dist.destroy_process_group(self._group)
 
     def _hear(self, number: int) -> None:
@@ -114,7 +114,7 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # tells the sender of a signal, which handlers don't learn
+    if hasattr(signal, "sigwaitinfo"):  # `sigwaitinfo` tells a signal's sender; handlers don't
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         trainer = multiprocessing.parent_process()  # even if a fork server started this worker
 

@@ -106,7 +106,7 @@ class LocalTrainingClient(AsyncNames):
             if self.shares_passes:
                 avoid_onednn()
             for reason in reasons[:1]:
-                logger.info("models take turns and share no base-model forward: %s", reason)
+                logger.info("models with adapters cannot share a base-model forward: %s", reason)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"

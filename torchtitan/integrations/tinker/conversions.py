@@ -102,7 +102,7 @@ def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSam
     """
     given, n = dict(datum.loss_fn_inputs), datum.model_input.length
     if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
-        given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name of the mask
+        given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name for GSPO's mask
     if unknown := sorted(set(given) - set(_INPUTS)):
         known = ", ".join(_INPUTS)
         raise ValueError(f"loss_fn_inputs of a Datum may be {known}, got {unknown[0]!r}; remove it")

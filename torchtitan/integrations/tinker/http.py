@@ -35,11 +35,11 @@ REACHED_AT = contextvars.ContextVar("REACHED_AT", default="")
 
 _MAX_CONNECTIONS = 512
 _MAX_HEADER_BYTES = 2**16
-# Read and dropped from a refused request's body; closing early would lose the answer.
+# Limit of a refused request's body that is read and dropped; closing early would lose the answer.
 _MAX_BYTES_DROPPED = 2**16
-# To wait for a request's headers; longer than the 10 s between a client's heartbeats.
+# Timeout for a request's headers; longer than the 10 s between a client's heartbeats.
 _SECONDS_IDLE = 15
-_SECONDS_PER_REQUEST = 60  # to read a request's body, and to send each part of the answer
+_SECONDS_PER_REQUEST = 60  # timeout to read a request's body, and to send each part of the answer
 _SECONDS_TO_FINISH = 5
 
 
@@ -137,7 +137,7 @@ class HttpServer:
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             writer.transport.abort()
         except Exception:
-            logger.exception("a connection broke")
+            logger.exception("serving a connection failed")
         finally:
             self._open.discard(writer)
             self._unread.pop(writer, None)

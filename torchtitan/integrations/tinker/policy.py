@@ -34,7 +34,7 @@ BASE = "base"
 
 MOST_SAMPLERS = 4096
 
-_NEW = "new model"  # the name of a model until it is complete
+_NEW = "new model"  # temporary name of a model that is being filled
 
 # How long a command waits for further commands that can run together with it.
 _SECONDS_TO_GATHER = 0.01
@@ -73,7 +73,7 @@ class Policy:
 
     def _check_waits(self, model: str) -> None:
         if model not in self._waiting:
-            raise ValueError(f"model {model} was dropped, as its session had ended; make another")
+            raise ValueError(f"model {model} was dropped after its session ended; make another")
 
     @contextlib.contextmanager
     def _replacing(self, model: str, rank: int | None) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Policy:
         """Run (model, request) items; either all requests are forward-only or none is."""
         if len(items) == 1 or self._passes is None:
             return self._each(self._forward_backward, items)
-        self._use("")  # a shared pass zeroes the policy's gradients
+        self._use("")  # store the model in the policy: a shared pass zeroes the policy's gradients
         results = self._each(lambda model, _: self._check_waits(model), items)
         good = [number for number, error in enumerate(results) if error is None]
         states = self._waiting.get([items[number][0] for number in good])

@@ -130,7 +130,7 @@ class Results:
             if self._n_bytes > _MAX_BYTES:
                 held = [r for r in self._all.values() if r.n_bytes and r is not request]
                 held.sort(key=lambda r: not r.is_fetched)  # stable: the oldest first
-                self._drop(held[: max(len(held) // 4, 1)])  # several, because sorting is slow
+                self._drop(held[: max(len(held) // 4, 1)])  # several, as sorting is slow
             if request.channel is not None:
                 self._done[request.channel][next(self._cursors)] = request
             self._changed.notify_all()

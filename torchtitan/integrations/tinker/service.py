@@ -219,7 +219,7 @@ class Service:
         def undo() -> None:
             with self._lock:
                 self._models.pop(model_id, None)
-                if self._lora is None and not self._models:  # the earlier model stays
+                if self._lora is None and not self._models:  # restore the replaced model
                     self._models.update(before)
 
         return self._results.submit(

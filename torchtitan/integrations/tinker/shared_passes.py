@@ -29,7 +29,7 @@ from torchtitan.rl.types import LossInputs, TrainingBatch, TrainingSample
 
 
 class Call(NamedTuple):
-    """A request of a model, and the model's state, which is not in the policy."""
+    """A request of a model, and the model's state, which must not be in the policy."""
 
     state: TrainingState
     request: ForwardBackwardRequest

@@ -76,7 +76,7 @@ class Limits:
 
     @classmethod
     def from_config(cls, serve: RLServe, state_bytes: int, device: torch.device) -> "Limits":
-        """state_bytes: the largest size over ranks of a state, with gradients and optimizer state."""
+        """state_bytes: bytes of a state with gradients and optimizer, on the rank with the most."""
         mibs = serve.max_device_mib, serve.max_host_mib, serve.max_file_mib
         n_device, n_host, n_file = (mib * 2**20 // max(state_bytes, 1) for mib in mibs)
         if device.type == "cpu":

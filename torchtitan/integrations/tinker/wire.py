@@ -96,7 +96,7 @@ def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> For
 
     Raises ValueError for bytes that are not a request, and any exception of check_model.
     """
-    # Counted before they are parsed, which takes up to 20 times their bytes.
+    # Count before parsing, which takes up to 20 times the memory of the bytes.
     entries = itertools.islice(_entries(memoryview(body)), MOST_ENTRIES + 1)
     if sum(1 for _ in entries) > MOST_ENTRIES:
         what = "Datums, chunks and loss inputs together"

@@ -181,7 +181,7 @@ def in_verls_words(message: str) -> str:
     for table, section in ((_ENGINE_FIELDS, "engine"), (_OPTIM_FIELDS, "optim")):
         for key, name in table.items():
             message = message.replace(key, f"{section}.{name}")
-            # Our messages may name a further key without its section.
+            # A message may name further keys without their section.
             if key.startswith("parallelism."):
                 message = re.sub(rf"\b{key.split('.')[1]}\b", name, message)
     return message

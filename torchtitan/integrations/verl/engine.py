@@ -159,7 +159,7 @@ class VerlEngine(BaseEngine):
         samples.check(data, forward_only)
         replays = self.engine_config.router_replay.mode == "R3"
         samples.check_experts(data, replays)
-        # verl's split into microbatches and verl's losses read these entries of the batch.
+        # Entries that verl's split into microbatches and its losses read.
         settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
         if "loss_mask" in data.keys():
             mask = data["loss_mask"]
@@ -275,7 +275,7 @@ class VerlEngine(BaseEngine):
                     part.save_pretrained(folder)
         path, number = os.path.abspath(local_path), max_ckpt_to_keep or 0
         self._checkpoints = [saved for saved in self._checkpoints if saved != path] + [path]
-        if number > 0:  # the new checkpoint is complete here
+        if number > 0:  # only now, because the new checkpoint is complete
             self._checkpoints, old = self._checkpoints[-number:], self._checkpoints[:-number]
             for folder in old if dist.get_rank() == 0 else ():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -297,8 +297,8 @@ class VerlEngine(BaseEngine):
         elif "hf_model" in contents:
             if self.has_adapters:
                 raise ValueError(
-                    "checkpoint.load_contents = ['hf_model'] would put adapters beside weights that "
-                    "they are merged into; add 'model'"
+                    "checkpoint.load_contents = ['hf_model'] would load weights with merged adapters "
+                    "into a model that applies its adapters again; add 'model'"
                 )
             self.engine.load(os.path.join(local_path, HF_FOLDER), model_only=True)
         path = os.path.abspath(local_path)

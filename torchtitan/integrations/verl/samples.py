@@ -79,8 +79,8 @@ def check_experts(data: TensorDict, replays: bool) -> None:
 def _experts(recorded: Tensor) -> Tensor:
     """Return expert indices [N, L, k] with -1 for tokens that the rollout did not record.
 
-    verl fills these tokens' entries with zeros, that is k times the same expert. With k = 1 they stay
-    expert 0, which is harmless: these tokens come after all tokens in the loss.
+    verl fills these tokens' entries with zeros: k times expert 0, which no router chooses if k > 1. With
+    k = 1 they stay expert 0, which is harmless: these tokens come after all tokens in the loss.
     """
     repeats = (recorded.sort(dim=-1).values.diff(dim=-1) == 0).any(dim=-1, keepdim=True)
     return recorded.masked_fill(repeats, -1)

@@ -123,7 +123,7 @@ class Transformer(llama3.Transformer):
         super().__init__(model_args)
 
     def check_rows(self, attention_masks: Any, row_len: int) -> None:
-        # Only a dict of masks has a mask of chunks. Without it sdpa needs rows that fit into one chunk.
+        # Chunks are masked only if the masks are a dict. Otherwise rows must fit into one chunk.
         if not isinstance(attention_masks, dict):
             self.model_args.check_chunks(row_len)
 

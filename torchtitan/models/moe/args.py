@@ -19,7 +19,7 @@ class MoEArgs:
     group_score: a group's score is the sum of its two highest expert scores (DeepSeek V3), or the
         highest score (DeepSeek V2's group_limited_greedy).
     use_grouped_mm: compute all experts in one kernel; otherwise one matmul per expert.
-    load_balance_coeff: the size of a step of expert_bias; None: no expert_bias.
+    load_balance_coeff: how much a step changes expert_bias; None: no expert_bias.
     _debug_force_load_balance: ignore the scores and send tokens to experts in turn.
     """
 

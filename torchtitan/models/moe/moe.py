@@ -151,7 +151,7 @@ def _needs_padding(parameter: Tensor) -> bool:
     """Return True if the tokens of each expert still have to be padded for the kernel."""
     if parameter.device.type == "cpu":
         return False
-    # Expert parallelism has padded while sorting the tokens that came from other ranks.
+    # Under expert parallelism, sorting the received tokens has padded them already.
     return not (is_dtensor(parameter) and "ep" in (parameter.device_mesh.mesh_dim_names or ()))
 
 
@@ -201,7 +201,7 @@ class _LinearToFp32(torch.autograd.Function):
         high = (grad.view(torch.int32) & -(2**16)).view(torch.float32)
         summands = torch.cat([high, grad - high], dim=1).to(torch.bfloat16)  # [T, 2 * E]
         grad_x = _mm_to_fp32(summands, torch.cat([weight, weight]))
-        if not ctx.needs_input_grad[1]:  # a frozen router
+        if not ctx.needs_input_grad[1]:  # the router is frozen
             return grad_x.to(x.dtype), None
         grad_weight = _mm_to_fp32(summands.t(), x).unflatten(0, (2, -1)).sum(dim=0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
@@ -398,8 +398,7 @@ class MoE(nn.Module):
         routed = take_rows(x, pairs // top_k, places.view(-1, top_k), places_have_gaps=share)
         if self.score_before_experts:
             routed = (routed.float() * scores.unsqueeze(-1)).to(x.dtype)
-        # Queued before the experts, because the host may wait for the counts there: this keeps the
-        # device busy meanwhile.
+        # Queue the shared experts first: the device is busy while the host waits for the experts' counts.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routed = self.experts(routed, num_tokens_per_expert)
 

@@ -16,7 +16,7 @@ from torchtitan.distributed.token_groups import unpermute_tokens as _unpermute
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TOKEN_GROUP_ALIGN_SIZE_M":  # its value now
+    if name == "TOKEN_GROUP_ALIGN_SIZE_M":  # read at each access, because the value can change
         return token_groups.TOKEN_GROUP_ALIGN_SIZE_M
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
