@@ -393,7 +393,7 @@ class TrainingEngine(EngineState):
         return ModelInputs(*self.post_dataloading_process(as_dict, batch.labels))
 
     def _step_parts(self) -> Step:
-        """Return the parts for one call, made each time: a client may replace loss_fn or tokenizer."""
+        """Return the `Step` of this engine, made for each call: a client may replace loss_fn or tokenizer."""
         config, loss = self.job_config, (self.loss_fn, self.has_token_loss, self.loss_group)
         return Step(config, self.packing, self.runner, self.update, *loss)
 

@@ -31,7 +31,7 @@ class DocumentPolicy:
     restart_positions: bool
     mask_boundary_loss: bool
     vocab_size: int | None = None  # None for a model without a vocabulary
-    # For clients' models that make their own masks.
+    # Passed to `get_attention_masks` of models that clients bring, which may need it for their masks.
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
     # Warnings that were logged already, and are not repeated.
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)

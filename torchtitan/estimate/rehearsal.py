@@ -346,9 +346,10 @@ def place() -> tuple[str, Any]:
 
 
 def patch_kernels() -> None:
-    """Without compiling, run flex attention as the operator that compiled code calls, and plain varlen.
+    """Replace the attention kernels, so that a rehearsal measures those of an H100.
 
-    sdpa runs the kernel that an H100 chooses; a torch without CUDA's kernels would store the scores.
+    Flex attention calls the operator that compiled code calls, and varlen is not compiled either. sdpa calls
+    the kernel that an H100 chooses, because torch's CPU build would choose one that stores all scores.
     """
     from torch._functorch import partitioners
     from torch.nn.attention.flex_attention import flex_attention

@@ -82,5 +82,8 @@ class PreferenceObjective(Objective):
 
 
 def _pair_ids(batch: TokenBatch) -> Tensor:
-    """Return the pair id of each label, [B, T]; 0 for labels that are ignored, as in a repeated batch."""
+    """Return the pair id of each label, [B, T]; 0 for ignored labels.
+
+    A rank that has run out of validation data repeats a batch with all labels ignored.
+    """
     return batch.entries["pair_ids"].masked_fill(batch.labels == IGNORE_INDEX, 0)

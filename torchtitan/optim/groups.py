@@ -65,7 +65,7 @@ class ParameterGroups:
 
 
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
-    """Raise ConfigError if a table gets no parameters of the whole model, or if Muon gets no matrices."""
+    """Raise ConfigError if an [[optimizer.groups]] table gets no parameter, or Muon no matrix. model: whole."""
     groups = ParameterGroups([model], config)
     for i, table in enumerate(groups.tables):
         if i + 1 in groups.numbers.values():

@@ -174,9 +174,9 @@ class TrainingSample:
             )
         if experts is not None and (experts.dim() != 3 or len(experts) != len(tokens)):
             raise ValueError(
-                "routed_experts of a sample must be [input tokens, mixtures of experts, experts per "
-                f"token], got {list(experts.shape)} for {len(tokens)} input tokens; leave out the last "
-                "token, whose experts are not used"
+                "routed_experts of a sample must have the shape [input tokens, MoE layers, experts per "
+                f"token], got {list(experts.shape)} for {len(tokens)} input tokens; the last token of a "
+                "sequence is only a label: leave out its experts"
             )
         for name, value in vars(self).items():
             is_per_token = isinstance(value, Tensor) and name != "routed_experts"

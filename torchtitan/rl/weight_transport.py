@@ -133,8 +133,8 @@ class WeightChanges:
                 self._last[name] = tensor
             elif kind == _CHANGES and not (name in self._last and _apply(tensor, self._last[name])):
                 raise RunError(
-                    f"an update came with the changes of {name} since the update before, which this "
-                    "receiver does not have; start the trainer again, which then sends whole weights"
+                    f"an update came with the changes of {name} since the update before, and this receiver does "
+                    "not have that update; start the trainer again, which then sends whole weights"
                 )
             yield name, self._last[name] if kind else tensor
 
@@ -230,7 +230,10 @@ def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | No
 
 
 class ReceivedWeights:
-    """Weights sent by `send_weights`, in host memory. changes: the same object for all updates."""
+    """Weights that `send_weights` has sent, in host memory; a new object for each update.
+
+    changes: holds the last update's weights, to which changes are applied; the same object for all updates.
+    """
 
     version = -1
     digest: str | None = None

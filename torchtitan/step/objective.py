@@ -31,7 +31,7 @@ class Objective:
     def __call__(
         self, outputs: Any, labels: Tensor, batch: Mapping[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (a microbatch's loss, name -> what the microbatch adds to a sum, of any shape)."""
+        """Return (a microbatch's loss, name -> a tensor of any shape that is summed for the metrics)."""
         raise NotImplementedError
 
     def metrics(self, sums: Mapping[str, Tensor], prefix: str) -> dict[str, float]:

@@ -197,7 +197,7 @@ def test_base_model_of_another_name_is_not_sampled(run):
 
     status, answer = create(900, base_model="Qwen/Qwen3-8B")
     assert status == 400 and "must be 'policy', the model that this server" in answer["detail"]
-    assert "got 'Qwen/Qwen3-8B'; start a server with that model" in answer["detail"]
+    assert "got 'Qwen/Qwen3-8B'; start a server with 'Qwen/Qwen3-8B'" in answer["detail"]
     assert [create(901, base_model=name)[0] for name in ("policy", "any")] == [200, 200]
 
 

@@ -44,8 +44,8 @@ _watches = itertools.count()  # indices of watches; all ranks make them in the s
 class Watch:
     """The watch of an engine without other ranks, where failures are raised where they happen."""
 
-    # False during a pipeline schedule: process groups count their collectives, by which ranks are compared,
-    # but not sends between two ranks.
+    # After a failure, ranks compare how many collectives each process group has run. Groups do not count
+    # sends between two ranks, so this is False during a pipeline schedule.
     counts_collectives = True
 
     def call(self) -> contextlib.AbstractContextManager[None]:

@@ -163,7 +163,7 @@ class Peers:
         self._start(self._watch)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread. If `work` fails, this rank fails, because nothing watches any more."""
+        """Run `work` on a thread. If it fails, report this rank as failed: it no longer watches the others."""
 
         def ended(done: Future[None]) -> None:
             if (error := done.exception()) is not None:

@@ -345,7 +345,7 @@ class LocalTrainingClient(AsyncNames):
         return AutoTokenizer.from_pretrained(self._config.model.hf_assets_path)
 
     def get_info(self) -> GetInfoResponse:
-        """Return a description of the model, which is named `rl.serve.base_model`."""
+        """Return a description of the model; its name is the value of `rl.serve.base_model`."""
         model, name = self._config.model, self._config.rl.serve.base_model
         assets = None if self.tokenizer is None else os.path.abspath(model.hf_assets_path)
         rank = self._config.lora.rank if self.checkpointer.has_adapters else None

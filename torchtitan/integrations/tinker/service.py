@@ -415,8 +415,8 @@ class Service:
             if name not in {self._name, *trained}:
                 raise Refused(
                     f"base_model must be {self._name!r}, the model that this server samples, got "
-                    f"{name!r}; start a server with that model, or name it in rl.serve.base_model if it "
-                    "is this one"
+                    f"{name!r}; start a server with {name!r}, or set rl.serve.base_model = {name!r} if this "
+                    "server has that model"
                 )
             self._add_sampler(sampler, BASE)
         return Answer({"type": "create_sampling_session", "sampling_session_id": sampler})

@@ -43,7 +43,8 @@ class AsyncNames:
     """Adds a coroutine `x_async` for each method `x` of a class, like the tinker client.
 
     The coroutine returns the future of `x`, so a program can make further calls before it awaits the
-    result. If `x` samples or creates a client, it returns the result. `with` closes the client.
+    result. For methods that sample, compute log-probs or create a client, the coroutine returns the
+    result itself. `with` closes the client.
     """
 
     close: Callable[..., Any]
