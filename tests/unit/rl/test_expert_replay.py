@@ -177,7 +177,9 @@ def test_wrong_experts_are_refused_in_one_sentence(name, trainer):
 
 def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
     sample = samples_of(trainer)[0]
-    with pytest.raises(ValueError, match=r"got \[4, 4, 2\] for 5 input tokens; the last token of a sequence"):
+    with pytest.raises(
+        ValueError, match=r"got \[4, 4, 2\] for 5 input tokens; the last token of a sequence"
+    ):
         dataclasses.replace(sample, routed_experts=sample.routed_experts[:4])
     some = [sample, dataclasses.replace(sample, routed_experts=None)]
     with pytest.raises(ValueError, match="all samples of a batch have routed_experts or none"):
