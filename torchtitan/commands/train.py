@@ -1,6 +1,7 @@
 """Train a job. Without a TOML file, train the default job, which leaves a model in a few minutes on a CPU."""
 
 import os
+import shutil
 import sys
 from typing import Any
 
@@ -47,7 +48,9 @@ def _default_trainer(config: Any) -> Any:
                 with self.eval_mode():
                     drawn = generate(self.model_parts[0], ids, max_new_tokens=24, temperature=0)
                 logger.info(f"the model continues: {self.tokenizer.decode(drawn[0].tolist())!r}")
-            logger.info(f'go on with: torchtitan generate {folder} --prompt "{prompt}"')
+            python = os.path.relpath(sys.executable)
+            program = "torchtitan" if shutil.which("torchtitan") else f"{python} -m torchtitan"
+            logger.info(f'go on with: {program} generate {folder} --prompt "{prompt}"')
 
     return DefaultTrainer(config)
 
