@@ -45,7 +45,8 @@ def test_default_job_of_an_empty_folder_leaves_a_model_that_the_printed_command_
     said = run(["torchtitan", "train", *options], tmp_path, **installed)
     assert re.search("the model continues: .Return a list of", said)
     (command,) = re.findall("go on with: (.*)", said)
-    assert run(shlex.split(command), tmp_path, **installed).startswith("Return a list of")
+    printed = run(shlex.split(command), tmp_path, **installed)
+    assert printed.startswith("weights: ./outputs/model\nReturn a list of")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "outputs/model")
