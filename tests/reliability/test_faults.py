@@ -1,5 +1,7 @@
 """Every fault of the fault book is brought about, and is told as the book says."""
 
+import re
+
 import pytest
 
 from tests.reliability.faults import (
@@ -15,6 +17,11 @@ from tests.reliability.faults.__main__ import find
 BOOK = {row.title: row for row in read_book()}
 FAULTS = faults()
 MOST_LINES = 60  # of log and message together
+# torch's signal handler raises for a dead data worker. If that happens inside a callback of Python's,
+# Python prints the error with its stack and goes on; the loader notices the worker's death later.
+_PRINTED_BY_PYTHON = re.compile(
+    r"^Exception ignored in: .*\nTraceback \(most recent call last\):\n(?:  .*\n)*\S.*\n", re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +36,9 @@ def test_fault_is_told(name, finished_run, tmp_path):
     each = len(row.exit_codes) > 1
     assert outcome.exit_codes == list(row.exit_codes) * (1 if each else fault.ranks), outcome.output
     assert says(outcome.output, row.message), outcome.output
+    own_output = _PRINTED_BY_PYTHON.sub("", outcome.output)
     for text in ("Traceback (most recent call last)", *fault.absent):
-        assert text not in outcome.output, outcome.output
+        assert text not in own_output, outcome.output
     assert max(output.count("\n") for output in outcome.outputs) <= MOST_LINES, outcome.output
     assert outcome.seconds < LIMIT_SECONDS
     if fault.check is not None:
