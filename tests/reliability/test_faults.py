@@ -20,7 +20,8 @@ MOST_LINES = 60  # of log and message together
 # torch's signal handler raises for a dead data worker. If that happens inside a callback of Python's,
 # Python prints the error with its stack and goes on; the loader notices the worker's death later.
 _PRINTED_BY_PYTHON = re.compile(
-    r"^Exception ignored in: .*\nTraceback \(most recent call last\):\n(?:  .*\n)*\S.*\n", re.MULTILINE
+    r"^Exception ignored in: .*\nTraceback \(most recent call last\):\n(?:  .*\n)*\S.*\n",
+    re.MULTILINE,
 )
 
 
