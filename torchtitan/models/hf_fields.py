@@ -54,6 +54,7 @@ class Field:
     default: the value if a config lacks the field, or a function from the config to that value.
     from_hf: function from (value, config) to our value, if the values differ.
     to_hf: function from our args to the HF value, if it differs.
+    also: other HF fields that `default` or `from_hf` reads.
     """
 
     hf: str
@@ -62,13 +63,19 @@ class Field:
     default: Any = _REQUIRED
     from_hf: Callable[[Any, Config], Any] = lambda value, _: value
     to_hf: Callable[[Any], Any] | None = None
+    also: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that HF has for this field."""
+        return _SAME_FIELDS if self.hf in _SAME_FIELDS else (self.hf,)
 
     @property
     def fields(self) -> Collection[str]:
-        return _SAME_FIELDS if self.hf in _SAME_FIELDS else (self.hf,)
+        return self.names + self.also
 
     def read(self, config: Config) -> dict[str, Any]:
-        for name in self.fields:
+        for name in self.names:
             if is_given(config, name):
                 check_kind(config, name, self.kind)
                 return {self.ours: self.from_hf(config[name], config)}
@@ -235,8 +242,9 @@ def take(config: Config, rows: Iterable[Row]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     missing: list[str] = []
     for row in rows:
-        is_present = any(is_given(config, name) for name in row.fields)
-        if isinstance(row, Field) and row.default is _REQUIRED and not is_present:
+        is_field = isinstance(row, Field)
+        is_present = is_field and any(is_given(config, name) for name in row.names)
+        if is_field and row.default is _REQUIRED and not is_present:
             missing.append(row.hf)
         elif is_present or not missing:  # defaults may need the fields that are missing
             values |= row.read(config)

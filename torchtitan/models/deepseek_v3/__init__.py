@@ -177,14 +177,12 @@ _LATENTS_AND_SHARED_EXPERTS = {
     "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
     "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
 }
-_MTP_PROJECTION = "model.layers.{}.eh_proj.weight"
 
 
 class DeepSeekV3StateDictAdapter(KeyMapAdapter):
     """Renames keys only: RoPE pairs are neighbours in our weights and in Hugging Face's.
 
-    V2's files have no correction bias for the router. Layers for multi-token prediction, which our
-    model doesn't have, are left out on reading; they are recognised by their `eh_proj`.
+    V2's files have no correction bias for the router.
     """
 
     quantized_format = "fp8"
@@ -198,20 +196,6 @@ class DeepSeekV3StateDictAdapter(KeyMapAdapter):
         self.from_hf_map |= block_hf_key_map(queries | _LATENTS_AND_SHARED_EXPERTS) | HF_EXPERTS
         bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
         self.from_hf_map[bias] = "layers.{}.moe.expert_bias"
-
-    def spelled_like(self, hf_names: Collection[str]) -> "DeepSeekV3StateDictAdapter":
-        adapter = super().spelled_like(hf_names)
-        adapter._ignore_mtp_layers(hf_names)
-        return adapter
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._ignore_mtp_layers(hf_state_dict)
-        return super().from_hf(hf_state_dict)
-
-    def _ignore_mtp_layers(self, hf_names: Collection[str]) -> None:
-        templates = (to_template(name) for name in hf_names)
-        layers = [numbers[0] for template, numbers in templates if template == _MTP_PROJECTION]
-        self.ignored_hf_keys = tuple(rf"model\.layers\.{layer}\." for layer in layers)
 
 
 def _debug_model(**fields: Any) -> DeepSeekV3ModelArgs:

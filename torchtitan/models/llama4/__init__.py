@@ -4,7 +4,6 @@ B rows, T tokens, H query heads, K key/value heads, D head size.
 """
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
-import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -182,51 +181,33 @@ def _scale_queries(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor
     return (xq * factors[..., None, None]).to(xq.dtype), xk
 
 
-_TEXT_MODEL = "language_model."  # in front of names in multimodal files
-
-
 class Llama4StateDictAdapter(KeyMapAdapter):
     """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours in ours and in HF's weights.
 
-    Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration,
-    which begin with `language_model.`. Writes the multimodal names if the index file under
-    `hf_assets_path` has them; an export does so only if it also has the weights for images. Reading
-    leaves out the weights for images.
+    Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration. Reading
+    leaves out the weights for images; an export has the multimodal names only if it also has these.
     """
 
     ignored_hf_keys = (r"vision_model\.", r"multi_modal_projector\.")
+    text_prefixes = ("language_model.",)
 
     def __init__(self, model_args: TransformerModelArgs, hf_assets_path: str | None):
         super().__init__(model_args, hf_assets_path)
         text: HFKeyMap = {
-            hf.replace(".mlp.", ".feed_forward."): ours
-            for hf, ours in dense_hf_key_map(biased=HF_LINEARS).items()
+            name.replace(".mlp.", ".feed_forward."): ours
+            for name, ours in dense_hf_key_map(biased=HF_LINEARS).items()
         }
         hf_moe, moe = "model.layers.{}.feed_forward", "layers.{}.moe"
-        for hf, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items():
-            text[f"{hf_moe}.shared_expert.{hf}_proj.weight"] = f"{moe}.shared_experts.{ours}.weight"
+        for name, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items():
+            shared = f"{hf_moe}.shared_expert.{name}_proj.weight"
+            text[shared] = f"{moe}.shared_experts.{ours}.weight"
         gate_up = f"{moe}.experts.w1", f"{moe}.experts.w3"
         text |= {
             f"{hf_moe}.router.weight": f"{moe}.router.gate.weight",
             f"{hf_moe}.experts.gate_up_proj": Fused(gate_up, transposed=True),
             f"{hf_moe}.experts.down_proj": Fused((f"{moe}.experts.w2",), transposed=True),
         }
-        self._text = text
-        index = self.fqn_to_index_mapping or {}
-        self._prefer(any(name.startswith(_TEXT_MODEL) for name in index))
-
-    def _prefer(self, multimodal_names: bool) -> None:
-        multimodal = {_TEXT_MODEL + hf: entry for hf, entry in self._text.items()}
-        # If several Hugging Face names stand for one of our tensors, the first name is written.
-        self.from_hf_map = multimodal | self._text if multimodal_names else self._text | multimodal
-
-    def for_export(self, has_untrained_parts: bool) -> "Llama4StateDictAdapter":
-        adapter = copy.copy(self)
-        adapter._prefer(has_untrained_parts)
-        index = self.fqn_to_index_mapping or {}
-        more = {name.removeprefix(_TEXT_MODEL): number for name, number in index.items()}
-        adapter.fqn_to_index_mapping = index | more or None
-        return adapter
+        self.name_text_model(text)
 
 
 _DEBUG = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
@@ -278,18 +259,19 @@ _ROWS = (
     hf.Field("floor_scale", "floor_scale", float, 8192),
     hf.Field("attn_scale", "attn_scale", float, 0.1),
     hf.Field("attention_bias", "attention_bias", bool, False),
-    # 1 for a layer with hf.RoPE, else 0.
+    # 1 for a layer with RoPE, else 0.
     hf.Field(
         "no_rope_layers",
         "every_n_layers_nope",
         None,
         default=lambda config: _INTERVAL.read(config)["every_n_layers_nope"],
         from_hf=lambda has_rope, _: has_rope.index(0) + 1 if 0 in has_rope else None,
+        also=("no_rope_layer_interval",),
     ),
     hf.Must(
         "no_rope_layers",
         lambda args: [int(not args.is_nope_layer(n)) for n in range(args.n_layers)],
-        "layers without hf.RoPE must be evenly spaced",
+        "layers without RoPE must be evenly spaced",
     ),
     hf.Must(
         "layer_types",
