@@ -23,7 +23,6 @@ from torchtitan.models.hf_fields import (
     Config,
     HFType,
     give,
-    is_given,
     refusal,
     take,
 )
@@ -68,14 +67,17 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
     if not isinstance(model_type, str) or model_type not in types:
         raise refusal(config, "model_type", f"known are {', '.join(sorted(types))}")
     family, hf_type = types[model_type]
+    config = {**hf_type.defaults, **config}
     flavors, rows = get_train_spec(family).model_args, (*ALL_TYPES, *hf_type.rows)
     try:
         eos = config.get("eos_token_id")
         values = {"value_head": _has_value_head(config), **hf_type.args, **take(config, rows)}
+        args_cls = type(next(iter(flavors.values())))
+        if hasattr(args_cls, "hf_type"):
+            values["hf_type"] = model_type
         if eos is not None:
             values["eos_id"] = eos[0] if isinstance(eos, list) else eos
         experts = {k.removeprefix(MOE): v for k, v in values.items() if k.startswith(MOE)}
-        args_cls = type(next(iter(flavors.values())))
         model_args = args_cls(**{k: v for k, v in values.items() if not k.startswith(MOE)})
         if experts:
             model_args.moe_args = dataclasses.replace(model_args.moe_args, **experts)
@@ -92,7 +94,9 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
             config, "num_key_value_heads", f"it must divide the {model_args.n_heads} query heads"
         )
     known = _NOT_READ.union(*(row.fields for row in rows))
-    if unknown := [name for name in config if name not in known and is_given(config, name)]:
+    if unknown := [
+        name for name in config if name not in known and name[:1] != "_" and config[name]
+    ]:
         warn_once(
             logger,
             f"The config.json of a {model_type} has fields that are not read: {', '.join(unknown)}; "
@@ -138,6 +142,8 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
         for model_type, (family, hf_type) in hf_types().items()
         if type(model_args) is type(next(iter(get_train_spec(family).model_args.values())))
     }
+    if (own := getattr(model_args, "hf_type", None)) in types:
+        types = {own: types[own]}
     if not types:
         raise ValueError(f"{type(model_args).__name__} belongs to no family with a config.json")
     model_type = min(types, key=lambda name: n_other(types[name]))
@@ -165,18 +171,14 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
 
 
 _ON_BOTH_LEVELS = ("tie_word_embeddings", "eos_token_id")  # the text model's own values come first
-# Fields that do not change what our models compute. Hugging Face's dropout acts in training only;
-# our models have none.
+# Fields that do not change what our models compute.
 _NOT_READ = frozenset(
     "model_type architectures initializer_range transformers_version dtype torch_dtype use_cache "
-    "_name_or_path bos_token_id eos_token_id pad_token_id id2label label2id num_labels auto_map "
-    "problem_type return_dict output_attentions output_hidden_states chunk_size_feed_forward "
-    "is_encoder_decoder quantization_config compression_config attn_implementation "
-    "_attn_implementation _attn_implementation_autoset _experts_implementation pretraining_tp "
-    "attention_dropout residual_dropout resid_pdrop embd_pdrop classifier_dropout hidden_dropout "
-    "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size max_window_layers "
-    "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings "
-    "num_mtp_modules qk_head_dim unsloth_version unsloth_fixed for_llm_compressor".split()
+    "bos_token_id eos_token_id pad_token_id id2label label2id num_labels auto_map problem_type "
+    "return_dict output_attentions output_hidden_states quantization_config compression_config "
+    "attn_implementation pretraining_tp output_router_logits router_aux_loss_coef aux_loss_alpha "
+    "seq_aux ep_size qk_head_dim max_window_layers sliding_window num_nextn_predict_layers "
+    "num_mtp_layers mtp_num_hidden_layers num_mtp_modules unsloth_version unsloth_fixed".split()
 )
 
 
@@ -239,7 +241,8 @@ def facts_of(args: DecoderArgs) -> dict[str, Any]:
         facts["n_kv_heads"] = args.n_heads
     if getattr(args, "moe_enabled", True) is False:
         dropped |= {name for name in facts if name.startswith("moe_")} - {"moe_enabled"}
-    elif hasattr(args, "moe_enabled"):  # Qwen 3 with experts in every layer has no dense hidden_dim
+    elif hasattr(args, "moe_enabled") and not getattr(args, "dense_layers", ()):
+        # Experts in every layer: nothing reads hidden_dim.
         dropped.add("hidden_dim")
     if getattr(args, "interleave_moe_layer_step", 0) == 1:
         dropped.add("ffn_hidden_dim")
