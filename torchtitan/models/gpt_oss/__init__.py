@@ -165,9 +165,8 @@ class Attention(decoder.Attention):
             output_bias=True,
             apply_rope=apply_rotary_emb,
             mask_name="sliding_window_mask" if use_sliding_attention else "basic_mask",
+            window=model_args.sliding_window_size if use_sliding_attention else None,
         )
-        # Kept here, too, because varlen's metadata holds no window.
-        self.window = model_args.sliding_window_size if use_sliding_attention else None
         self.sinks = nn.Parameter(torch.empty(model_args.n_heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:

@@ -2,6 +2,7 @@
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
@@ -13,6 +14,7 @@ from torchtitan.models.hf_adapter import (
     dense_hf_key_map,
 )
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
+from torchtitan.models.norm import head_norm
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
 from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
 from torchtitan.models.rope import precompute_rope_cache
@@ -55,7 +57,8 @@ class Qwen3Model(Decoder):
 
     def attention_options(self, layer_id: int) -> dict[str, Any]:
         args = self.model_args
-        return {"qkv_bias": args.qkv_bias, "qk_norm_eps": args.norm_eps if args.qk_norm else None}
+        norm = partial(head_norm, args) if args.qk_norm else None
+        return {"qkv_bias": args.qkv_bias, "qk_norm": norm}
 
     def is_moe_layer(self, layer_id: int) -> bool:
         return self.model_args.moe_enabled
