@@ -98,13 +98,20 @@ def foreign_numbers(dump_folder, cases):
 # One spawn for all layouts of as many ranks.
 TWO = ["FSDP 2", "TP 2", "CP 2", "CP 2, alltoall, full AC", "PP 2, 1F1B"]
 DENSE, EXPERTS = ["llama3"], ["qwen3 MoE"]
-CASES = {2: [(layout, family) for layout in TWO for family in DENSE] + [("FSDP 2, EP 2", x) for x in EXPERTS]}
+CASES = {
+    2: [(layout, family) for layout in TWO for family in DENSE]
+    + [("FSDP 2, EP 2", x) for x in EXPERTS]
+}
 
 
 @pytest.mark.parametrize("n_ranks", CASES)
 def test_loss_and_gradients_have_no_bit_of_other_documents(n_ranks, tmp_path):
     ranks = run_ranks(
-        foreign_numbers, n_ranks, str(tmp_path), CASES[n_ranks], init_process_group=False,
+        foreign_numbers,
+        n_ranks,
+        str(tmp_path),
+        CASES[n_ranks],
+        init_process_group=False,
         timeout_seconds=600,
     )
     for found in ranks:

@@ -211,9 +211,7 @@ CASES: dict[str, dict[str, Any]] = {
 @functools.cache
 def hf_model(case: str) -> nn.Module:
     """Return transformers' fp32 model with random weights, which no test may change."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(hf_config(case)).eval()
+    model = build_hf_model(CASES[case])
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -234,10 +232,8 @@ def hf_model(case: str) -> nn.Module:
 @functools.cache
 def hf_model_in_fp64(case: str) -> nn.Module:
     """Return `hf_model` with every part in fp64 and the same weights."""
-    from transformers import AutoModelForCausalLM
-
     with casts_to_fp64():
-        model = AutoModelForCausalLM.from_config(hf_config(case), dtype=torch.float64).eval()
+        model = build_hf_model(CASES[case], torch.float64)
         model.load_state_dict(hf_model(case).state_dict())
     return model
 
@@ -245,10 +241,16 @@ def hf_model_in_fp64(case: str) -> nn.Module:
 def hf_config(case: str) -> Any:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**copy.deepcopy(CASES[case]))
-    # Its kernels for experts refuse fp64.
+    return AutoConfig.for_model(**copy.deepcopy(CASES[case]))
+
+
+def build_hf_model(content: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return transformers' model of a config.json; its kernels for experts would refuse fp64."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**copy.deepcopy(content))
     config._attn_implementation = config._experts_implementation = "eager"
-    return config
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def our_model(

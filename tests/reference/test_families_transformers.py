@@ -16,6 +16,7 @@ from tests.reference.families import (
     CASES,
     VOCAB,
     args_for_rows,
+    build_hf_model,
     casts_to_fp64,
     hf_config,
     hf_model,
@@ -23,8 +24,10 @@ from tests.reference.families import (
     our_logits,
     our_model,
     their_logits,
+    tokens_and_positions,
 )
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.models.llama3 import Llama3StateDictAdapter, TransformerModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
@@ -177,6 +180,77 @@ def test_config_means_the_same_in_the_hubs_spelling_and_as_transformers_writes_i
     older["rope_theta"] = rope.pop("rope_theta")
     older["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     assert from_hf_config(older) == match
+
+
+# ---- fields of config.json ----
+
+# Tied weights are compared by the folders above; no group, or one of two experts, has no third expert.
+NOT_CHANGED = [("tie_word_embeddings", True), ("tie_word_embeddings", False)]
+NOT_CHANGED += [("topk_group", 0), ("topk_group", 1)]
+OTHER_TEXTS = {"silu": "gelu", "gelu_pytorch_tanh": "silu"}
+
+
+def changed_fields(content, path=()):
+    """Yield (path, another value) for the fields of a config, also in its tables."""
+    for name, value in content.items():
+        others = []
+        if isinstance(value, dict):
+            yield from changed_fields(value, (*path, name))
+        elif isinstance(value, bool):
+            others = [not value]
+        elif isinstance(value, int):
+            others = [value + 1, value - 1]
+        elif isinstance(value, float):
+            others = [value * 1.5 + 0.1, 1]
+        elif isinstance(value, list):
+            others = [value[1:] + value[:1]]
+        elif value is None:
+            others = [7, 0.5, True]
+        elif value in OTHER_TEXTS:
+            others = [OTHER_TEXTS[value]]
+        for other in others:
+            if (name, other) not in NOT_CHANGED:
+                yield (*path, name), other
+
+
+@torch.no_grad()
+def whole_rows(model):
+    """Return the logits of rows of one document each, of our model or transformers'."""
+    tokens, _ = tokens_and_positions()
+    if not isinstance(model, Decoder):
+        return model(tokens, use_cache=False).logits
+    return model(tokens, model.get_attention_masks(tokens, None))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_field_that_changes_transformers_logits_changes_ours_likewise_or_is_refused(case):
+    skip_if_missing(case)
+    reference, whole_config = hf_model(case), hf_config(case).to_dict()
+    before, weights = whole_rows(reference), reference.state_dict()
+    fields = type(reference.config).__annotations__.keys()
+    n_changing = 0
+    for path, value in changed_fields({k: v for k, v in whole_config.items() if k in fields}):
+        table = config = copy.deepcopy(whole_config)
+        for name in path[:-1]:
+            table = table[name]
+        table[path[-1]] = value
+        try:
+            other = build_hf_model(config)
+            other.load_state_dict(weights)
+            theirs = whole_rows(other)
+        except Exception:  # no such model, or weights of other shapes
+            continue
+        if not (theirs - before).abs().max() > 1e-5:
+            continue
+        n_changing += 1
+        try:
+            ours, _ = our_model(config, weights, attn_type="flex", attn_mask_type="causal")
+        except ValueError as error:
+            assert path[-1] in str(error), f"{path} = {value}"
+            continue
+        error = (whole_rows(ours) - theirs).abs().max() / theirs.abs().max()
+        assert error <= 1e-5, f"{path} = {value}"
+    assert n_changing >= 1
 
 
 # ---- configs that no model here can express ----
