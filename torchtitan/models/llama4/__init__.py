@@ -5,7 +5,7 @@ B rows, T tokens, H query heads, K key/value heads, D head size.
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask, Masks
 from torchtitan.config import JobConfig
+from torchtitan.models import hf_fields as hf
 from torchtitan.models import llama3, rope
 from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
@@ -258,6 +259,56 @@ llama4_args: dict[str, TransformerModelArgs] = {
     "17bx16e_irope": _flavor(16, True, **_SCOUT, **_IROPE),
     "17bx128e_irope": _flavor(128, False, **_17B, **_IROPE),
 }
+
+
+_INTERVAL = hf.Field("no_rope_layer_interval", "every_n_layers_nope", default=4)
+_ROWS = (
+    hf.KV_HEADS,
+    hf.Field("num_local_experts", "moe_args.num_experts"),
+    hf.TOP_K,
+    hf.Field("head_dim", "head_dim"),
+    hf.Field("intermediate_size", "moe_inter_dim"),
+    hf.Field("intermediate_size_mlp", "hidden_dim"),
+    hf.Field("attention_chunk_size", "fixed_attn_block_size"),
+    hf.Field("interleave_moe_layer_step", "interleave_moe_layer_step", default=1),
+    hf.Field("use_qk_norm", "use_qk_norm", bool, True),
+    hf.Field(
+        "attn_temperature_tuning", "attn_temperature_tuning", None, True, lambda x, _: bool(x)
+    ),
+    hf.Field("floor_scale", "floor_scale", float, 8192),
+    hf.Field("attn_scale", "attn_scale", float, 0.1),
+    hf.Field("attention_bias", "attention_bias", bool, False),
+    # 1 for a layer with hf.RoPE, else 0.
+    hf.Field(
+        "no_rope_layers",
+        "every_n_layers_nope",
+        None,
+        default=lambda config: _INTERVAL.read(config)["every_n_layers_nope"],
+        from_hf=lambda has_rope, _: has_rope.index(0) + 1 if 0 in has_rope else None,
+    ),
+    hf.Must(
+        "no_rope_layers",
+        lambda args: [int(not args.is_nope_layer(n)) for n in range(args.n_layers)],
+        "layers without hf.RoPE must be evenly spaced",
+    ),
+    hf.Must(
+        "layer_types",
+        lambda args: [
+            "full_attention" if args.is_nope_layer(n) else "chunked_attention"
+            for n in range(args.n_layers)
+        ],
+    ),
+    hf.Must(
+        "moe_layers",
+        lambda args: [
+            n for n in range(args.n_layers) if (n + 1) % args.interleave_moe_layer_step == 0
+        ],
+    ),
+    hf.SILU,
+    replace(hf.LLAMA3_ROPE, default_theta=500000.0),
+)
+_ARGS = {"moe_args.num_shared_experts": 1, "moe_args.score_func": "sigmoid"}
+hf_types = {"llama4_text": hf.HFType("Llama4", _ROWS, _ARGS, inside=("llama4",))}
 
 
 def get_train_spec() -> TrainSpec:
