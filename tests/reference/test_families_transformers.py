@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tests.reference.families import (
     CASES,
     VOCAB,
+    YARN_FIELDS,
     args_for_rows,
     build_hf_model,
     casts_to_fp64,
@@ -222,35 +223,64 @@ def whole_rows(model):
     return model(tokens, model.get_attention_masks(tokens, None))
 
 
+def check_like_transformers(case, config, field, before=None):
+    """Check that our model of a config has transformers' logits, or that `field` is refused.
+
+    before: return False, and check nothing, if transformers has no such model with the weights of `case`, or
+        has these logits for it, too.
+    """
+    weights = hf_model(case).state_dict()
+    try:
+        other = build_hf_model(config)
+        other.load_state_dict(weights)
+        theirs = whole_rows(other)
+    except Exception:
+        return False
+    if before is not None and not (theirs - before).abs().max() > 1e-5:
+        return False
+    try:
+        ours, _ = our_model(config, weights, attn_type="flex", attn_mask_type="causal")
+    except ValueError as error:
+        assert field in str(error)
+        return True
+    assert (whole_rows(ours) - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    return True
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_field_that_changes_transformers_logits_changes_ours_likewise_or_is_refused(case):
     skip_if_missing(case)
     reference, whole_config = hf_model(case), hf_config(case).to_dict()
-    before, weights = whole_rows(reference), reference.state_dict()
+    before, n_changing = whole_rows(reference), 0
     fields = type(reference.config).__annotations__.keys()
-    n_changing = 0
     for path, value in changed_fields({k: v for k, v in whole_config.items() if k in fields}):
         table = config = copy.deepcopy(whole_config)
         for name in path[:-1]:
             table = table[name]
         table[path[-1]] = value
-        try:
-            other = build_hf_model(config)
-            other.load_state_dict(weights)
-            theirs = whole_rows(other)
-        except Exception:  # no such model, or weights of other shapes
-            continue
-        if not (theirs - before).abs().max() > 1e-5:
-            continue
-        n_changing += 1
-        try:
-            ours, _ = our_model(config, weights, attn_type="flex", attn_mask_type="causal")
-        except ValueError as error:
-            assert path[-1] in str(error), f"{path} = {value}"
-            continue
-        error = (whole_rows(ours) - theirs).abs().max() / theirs.abs().max()
-        assert error <= 1e-5, f"{path} = {value}"
-    assert n_changing >= 1
+        n_changing += check_like_transformers(case, config, path[-1], before)
+    assert n_changing
+
+
+FLAT_YARN = {"rope_type": "yarn", "rope_theta": 1e3, **YARN_FIELDS}
+LEGACY_YARN = {key: value for key, value in FLAT_YARN.items() if key != "rope_theta"}
+# transformers ignores one table where it has one for each kind of layer, and takes a rope_theta of OLMo 3
+# for full attention only.
+QUIRKS = [
+    ("olmo3", {"rope_parameters": FLAT_YARN}),
+    ("gemma3, layers", {"rope_parameters": FLAT_YARN}),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": LEGACY_YARN}),
+    ("gemma3, layers", {"rope_parameters": None, "rope_theta": 1e4}),
+]
+
+
+@pytest.mark.parametrize(("case", "change"), QUIRKS)
+def test_rope_tables_that_transformers_reads_in_its_own_way_are_read_likewise_or_refused(
+    case, change
+):
+    skip_if_missing(case)
+    config = {k: v for k, v in (CASES[case] | change).items() if v is not None}
+    assert check_like_transformers(case, config, "rope")
 
 
 # ---- configs that no model here can express ----
