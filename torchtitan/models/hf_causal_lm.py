@@ -21,6 +21,7 @@ from torchtitan.models.hf_fields import (
     KV_HEADS,
     LLAMA3_ROPE,
     SIZE,
+    TOP_K,
     Config,
     Field,
     Row,
@@ -40,7 +41,7 @@ from torchtitan.models.rope import (
 )
 
 SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
-_NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
+NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
 
 HEAD_DIM = Field(
     "head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]
@@ -67,6 +68,14 @@ def every(n: int, field: str | None = None) -> Callable[[Config], list[str]]:
     return types
 
 
+def has_rope(config: Config) -> list[int]:
+    """Return 1 for each layer with RoPE, and 0 for the others."""
+    if given := config.get("no_rope_layers"):
+        return given
+    interval = config.get("no_rope_layer_interval") or 4
+    return [int((n + 1) % interval != 0) for n in range(config["num_hidden_layers"])]
+
+
 def _dense_layers(config: Config) -> tuple[int, ...]:
     """Return the layers without experts by Qwen's rule."""
     only, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
@@ -91,6 +100,13 @@ QWEN_DENSE = Field(
     from_hf=lambda _, config: _dense_layers(config),
     to_hf=lambda args: list(args.dense_layers),
     also=("decoder_sparse_step",),
+)
+
+QWEN_EXPERTS: tuple[Row, ...] = (
+    Field("num_experts", "moe_args.num_experts"),
+    TOP_K,
+    Field("moe_intermediate_size", "moe_inter_dim"),
+    Field("shared_expert_intermediate_size", "moe_args.shared_expert_dim"),
 )
 
 _LENGTH = "original_max_position_embeddings"
@@ -176,7 +192,7 @@ class Layers:
         all layers share a window. window: if a config lacks sliding_window.
     is_switched: windows hold only if use_sliding_window is true.
     lacks_rope: no_rope_layers may take RoPE from some layers.
-    theta, share: if a config lacks rope_theta or partial_rotary_factor.
+    theta, share: if a config lacks rope_theta or partial_rotary_factor; share may be a function of it.
     thetas: of a family with a RoPE table for each type of layers: type -> theta if a config lacks it. A table
         in the older field rope_scaling is that of layers with full attention.
     has_query_scale: the RoPE table has the numbers of `query_scale`, too.
@@ -187,7 +203,7 @@ class Layers:
     is_switched: bool = False
     lacks_rope: bool = False
     theta: float = 10000.0
-    share: float = 1.0
+    share: float | Callable[[Config], float] = 1.0
     thetas: Mapping[str, float] | None = None
     has_query_scale: bool = False
 
@@ -209,6 +225,8 @@ class Layers:
             check_kind({"sliding_window": window}, "sliding_window", SIZE)
         if self.is_switched and not config.get("use_sliding_window"):
             window = None
+            if SLIDING_ATTENTION in (config.get("layer_types") or ()):
+                raise refusal(config, "use_sliding_window", "layer_types has layers with windows")
         if self.types is None:
             types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * n_layers
         else:
@@ -221,11 +239,16 @@ class Layers:
                 config, "layer_types", f"it must have {n_layers} of {', '.join(sorted(known))}"
             )
         tables = self._tables(config)
-        ropes = {name: _read_rope(tables[name], config, self.share) for name in tables}
+        share = self.share(config) if callable(self.share) else self.share
+        ropes = {name: _read_rope(tables[name], config, share) for name in tables}
+        head_dim = HEAD_DIM.read(config)["head_dim"]
+        if any(rope.size(head_dim) % 2 for rope in ropes.values()):
+            name = "partial_rotary_factor"
+            raise refusal(config, name, f"it must turn an even part of a head's {head_dim} numbers")
         theta = ropes[FULL_ATTENTION].theta
         kinds, names = {}, []
-        has_rope = self._has_rope(config) if self.lacks_rope else [1] * n_layers
-        for name, rotates in zip(types, has_rope, strict=True):
+        rotations = has_rope(config) if self.lacks_rope else [1] * n_layers
+        for name, rotates in zip(types, rotations, strict=True):
             rope = ropes.get(name, ropes[FULL_ATTENTION])
             if rope.theta == theta:
                 rope = RoPEArgs(None, rope.share, rope.proportional, rope.scaling, rope.magnitude)
@@ -233,7 +256,7 @@ class Layers:
             if name == LINEAR_ATTENTION:
                 kind = LayerKind(None, mixer="gated_delta")
             elif not rotates:
-                name, kind = name + _NO_ROPE, LayerKind(None, kind.window)
+                name, kind = name + NO_ROPE, LayerKind(None, kind.window)
             kinds[name] = kind
             names.append(name)
         values = {"layer_kinds": kinds, "rope_theta": theta}
@@ -266,19 +289,14 @@ class Layers:
             raise refusal(config, name, f"it must have tables for {' and '.join(self.thetas)}")
         full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
         local = self.thetas[SLIDING_ATTENTION]
-        if len({*self.thetas.values()}) == 1:
-            local = full["rope_theta"]
+        if local == self.thetas[FULL_ATTENTION] != full["rope_theta"]:
+            kinds = " and ".join(self.thetas)  # transformers takes it for full attention only
+            raise refusal(config, "rope_theta", f"rope_parameters must have tables for {kinds}")
         local = config.get("rope_local_base_freq", local)
         return {
             FULL_ATTENTION: full,
             SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": local},
         }
-
-    def _has_rope(self, config: Config) -> list[int]:
-        if given := config.get("no_rope_layers"):
-            return given
-        interval = config.get("no_rope_layer_interval") or 4
-        return [int((n + 1) % interval != 0) for n in range(config["num_hidden_layers"])]
 
     def check(self, config: Config, args: Any) -> None:
         pass
@@ -290,7 +308,7 @@ class Layers:
         if windows or self.types or self.window:
             config["sliding_window"] = windows[0] if windows else None
         if self.types:
-            config["layer_types"] = [name.removesuffix(_NO_ROPE) for name, _ in named]
+            config["layer_types"] = [name.removesuffix(NO_ROPE) for name, _ in named]
         if self.is_switched:
             config["use_sliding_window"] = bool(windows)
         if self.lacks_rope:

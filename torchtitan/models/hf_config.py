@@ -153,6 +153,7 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
         "architectures": [hf_type.name + head],
         "model_type": model_type,
         "initializer_range": 0.02,
+        "pad_token_id": None,  # the default of some types is beyond a small vocabulary
         **give(model_args, (*ALL_TYPES, *hf_type.rows)),
     }
     if model_args.value_head:

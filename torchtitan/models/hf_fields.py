@@ -214,6 +214,22 @@ SILU = Must("hidden_act", "silu", "feed-forwards are gated by SiLU")
 SOFTMAX_ROUTER = {"moe_args.score_func": "softmax", "moe_args.score_before_experts": False}
 SIGMOID_ROUTER = SOFTMAX_ROUTER | {"moe_args.score_func": "sigmoid"}
 NO_SHARED_EXPERTS = {"moe_args.num_shared_experts": 0}
+ROUTER_GROUPS = (
+    Field(
+        "n_group",
+        "moe_args.num_expert_groups",
+        default=None,
+        from_hf=lambda n, _: None if n == 1 else n,
+        to_hf=lambda args: args.moe_args.num_expert_groups or 1,
+    ),
+    Field(
+        "topk_group",
+        "moe_args.num_limited_groups",
+        default=None,
+        from_hf=lambda n, config: None if config.get("n_group") in (None, 1) else n,
+        to_hf=lambda args: args.moe_args.num_limited_groups or 1,
+    ),
+)
 
 LLAMA3_ROPE = RoPE(
     "llama3",
