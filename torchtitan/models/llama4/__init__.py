@@ -287,7 +287,7 @@ _ROWS = (
         ],
     ),
     hf.SILU,
-    replace(hf.LLAMA3_ROPE, default_theta=500000.0),
+    replace(hf.LLAMA3_ROPE, theta=500000.0),
 )
 _ARGS = {"moe_args.num_shared_experts": 1, "moe_args.score_func": "sigmoid"}
 hf_types = {"llama4_text": hf.HFType("Llama4", _ROWS, _ARGS, inside=("llama4",))}
