@@ -107,12 +107,14 @@ class Must(Row):
     """A field that has one value in all models like ours: `value`, or what this function of our args returns.
 
     reason: ends the sentence that refuses other values. default: the value if a config lacks the field.
+    is_written: exports have the field.
     """
 
     hf: str
     value: Any
     reason: str = ""
     default: Any = None
+    is_written: bool = True
 
     @property
     def fields(self) -> Collection[str]:  # type: ignore[override]
@@ -125,8 +127,7 @@ class Must(Row):
             raise refusal(config, self.hf, self.reason or f"it must be {expected!r}")
 
     def write(self, args: Any) -> dict[str, Any]:
-        value = self._value(args)
-        return {} if value == self.default else {self.hf: value}
+        return {self.hf: self._value(args)} if self.is_written else {}
 
     def _value(self, args: Any) -> Any:
         return self.value(args) if callable(self.value) else self.value
@@ -168,6 +169,7 @@ KV_HEADS = Field(
     default=lambda config: config["num_attention_heads"],
     to_hf=lambda args: args.n_heads if args.n_kv_heads is None else args.n_kv_heads,
 )
+NO_JITTER = Must("router_jitter_noise", 0.0, "a router's input has no noise in training here")
 TOP_K = Field("num_experts_per_tok", "moe_args.top_k")
 SILU = Must("hidden_act", "silu", "feed-forwards are gated by SiLU")
 SOFTMAX_ROUTER = {"moe_args.score_func": "softmax", "moe_args.score_before_experts": False}

@@ -302,6 +302,9 @@ _ROWS = (
     ),
     hf.SILU,
     hf.Must("num_key_value_heads", lambda args: args.n_heads),
+    # transformers takes it for the size of the part with RoPE; published files lack it.
+    hf.Must("head_dim", lambda args: args.qk_rope_head_dim, is_written=False),
+    hf.Must("mlp_bias", False, "its feed-forwards have no biases", is_written=False),
     hf.Must("attention_bias", False, "its projections have no biases"),
     hf.Must("rope_interleave", True, "pairs that turn together must be neighbours"),
     hf.Must("moe_layer_freq", 1, "every layer above the dense ones has experts"),

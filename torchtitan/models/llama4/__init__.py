@@ -286,6 +286,7 @@ _ROWS = (
             n for n in range(args.n_layers) if (n + 1) % args.interleave_moe_layer_step == 0
         ],
     ),
+    hf.NO_JITTER,
     hf.SILU,
     replace(hf.LLAMA3_ROPE, theta=500000.0),
 )
