@@ -1,6 +1,5 @@
 """Hugging Face's (HF) side of `CausalLMArgs`: kinds of layers in config.json, and names of weights."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +18,21 @@ from torchtitan.models.hf_config import hf_types
 from torchtitan.models.hf_fields import (
     COUNT,
     KV_HEADS,
-    LLAMA3_ROPE,
+    ORIGINAL_LENGTH,
     SIZE,
     TOP_K,
     Config,
     Field,
     Row,
     check_kind,
-    give,
+    read_rope,
     refusal,
     rope_table,
-    take,
+    write_rope,
 )
 from torchtitan.models.rope import (
-    LinearRoPE,
     LongRoPE,
     RoPEArgs,
-    RoPEScalingArgs,
-    YaRNArgs,
-    yarn_mscale,
 )
 
 SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
@@ -109,83 +104,9 @@ QWEN_EXPERTS: tuple[Row, ...] = (
     Field("shared_expert_intermediate_size", "moe_args.shared_expert_dim"),
 )
 
-_LENGTH = "original_max_position_embeddings"
-# rope_type -> our class, and the rows of its numbers.
-_SCALINGS: dict[str, tuple[type, tuple[Row, ...]]] = {
-    "linear": (LinearRoPE, (Field("factor", "factor", float),)),
-    "llama3": (RoPEScalingArgs, LLAMA3_ROPE.rows),
-    "yarn": (
-        YaRNArgs,
-        (
-            Field("factor", "factor", float, lambda t: t["max_position_embeddings"] / t[_LENGTH]),
-            Field(_LENGTH, "original_seq_len", default=lambda t: t["max_position_embeddings"]),
-            Field("beta_fast", "beta_fast", float, 32.0),
-            Field("beta_slow", "beta_slow", float, 1.0),
-            Field("truncate", "truncate", bool, True),
-        ),
-    ),
-    "longrope": (
-        LongRoPE,
-        (
-            Field("short_factor", "short_factors", None, from_hf=lambda x, _: tuple(x)),
-            Field("long_factor", "long_factors", None, from_hf=lambda x, _: tuple(x)),
-            Field(_LENGTH, "original_seq_len"),
-        ),
-    ),
-}
-
-
-def _read_rope(table: Config, config: Config, share: float) -> RoPEArgs:
-    """Return a kind of layers' RoPE, with its theta. share: if neither has a partial_rotary_factor."""
-    table = {"max_position_embeddings": config["max_position_embeddings"]} | dict(table)
-    if config.get(_LENGTH) is not None:
-        table[_LENGTH] = config[_LENGTH]  # transformers prefers it, too
-    kind = "longrope" if "short_factor" in table else table["rope_type"]  # older: "su", "yarn"
-    for place in (config, table):
-        if place.get("partial_rotary_factor") is not None:
-            check_kind(place, "partial_rotary_factor", float)
-            share = place["partial_rotary_factor"]
-    check_kind(table, "rope_theta", float)
-    rope = RoPEArgs(table["rope_theta"], share, proportional=kind == "proportional")
-    if kind in ("default", "proportional"):
-        return rope
-    if kind not in _SCALINGS:
-        known = ", ".join(["default", "proportional", *_SCALINGS])
-        raise refusal(table, "rope_type", f"known are {known}")
-    cls, rows = _SCALINGS[kind]
-    scaling = cls(**take(table, rows))
-    return RoPEArgs(rope.theta, share, scaling=scaling, magnitude=_magnitude(table, scaling))
-
-
-def _magnitude(table: Config, scaling: Any) -> float:
-    """Return the factor on cosines and sines."""
-    if not isinstance(scaling, YaRNArgs | LongRoPE):
-        return 1.0
-    if table.get("attention_factor") is not None:
-        check_kind(table, "attention_factor", float)
-        return table["attention_factor"]
-    if isinstance(scaling, YaRNArgs):
-        mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
-        if mscale and of_all:
-            return yarn_mscale(scaling.factor, mscale) / yarn_mscale(scaling.factor, of_all)
-        return yarn_mscale(scaling.factor)
-    length = scaling.original_seq_len
-    factor = table.get("factor") or table["max_position_embeddings"] / length
-    return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-
-
-def _write_rope(rope: RoPEArgs, theta: float) -> dict[str, Any]:
-    table: dict[str, Any] = {"rope_type": "proportional" if rope.proportional else "default"}
-    for kind, (cls, rows) in _SCALINGS.items():
-        if isinstance(rope.scaling, cls):
-            table = {"rope_type": kind} | give(rope.scaling, rows)
-    if "attention_factor" in table or isinstance(rope.scaling, YaRNArgs | LongRoPE):
-        table["attention_factor"] = rope.magnitude
-    return table | {"rope_theta": theta if rope.theta is None else rope.theta}
-
 
 @dataclass(frozen=True)
-class Layers:
+class Layers(Row):
     """The row of `layer_types`, `layer_kinds` and `rope_theta`: HF's types of layers, windows and RoPE.
 
     types: function from a config to its layer_types, if it lacks them; None: the type has no such field, and
@@ -211,7 +132,7 @@ class Layers:
     def fields(self) -> Iterable[str]:
         names = (
             "rope_theta rope_scaling rope_parameters partial_rotary_factor sliding_window "
-            + _LENGTH
+            + ORIGINAL_LENGTH
         )
         names += " layer_types full_attention_interval sliding_window_pattern" if self.types else ""
         names += " use_sliding_window max_window_layers" if self.is_switched else ""
@@ -240,7 +161,7 @@ class Layers:
             )
         tables = self._tables(config)
         share = self.share(config) if callable(self.share) else self.share
-        ropes = {name: _read_rope(tables[name], config, share) for name in tables}
+        ropes = {name: read_rope(tables[name], config, share) for name in tables}
         head_dim = HEAD_DIM.read(config)["head_dim"]
         if any(rope.size(head_dim) % 2 for rope in ropes.values()):
             name = "partial_rotary_factor"
@@ -266,7 +187,7 @@ class Layers:
         table = tables[FULL_ATTENTION]
         if self.has_query_scale and table.get("llama_4_scaling_beta"):
             values["query_scale"] = table["llama_4_scaling_beta"]
-            values["query_scale_length"] = table[_LENGTH]
+            values["query_scale_length"] = table[ORIGINAL_LENGTH]
         return values
 
     def _tables(self, config: Config) -> dict[str, Config]:
@@ -298,9 +219,6 @@ class Layers:
             SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": local},
         }
 
-    def check(self, config: Config, args: Any) -> None:
-        pass
-
     def write(self, args: CausalLMArgs) -> dict[str, Any]:
         named = [args.kind_of(n) for n in range(args.n_layers)]
         windows = [kind.window for _, kind in named if kind.window]
@@ -314,7 +232,10 @@ class Layers:
         if self.lacks_rope:
             config["no_rope_layers"] = [int(kind.rope is not None) for _, kind in named]
         ropes = {name: kind.rope for name, kind in named if kind.rope is not None}
-        tables = {name: _write_rope(rope, args.rope_theta) for name, rope in ropes.items()}
+        tables = {
+            name: write_rope(rope, args.rope_theta, args.max_seq_len)
+            for name, rope in ropes.items()
+        }
         if self.thetas is not None:
             unused = {n: {"rope_type": "default", "rope_theta": t} for n, t in self.thetas.items()}
             return config | {"rope_parameters": unused | tables}
@@ -325,7 +246,7 @@ class Layers:
         if ropes[name].share != 1 or self.share != 1:
             config["partial_rotary_factor"] = ropes[name].share
         if isinstance(ropes[name].scaling, LongRoPE):
-            config[_LENGTH] = table[_LENGTH]
+            config[ORIGINAL_LENGTH] = table[ORIGINAL_LENGTH]
         scaling = None if table["rope_type"] == "default" else table
         return config | {"rope_theta": theta, "rope_scaling": scaling}
 
