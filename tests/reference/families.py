@@ -231,10 +231,11 @@ def hf_model(case: str) -> nn.Module:
 
 @functools.cache
 def hf_model_in_fp64(case: str) -> nn.Module:
-    """Return `hf_model` with every part in fp64 and the same weights."""
+    """Return `hf_model` with every part in fp64 and the same weights. Not to be called in `casts_to_fp64`."""
+    weights = hf_model(case).state_dict()
     with casts_to_fp64():
         model = build_hf_model(CASES[case], torch.float64)
-        model.load_state_dict(hf_model(case).state_dict())
+        model.load_state_dict(weights)
     return model
 
 

@@ -37,12 +37,8 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # Types and cases that are refused until their family is there; what is accepted has to leave the sets.
-MISSING_TYPES = set("qwen3_5_text qwen3_5_moe_text qwen3_next glm4_moe_lite".split())
-MISSING = {case for case, config in CASES.items() if config["model_type"] in MISSING_TYPES} | {
-    "deepseek_v3, unequal mscales",
-    "deepseek_v3, biased without YaRN",
-}
-KIMI_IS_MISSING = True
+MISSING_TYPES = set("qwen3_5_text qwen3_5_moe_text qwen3_next".split())
+MISSING = {case for case, config in CASES.items() if config["model_type"] in MISSING_TYPES}
 WITH_EXPERTS = [case for case, config in CASES.items() if "num_experts_per_tok" in config]
 
 
@@ -111,8 +107,8 @@ def test_folder_gives_the_logits_of_each_document_alone_and_exports_open_there(
 @pytest.mark.parametrize("case", CASES)
 def test_formulas_are_those_of_transformers_to_the_last_digits_of_fp64(case):
     skip_if_missing(case)
+    reference = hf_model_in_fp64(case)
     with casts_to_fp64():
-        reference = hf_model_in_fp64(case)
         config, weights = reference.config.to_dict(), reference.state_dict()
         match, changes = from_hf_config(config), {"attn_type": "flex"}
         if case in WITH_EXPERTS:  # the kernel for all experts refuses fp64
@@ -387,8 +383,6 @@ def test_text_model_is_read_from_the_folder_of_a_multimodal_model(
 
 @pytest.mark.parametrize("outer", ["kimi_k2", "kimi_k25"])
 def test_kimi_k2_is_a_deepseek_v3(outer):
-    if KIMI_IS_MISSING:
-        pytest.skip("the family is not there yet")
     inner = CASES["deepseek_v3"] | {"model_type": "kimi_k2"}
     config = inner if outer == "kimi_k2" else {"model_type": outer, "text_config": inner}
     assert from_hf_config(config) == from_hf_config(CASES["deepseek_v3"])

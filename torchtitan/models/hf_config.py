@@ -63,7 +63,10 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
     types = hf_types()
     config = _text_config(config, types)
+    aliases = {alias: name for name, (_, hf_type) in types.items() for alias in hf_type.aliases}
     model_type = config.get("model_type")
+    if isinstance(model_type, str):
+        model_type = aliases.get(model_type, model_type)
     if not isinstance(model_type, str) or model_type not in types:
         raise refusal(config, "model_type", f"known are {', '.join(sorted(types))}")
     family, hf_type = types[model_type]

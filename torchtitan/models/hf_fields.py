@@ -139,7 +139,7 @@ class HFType(NamedTuple):
     name: prefix of HF's class names. rows: in addition to `ALL_TYPES`.
     args: our field -> value in all models of this type.
     defaults: HF field -> the value if a config lacks it, where rows have none.
-    inside: model_types of multimodal configs whose text_config has this type.
+    inside: model_types of multimodal configs whose text_config has this type. aliases: of the same model.
     names, prefixes, left_out: for `CausalLMAdapter`: names of weights that do not follow from the args, or a
         function of the args that returns them, and `text_prefixes` and `ignored_hf_keys` of `KeyMapAdapter`.
     """
@@ -149,6 +149,7 @@ class HFType(NamedTuple):
     args: Mapping[str, Any] = {}
     defaults: Mapping[str, Any] = {}
     inside: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     names: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] = {}
     prefixes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
