@@ -76,7 +76,9 @@ def test_folder_gives_the_logits_of_each_document_alone_and_exports_open_there(
 ):
     """is_fused: one file with stacked experts, as transformers holds them; else files of the hub."""
     skip_if_missing(case)
-    reference, theirs = hf_model(case), their_logits(hf_model(case))
+    reference = hf_model(case)
+    with torch.no_grad():
+        theirs = their_logits(reference)
     how = {} if is_fused else {"max_shard_size": "20KB"}
     reference.save_pretrained(tmp_path, save_original_format=not is_fused, **how)
     files = {}
@@ -91,13 +93,15 @@ def test_folder_gives_the_logits_of_each_document_alone_and_exports_open_there(
     load_from_hf(model.state_dict(), spec.state_dict_adapter(args, None), str(tmp_path))
     largest = theirs.abs().max()
     assert theirs.std() > 0.1, "logits too small for the tolerance to tell anything"
-    assert (our_logits(model) - theirs).abs().max() <= 1e-5 * largest
+    with torch.no_grad():
+        assert (our_logits(model) - theirs).abs().max() <= 1e-5 * largest
     for assets, name in ((tmp_path, "copied_config"), (None, "config_from_args")):
         adapter = spec.state_dict_adapter(args, assets and str(assets))
         save_to_hf(model.state_dict(), adapter, str(tmp_path / name))
         export = opened(tmp_path / name, reference)
         assert export.dtype == torch.float32
-        assert (their_logits(export) - theirs).abs().max() <= 1e-6 * largest, name
+        with torch.no_grad():
+            assert (their_logits(export) - theirs).abs().max() <= 1e-6 * largest, name
     exported = adapter.spelled_like(files).to_hf(model.state_dict())
     assert exported.keys() == files.keys()
     for name, tensor in files.items():
@@ -112,7 +116,8 @@ def test_folder_gives_the_logits_of_each_document_alone_and_exports_open_there(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_formulas_are_those_of_transformers_to_the_last_digits_of_fp64(case):
+def test_logits_and_gradients_are_those_of_documents_alone_in_fp64(case):
+    """Formulas are the same: no tolerance hides a wrong term."""
     skip_if_missing(case)
     with casts_to_fp64():
         reference = hf_model_in_fp64(case)
@@ -122,10 +127,18 @@ def test_formulas_are_those_of_transformers_to_the_last_digits_of_fp64(case):
             changes["moe_args"] = dataclasses.replace(
                 match.model_args.moe_args, use_grouped_mm=False
             )
-        model, _ = our_model(config, weights, torch.float64, **changes)
+        model, adapter = our_model(config, weights, torch.float64, **changes)
         ours, theirs = our_logits(model), their_logits(reference)
+        factors = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(3))
+        for logits in (ours, theirs):
+            (logits * factors).sum().backward()
     assert ours.dtype == theirs.dtype == torch.float64
     assert (ours - theirs).abs().max() <= 1e-12
+    gradients = adapter.to_hf({name: p.grad for name, p in model.named_parameters()})
+    for name, parameter in reference.named_parameters():
+        error = (gradients[name] - parameter.grad).abs().max()
+        assert error <= 1e-12 * max(1, parameter.grad.abs().max()), name
+    reference.zero_grad()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -418,7 +431,8 @@ def test_yarn_and_correction_bias_matter_here():
         our_model(config, without_bias),
         our_model(config, weights, rope_factor=1),
     ]
-    first, *others = (our_logits(model) for model, _ in models)
+    with torch.no_grad():
+        first, *others = (our_logits(model) for model, _ in models)
     assert all((other - first).abs().max() > 0.01 for other in others)
 
 
