@@ -26,7 +26,7 @@ from torchtitan.models.hf_adapter import (
 )
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
-from torchtitan.models.rope import YaRNArgs, apply_rotary_emb, yarn_mscale
+from torchtitan.models.rope import RoPEArgs, YaRNArgs, apply_rotary_emb, yarn_mscale
 from torchtitan.numerics.linear import Linear
 from torchtitan.numerics.norm import RMSNorm
 from torchtitan.protocols.state_dict_adapter import to_template
@@ -81,8 +81,12 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
 
 def precompute_freqs_cis(args: DeepSeekV3ModelArgs) -> Tensor:
     """Return the RoPE table complex64 [args.max_seq_len, R / 2], stretched by YaRN."""
-    yarn = YaRNArgs(args.rope_factor, args.original_seq_len, args.beta_fast, args.beta_slow)
-    return rope.precompute_freqs_cis(args.qk_rope_head_dim, args.max_seq_len, args.rope_theta, yarn)
+    size, length = args.qk_rope_head_dim, args.max_seq_len
+    return rope.precompute_freqs_cis(size, length, args.rope_theta, _yarn(args))
+
+
+def _yarn(args: DeepSeekV3ModelArgs) -> YaRNArgs:
+    return YaRNArgs(args.rope_factor, args.original_seq_len, args.beta_fast, args.beta_slow)
 
 
 class Attention(nn.Module):
@@ -267,8 +271,6 @@ deepseekv3_args: dict[str, DeepSeekV3ModelArgs] = {
 }
 
 
-# If mscale and mscale_all_dim differ, HF also scales cos and sin; our model scales only the softmax.
-_ONE_MSCALE = "it must be given and equal mscale_all_dim"
 _ROWS = (
     hf.Field("n_routed_experts", "moe_args.num_experts"),
     hf.TOP_K,
@@ -284,32 +286,26 @@ _ROWS = (
     hf.Field("v_head_dim", "v_head_dim"),
     hf.Field("n_shared_experts", "moe_args.num_shared_experts", hf.COUNT),
     hf.Field("routed_scaling_factor", "moe_args.route_scale", float),
-    hf.Field(
-        "n_group",
-        "moe_args.num_expert_groups",
-        default=None,
-        from_hf=lambda n, _: None if n == 1 else n,
-        to_hf=lambda args: args.moe_args.num_expert_groups or 1,
-    ),
-    hf.Field(
-        "topk_group",
-        "moe_args.num_limited_groups",
-        default=None,
-        from_hf=lambda n, config: None if config.get("n_group") in (None, 1) else n,
-        to_hf=lambda args: args.moe_args.num_limited_groups or 1,
-    ),
+    *hf.ROUTER_GROUPS,
     hf.SILU,
     hf.Must("num_key_value_heads", lambda args: args.n_heads),
+    # transformers takes it for the size of the part with RoPE; published files lack it.
+    hf.Must("head_dim", lambda args: args.qk_rope_head_dim, is_written=False),
+    hf.Must("mlp_bias", False, "its feed-forwards have no biases", is_written=False),
     hf.Must("attention_bias", False, "its projections have no biases"),
     hf.Must("rope_interleave", True, "pairs that turn together must be neighbours"),
     hf.Must("moe_layer_freq", 1, "every layer above the dense ones has experts"),
-    hf.yarn(
-        "beta_fast",
-        "beta_slow",
-        hf.Field("mscale", "mscale", float, 0),
-        hf.Must("mscale", lambda args: args.mscale or None, _ONE_MSCALE, default=0),
-        hf.Must("mscale_all_dim", lambda args: args.mscale, _ONE_MSCALE, default=0),
-        truncate=True,
+    hf.RoPE(
+        # Without a magnitude: if mscale and mscale_all_dim differ, HF also scales cos and sin.
+        lambda args: RoPEArgs(scaling=_yarn(args)),
+        kind="yarn",
+        ours={name: name for name in ("original_seq_len", "beta_fast", "beta_slow")}
+        | {"factor": "rope_factor"},
+        unscaled={"rope_factor": 1.0},
+        rows=(
+            hf.Field("mscale", "mscale", float, 0),
+            hf.Field("mscale_all_dim", "mscale", float, 0),
+        ),
     ),
 )
 
