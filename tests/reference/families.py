@@ -291,7 +291,6 @@ def tokens_and_positions() -> tuple[Tensor, Tensor]:
     return tokens, torch.stack(positions)
 
 
-@torch.no_grad()
 def their_logits(model: nn.Module) -> Tensor:
     """Return transformers' logits [B, T, V] of each document alone, joined to rows again."""
     tokens, _ = tokens_and_positions()
@@ -304,7 +303,6 @@ def their_logits(model: nn.Module) -> Tensor:
     return torch.stack(rows)
 
 
-@torch.no_grad()
 def our_logits(model: Decoder) -> Tensor:
     tokens, positions = tokens_and_positions()
     masks = model.get_attention_masks(tokens, None, {"positions": positions})
