@@ -169,6 +169,8 @@ class Layers(Row):
         theta = ropes[FULL_ATTENTION].theta
         kinds, names = {}, []
         rotations = has_rope(config) if self.lacks_rope else [1] * n_layers
+        if len(rotations) != n_layers:
+            raise refusal(config, "no_rope_layers", f"it must have {n_layers} numbers")
         for name, rotates in zip(types, rotations, strict=True):
             rope = ropes.get(name, ropes[FULL_ATTENTION])
             if rope.theta == theta:
@@ -232,21 +234,20 @@ class Layers(Row):
         if self.lacks_rope:
             config["no_rope_layers"] = [int(kind.rope is not None) for _, kind in named]
         ropes = {name: kind.rope for name, kind in named if kind.rope is not None}
-        tables = {
-            name: write_rope(rope, args.rope_theta, args.max_seq_len)
-            for name, rope in ropes.items()
-        }
         if self.thetas is not None:
-            unused = {n: {"rope_type": "default", "rope_theta": t} for n, t in self.thetas.items()}
-            return config | {"rope_parameters": unused | tables}
-        name = next(iter(tables))
-        theta, table = tables[name].pop("rope_theta"), tables[name]
+            of_types = {name: RoPEArgs(theta) for name, theta in self.thetas.items()} | ropes
+            theta, length = args.rope_theta, args.max_seq_len
+            tables = {name: write_rope(rope, theta, length) for name, rope in of_types.items()}
+            return config | {"rope_parameters": tables}
+        rope = next(iter(ropes.values()), RoPEArgs())
+        table = write_rope(rope, args.rope_theta, args.max_seq_len)
+        theta = table.pop("rope_theta")
         if self.has_query_scale and args.query_scale:
             table["llama_4_scaling_beta"] = args.query_scale
-        if ropes[name].share != 1 or self.share != 1:
-            config["partial_rotary_factor"] = ropes[name].share
-        if isinstance(ropes[name].scaling, LongRoPE):
-            config[ORIGINAL_LENGTH] = table[ORIGINAL_LENGTH]
+        if rope.share != 1 or self.share != 1:
+            config["partial_rotary_factor"] = rope.share
+        if isinstance(rope.scaling, LongRoPE):
+            config[ORIGINAL_LENGTH] = rope.scaling.original_seq_len
         scaling = None if table["rope_type"] == "default" else table
         return config | {"rope_theta": theta, "rope_scaling": scaling}
 
