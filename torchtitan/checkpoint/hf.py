@@ -7,7 +7,6 @@ import os
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def load_from_hf(
     reader = _open_reader(adapter, path, names, from_quantized)
     metadata, saved = reader.read_metadata(), saved_shapes(reader)
     adapter = adapter.spelled_like(saved)
-    parts = list(_parts_of(state_dict))
+    parts = list(_parts_of(state_dict, adapter))
 
     def shapes_here() -> tuple[int, Shapes]:
         shapes: Shapes = {}
@@ -237,19 +236,21 @@ def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
                 )
 
 
-def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the entries in parts of bounded size; entries of one module stay in one part.
+def _parts_of(
+    state_dict: dict[str, Any], adapter: BaseStateDictAdapter
+) -> Iterator[dict[str, Any]]:
+    """Yield the entries with an HF name in parts of bounded size that the adapter can translate.
 
     Ranks that share tensors get the same parts, because adapters gather some tensors.
     """
     part: dict[str, Any] = {}
     n_bytes = 0
-    for _, entries in groupby(state_dict.items(), lambda item: item[0].rpartition(".")[0]):
+    for names in adapter.groups_of(state_dict):
         if n_bytes >= _BYTES_PER_PART:
             yield part
             part, n_bytes = {}, 0
-        for name, tensor in entries:
-            part[name] = tensor
+        for name in names:
+            part[name] = tensor = state_dict[name]
             n_ranks = 1  # assume equal shards, so every rank counts the same bytes
             if is_dtensor(tensor):
                 for axis, placement in enumerate(tensor.placements):
@@ -293,7 +294,7 @@ def save_to_hf(
     from_rank_zero(lambda: start_writing(folder))
 
     def parts() -> Iterator[dict[str, Any]]:
-        for part in _parts_of(state_dict):
+        for part in _parts_of(state_dict, adapter):
             tensors = adapter.to_hf(part)
             yield tensors if dtype is None else cast_weights(tensors, dtype)
 
