@@ -270,10 +270,12 @@ def test_field_that_changes_transformers_logits_changes_ours_likewise_or_is_refu
 
 
 FLAT_YARN = {"rope_type": "yarn", "rope_theta": 1e3, **YARN_FIELDS}
-# transformers ignores one table where it has one for each kind of layer.
+# transformers ignores one table where it has one for each kind of layer, and takes a rope_theta of OLMo 3
+# for full attention only.
 QUIRKS = [
     ("olmo3", {"rope_parameters": FLAT_YARN}),
     ("gemma3, layers", {"rope_parameters": FLAT_YARN}),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}),
     ("gemma3, layers", {"rope_parameters": None, "rope_theta": 1e4}),
 ]
 
@@ -285,19 +287,6 @@ def test_rope_tables_that_transformers_reads_in_its_own_way_are_read_likewise_or
     skip_if_missing(case)
     config = {k: v for k, v in (CASES[case] | change).items() if v is not None}
     assert check_like_transformers(case, config, "rope")
-
-
-def test_one_rope_theta_of_olmo3_is_that_of_all_layers_as_in_transformers_4():
-    """transformers 5 gives layers with windows 5e5 then, whatever the file says."""
-    skip_if_missing("olmo3")
-    config = {key: value for key, value in CASES["olmo3"].items() if key != "rope_parameters"}
-    yarn = {"rope_type": "yarn", **YARN_FIELDS}
-    tables = {
-        "full_attention": yarn | {"rope_theta": 1e4},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    older = from_hf_config(config | {"rope_theta": 1e4, "rope_scaling": yarn})
-    assert older == from_hf_config(config | {"rope_parameters": tables})
 
 
 # ---- configs that no model here can express ----
