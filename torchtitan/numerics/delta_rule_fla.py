@@ -57,7 +57,8 @@ def gated_delta_rule(
     return compute(*inputs).view(v.shape)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _call(*inputs: Tensor) -> Tensor:
+    q, k, v, g, beta, cu_seqlens = inputs
     kernel = _kernel()
     assert kernel is not None
     options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": cu_seqlens}
