@@ -137,7 +137,9 @@ class CachedDeltaRule(_Store, DeltaRule):
             n_values, n_heads = inputs[2].shape[-1], g.shape[-1]
             sizes = n_rows, n_heads, key_dim, n_values // n_heads
             dtype = torch.promote_types(g.dtype, torch.float32)
-            tails = [x.new_zeros(n_rows, w - 1, x.shape[-1]) for x, w in zip(inputs, widths, strict=True)]
+            tails = [
+                x.new_zeros(n_rows, w - 1, x.shape[-1]) for x, w in zip(inputs, widths, strict=True)
+            ]
             self.stored = [g.new_zeros(sizes, dtype=dtype), *tails]
         state, *tails = self.stored
         continued = torch.full((1, 1), -1, device=g.device).expand(n_rows, n_tokens)

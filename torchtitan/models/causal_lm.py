@@ -211,7 +211,9 @@ class CausalLM(Decoder):
         if not self.model_args.n_linear_layers:
             return
         masks = attention_masks.values() if isinstance(attention_masks, dict) else [attention_masks]
-        if any(DocumentMask.from_mask(m).boundaries(row_len) is None for m in masks if m is not None):
+        if any(
+            DocumentMask.from_mask(m).boundaries(row_len) is None for m in masks if m is not None
+        ):
             raise ValueError(
                 "linear attention needs the boundaries of documents, which a mask of your own does not "
                 "have; give a mask from the model's get_attention_masks"
