@@ -29,14 +29,9 @@ TIED = [("qwen3, tied", "whole rows")]
 BIASES = [("llama3, biases", "documents, flex")]
 # Computed one by one; on four ranks FSDP splits them along another dimension.
 TWO_EXPERTS = [("qwen3 MoE, two experts", "whole rows")]
-# Facts that the families above don't have.
+# Norms behind, over all heads; windows by layer, and a cap on logits; gates.
 AFTER, WINDOWS, GATES = (
-    [(family, "documents, varlen")]
-    for family in (
-        "norms after, whole q/k norms",
-        "windows by layer, capped logits",
-        "gates and scales",
-    )
+    [(family, "documents, varlen")] for family in ("olmo2", "gemma3", "gates and scales")
 )
 # layout -> (family, rows)
 QUICK = {

@@ -190,13 +190,11 @@ def _check_ignored(
         logger.info(f"Tensors that the model does not use, so not read: {_counted(useless)}")
     if not untrained:
         return
-    sizes = [
+    n_bytes = sum(
         entries[name].size.numel() * entries[name].properties.dtype.itemsize for name in untrained
-    ]
-    parts = (
-        f"{path} has parts that are not trained, so not read: {_counted(untrained)}, "
-        f"{sum(sizes) / 2**30:.3g} GiB"
     )
+    counted = f"{_counted(untrained)}, {n_bytes:,} bytes"
+    parts = f"{path} has parts that are not trained, so not read: {counted}"
     if untrained_weights == "drop":
         logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
     elif untrained_weights == "refuse":

@@ -25,7 +25,7 @@ _MIXTRAL_ROWS = (
     hf.Field("num_local_experts", "moe_args.num_experts"),
     hf.TOP_K,
     hf.SILU,
-    hf.Must("router_jitter_noise", 0.0, "a router's input has no noise here"),
+    hf.NO_JITTER,
     Layers(theta=1e6),
 )
 _MIXTRAL_ARGS = hf.SOFTMAX_ROUTER | hf.NO_SHARED_EXPERTS | {"moe_args.route_norm": True}
