@@ -269,7 +269,6 @@ def test_rope_tables_that_transformers_reads_in_its_own_way_are_read_likewise_or
 
 def test_one_rope_theta_of_olmo3_is_that_of_all_layers_as_in_transformers_4():
     """transformers 5 gives layers with windows 5e5 then, whatever the file says."""
-    skip_if_missing("olmo3")
     config = {key: value for key, value in CASES["olmo3"].items() if key != "rope_parameters"}
     yarn = {"rope_type": "yarn", **YARN_FIELDS}
     tables = {
