@@ -413,9 +413,12 @@ def _chunks_backward(
     ends = decays[..., -1, :]
 
     # The gradient of each decay times the decay: for pairs of tokens, for the chunk's end, and for c.
-    of_system = grad_system.tril(-1) * chunks.system
+    grad_system = grad_system.tril(-1)
+    of_system = grad_system * chunks.system
     of_pairs = (grad_scores * chunks.scores).addcmul_(of_system, beta.unsqueeze(-1))
     of_pairs[..., -1, :] += ends * (grad_ending * k).sum(-1)
+    # The diagonal would cancel below, but for the rounding of its large numbers.
+    of_pairs.tril_(-1)
     from_k = c * (grad_k * k).sum(-1)
     of_carried = c * (grad_q * q).sum(-1) + beta * from_k
     of_states = (grad_states[1:] * states[:-1]).sum((-1, -2)).unflatten(1, shape[1:])
@@ -426,7 +429,7 @@ def _chunks_backward(
     grad_beta = (solved * chunks.values).sum(-1) + from_k + of_system.sum(-1)
 
     # Gradients of Q K^T and K K^T [2 C, C], of all value heads of a key head.
-    of_products = torch.cat((grad_scores, grad_system.tril(-1) * beta.unsqueeze(-1)), dim=-2)
+    of_products = torch.cat((grad_scores, grad_system * beta.unsqueeze(-1)), dim=-2)
     of_products = (
         (of_products.unflatten(-2, (2, size)) * decays.unsqueeze(-3)).flatten(-3, -2).sum(3)
     )
