@@ -177,7 +177,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gates and scales": ("causal_lm", "debugmodel", _GATES_AND_SCALES),
     "qwen3 MoE, two experts": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE | {"moe_args": _TWO}),
 }
-MOE_FAMILIES = ["qwen3_5 MoE", "qwen3 MoE", "qwen3 MoE, two experts", "deepseek_v3", "llama4", "gpt_oss"]
+MOE_FAMILIES = [
+    "qwen3_5 MoE",
+    "qwen3 MoE",
+    "qwen3 MoE, two experts",
+    "deepseek_v3",
+    "llama4",
+    "gpt_oss",
+]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
 # rows -> flags

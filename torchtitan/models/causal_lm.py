@@ -19,6 +19,7 @@ from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.norm import head_norm, whole_norm
 from torchtitan.models.rope import RoPEArgs, apply_rotary_emb_to_halves, rotate_columns
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.numerics.delta_rule import multiplications_per_token
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,7 @@ class CausalLMArgs(MoEDecoderArgs):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         products = (self.n_layers - self.n_linear_layers) * self.n_heads * self.head_dims * seq_len
-        key, value, chunk = self.linear_key_dim, self.linear_value_dim, 64
-        # K K^T and Q K^T, the inverse applied to keys and values, the outputs, and the state's three products.
-        each = 2 * chunk * key + chunk * (key + value) // 2 + chunk * value + 3 * key * value
+        each = multiplications_per_token(self.linear_key_dim, self.linear_value_dim)
         products += self.n_linear_layers * self.linear_value_heads * each
         return get_moe_model_nparams_and_flops(self, model, self.head_dims, seq_len, products)
 

@@ -115,6 +115,13 @@ def gated_delta_step(
     return out.to(v.dtype), state
 
 
+def multiplications_per_token(key_dim: int, value_dim: int, chunk: int = 64) -> int:
+    """Return the number of multiplications of the chunked rule, per token and value head."""
+    # K K^T, Q K^T; the inverse times keys and values (triangular); the outputs; the state's three products.
+    in_chunk = 2 * chunk * key_dim + chunk * (key_dim + value_dim) // 2 + chunk * value_dim
+    return in_chunk + 3 * key_dim * value_dim
+
+
 # ---- parts of a chunk ----
 
 
