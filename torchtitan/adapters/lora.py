@@ -42,6 +42,7 @@ _SPELLINGS = dict(
     for pair in (
         "self_attn=attention q_proj=wq k_proj=wk v_proj=wv o_proj=wo q_a_proj=wq_a q_b_proj=wq_b "
         "kv_a_proj_with_mqa=wkv_a kv_b_proj=wkv_b gate_proj=w1 up_proj=w3 down_proj=w2 "
+        "linear_attn=attention in_proj_z=wz in_proj_b=wb in_proj_a=wa out_proj=wo "
         "mlp=feed_forward moe=feed_forward shared_expert=shared_experts lm_head=output "
         "input_layernorm=attention_norm post_attention_layernorm=ffn_norm embed_tokens=tok_embeddings"
     ).split()

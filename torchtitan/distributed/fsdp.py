@@ -122,6 +122,12 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     }
     blocks = list(model.layers.values())
+    exact = [x for block in blocks for x in block.modules() if getattr(x, "keeps_fp32", False)]
+    if exact:
+        # A unit of their own, because FSDP casts all parameters of a unit to one dtype. Compiled blocks
+        # can't call its hooks: the model's forward gathers it, and the end of backward reduces it.
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(exact, reshard_after_forward=False, **(options | {"mp_policy": policy}))
     for block in blocks:
         if ep_degree > 1 and block.moe_enabled:
             experts = block.moe.experts
@@ -135,6 +141,8 @@ def apply_fsdp(
     if norm is not None and output is not None:
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)
+    if exact:
+        model.register_forward_pre_hook(lambda *_: exact[0].unshard())
     disable_fsdp_gradient_division(model)
     if ep_degree > 1:
         _prefetch_in_order(embeddings, blocks, output)

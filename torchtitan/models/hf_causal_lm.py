@@ -49,16 +49,18 @@ BIASES = (
 DENSE: tuple[Row, ...] = (KV_HEADS, HEAD_DIM, Field("intermediate_size", "hidden_dim"))
 
 
-def every(n: int, field: str | None = None) -> Callable[[Config], list[str]]:
+def every(
+    n: int, field: str | None = None, others: str = SLIDING_ATTENTION
+) -> Callable[[Config], list[str]]:
     """Return the function for `Layers.types` of which each n-th layer has full attention.
 
-    field: HF's field with another n.
+    field: HF's field with another n. others: the type of the other layers.
     """
 
     def types(config: Config) -> list[str]:
         step = config.get(field) or n if field else n
         local = range(1, config["num_hidden_layers"] + 1)
-        return [SLIDING_ATTENTION if layer % step else FULL_ATTENTION for layer in local]
+        return [others if layer % step else FULL_ATTENTION for layer in local]
 
     return types
 

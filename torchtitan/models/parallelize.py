@@ -16,6 +16,7 @@ from torch import nn
 import torchtitan.distributed.collectives
 import torchtitan.models.attention_cpu
 import torchtitan.models.moe.grouped_mm
+import torchtitan.numerics.delta_rule
 import torchtitan.numerics.low_rank  # noqa: F401 (registers operators, as those above)
 from torchtitan import distributed
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -72,6 +73,8 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         ops.torchtitan.grouped_mm.default,
         ops.aten.max.default,  # scaling factors of low-precision matmuls
         ops.torchtitan.document_attention.default,
+        ops.torchtitan.gated_delta_rule.default,
+        ops.torchtitan.fla_gated_delta_rule.default,
         OPS.reduce_scatter_tensor.default,
         ops.torchtitan.reduce_scatter.default,  # the same on the CPU
         OPS.all_to_all_single.default,
