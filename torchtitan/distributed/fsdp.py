@@ -225,8 +225,9 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
     freed = [group for group in groups if torch_parts.fsdp_forward_mesh(group) is not None]
     total = 0
     for parameter in (p for group in freed for p in torch_parts.fsdp_params(group)):
-        gathered = torch_parts.fsdp_dtypes(parameter).param_dtype
-        dtype = gathered or torch_parts.fsdp_shard(parameter).dtype
+        dtype = torch_parts.fsdp_shard(parameter).dtype
+        if dtype.is_floating_point:
+            dtype = torch_parts.fsdp_dtypes(parameter).param_dtype or dtype
         total += math.prod(torch_parts.fsdp_size(parameter)) * dtype.itemsize
     return total
 

@@ -53,6 +53,7 @@ class LowRank(NamedTuple):
             or torch.is_autocast_enabled(x.device.type)
             or is_slow_product(x)
             or weight.requires_grad
+            or weight.dtype == torch.uint8
             or (bias is not None and bias.requires_grad)
         ):
             return self.add_to(self.product(x, weight, bias))
