@@ -31,10 +31,13 @@ class LoRAConverter(ModelConverter):
         self.options, self._converters = job_config.lora, job_config.model.converters
         training = job_config.training
         self._casts_all, self._dtype = parallel_dims.uses_fsdp, TORCH_DTYPE_MAP[training.dtype]
-        if self.options.base_format and self._casts_all and torch.__version__ < "2.12":
+        ranks = parallel_dims.fsdp_gradient_divide_factor
+        gathers = self._casts_all and (ranks > 1 or training.enable_cpu_offload)
+        if self.options.base_format and gathers and torch.__version__ < "2.12":
             raise ConfigError(
-                f"lora.base_format = {self.options.base_format!r} with FSDP, which one GPU uses, too, "
-                f"needs torch 2.12 or newer, got {torch.__version__}: FSDP casts integers there; upgrade"
+                f"lora.base_format = {self.options.base_format!r} with FSDP on {ranks} ranks, or with "
+                f"training.enable_cpu_offload, needs torch 2.12 or newer, got {torch.__version__}, whose "
+                "FSDP casts integers; upgrade it"
             )
         # Without FSDP, tensor and pipeline parallelism compute in training.dtype, without autocast.
         has_autocast = not (parallel_dims.tp_enabled or parallel_dims.pp_enabled)

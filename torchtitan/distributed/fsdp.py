@@ -97,6 +97,11 @@ def apply_fsdp(
         )
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    elif dp_mesh.size() == 1:
+        # FSDP would copy frozen weights that need neither a gather nor a cast.
+        is_final = {param_dtype, torch.uint8}
+        frozen = {p for p in model.parameters() if not p.requires_grad and p.dtype in is_final}
+        options["ignored_params"] = frozen
 
     keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
     policies = {"default": not keeps, "always": True, "never": False}

@@ -15,6 +15,7 @@ from torchtitan.adapters.lora import adapted_weights, add_adapter, fits
 from torchtitan.adapters.multi_lora import MultiLoRA
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_job_config
+from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import moe as moe_module
 
@@ -249,6 +250,16 @@ def test_backward_computes_no_gradient_of_a_frozen_weight(family, build):
         engine.forward_backward_step(input_dict=batch, labels=labels[:7], global_valid_tokens=224)
     assert products.shapes
     assert not shapes & set(products.shapes)
+
+
+@pytest.mark.parametrize("base", [[], ["--lora.base_format=nf4"]], ids=["fp32", "4 bits"])
+def test_fsdp_on_one_rank_holds_no_frozen_weight_because_it_would_copy_it(base, build):
+    engines = [build(flags=[*base, f"--parallelism.always_fsdp={x}"]) for x in (False, True)]
+    for engine in engines:
+        train(engine)
+    parameters = dict(engines[1].model_parts[0].named_parameters())
+    assert {n for n, p in parameters.items() if is_dtensor(p)} == trained(engines[1])
+    assert torch.equal(*map(logits, engines))
 
 
 def test_dropout_is_the_same_when_blocks_are_recomputed(build):
