@@ -134,8 +134,11 @@ def plan_of(
     two = fullest_first(2)
     growth = max(two[0].peak - one[0].peak, 1)
     most = 1 + int((usable - one[0].peak) / growth)
-    rows = max(n for n in _divisors(layout.rows) if n <= most)
-    return rows, {1: one, 2: two}.get(rows) or fullest_first(rows)
+    for rows in reversed([n for n in _divisors(layout.rows) if n <= most]):
+        found = {1: one, 2: two}.get(rows) or fullest_first(rows)
+        if found[0].peak <= usable:  # the peak may grow faster than from one row to two
+            break
+    return rows, found
 
 
 def table_of(plans: list[Planned], memory_gib: float) -> str:

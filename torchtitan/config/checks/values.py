@@ -248,7 +248,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
         if checkpoint.initial_load_path and not checkpoint.initial_load_in_hf:
             yield (
                 f"{key} needs a base in Hugging Face files, got checkpoint.initial_load_path = "
-                f"{checkpoint.initial_load_path!r}; export it (torchtitan convert) and set "
+                f"{checkpoint.initial_load_path!r}; export it (torchtitan export) and set "
                 "checkpoint.initial_load_in_hf = true"
             )
     path = settings.adapter_path
