@@ -18,6 +18,7 @@ from torchtitan.config.checks import ConfigError, check_job_config
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import moe as moe_module
+from torchtitan.rl.generator import LocalGenerator
 
 LORA = ["--model.converters=lora", "--lora.rank=4", SHALLOW]
 
@@ -250,6 +251,13 @@ def test_backward_computes_no_gradient_of_a_frozen_weight(family, build):
         engine.forward_backward_step(input_dict=batch, labels=labels[:7], global_valid_tokens=224)
     assert products.shapes
     assert not shapes & set(products.shapes)
+
+
+def test_models_share_no_batch_if_something_else_trains(build):
+    generator = LocalGenerator(build(flags=["--lora.also_train=norms"]), seed=1)
+    words = "cannot share a batch, because .*norm.weight, which lora.also_train trains whole"
+    with pytest.raises(ValueError, match=words), generator.with_adapters([{}, {}], [0, 1]):
+        pass
 
 
 @pytest.mark.parametrize("base", [[], ["--lora.base_format=nf4"]], ids=["fp32", "4 bits"])
