@@ -97,6 +97,11 @@ def apply_fsdp(
         )
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    elif dp_mesh.size() == 1:
+        # FSDP would copy frozen weights that need neither a gather nor a cast.
+        is_final = {param_dtype, torch.uint8}
+        frozen = {p for p in model.parameters() if not p.requires_grad and p.dtype in is_final}
+        options["ignored_params"] = frozen
 
     keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
     policies = {"default": not keeps, "always": True, "never": False}
@@ -233,8 +238,9 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
     freed = [group for group in groups if torch_parts.fsdp_forward_mesh(group) is not None]
     total = 0
     for parameter in (p for group in freed for p in torch_parts.fsdp_params(group)):
-        gathered = torch_parts.fsdp_dtypes(parameter).param_dtype
-        dtype = gathered or torch_parts.fsdp_shard(parameter).dtype
+        dtype = torch_parts.fsdp_shard(parameter).dtype
+        if dtype.is_floating_point:
+            dtype = torch_parts.fsdp_dtypes(parameter).param_dtype or dtype
         total += math.prod(torch_parts.fsdp_size(parameter)) * dtype.itemsize
     return total
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.hf_adapter import KeyMapAdapter as MoEStateDictAdapter
+from torchtitan.numerics.nf4 import num_numbers
 from torchtitan.tools.logging import logger
 
 
@@ -25,7 +26,7 @@ def get_moe_model_nparams_and_flops(
     head_dims: query head size + value head size. attention: multiplications of attention in a forward per
         token; None: n_heads * head_dims * seq_len in each layer.
     """
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: num_numbers(parameter) for name, parameter in model.named_parameters()}
     total = sum(sizes.values())
     tables = [child for child in model.children() if isinstance(child, nn.Embedding)]
     n_matmul = total - sum(table.weight.numel() for table in tables)
