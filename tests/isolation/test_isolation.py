@@ -127,7 +127,9 @@ def test_certificate_reports_a_leak_of_linear_attention(leak, monkeypatch):
         if name == "forward":
             forward = GatedDeltaNet.forward
             monkeypatch.setattr(
-                GatedDeltaNet, name, lambda self, *x: broken(partial(forward, self))(*x)
+                GatedDeltaNet,
+                name,
+                lambda self, *x, broken=broken, forward=forward: broken(partial(forward, self))(*x),
             )
         else:
             monkeypatch.setattr(gated_delta, name, broken(getattr(gated_delta, name)))
