@@ -323,5 +323,5 @@ def test_config_reaches_the_model_and_no_shared_flavor(family):
 def test_spec_balances_the_load_of_experts_and_validates(family):
     spec = get_train_spec(family)
     with_experts = build_optimizers_with_moe_load_balancing
-    build = with_experts if family in WITH_EXPERTS else build_optimizers
+    build = with_experts if family in (*WITH_EXPERTS, "qwen3_5") else build_optimizers
     assert spec.build_optimizers_fn is build and spec.build_validator_fn is not None
