@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.unit.checkpoint.test_checkpoint import assert_same
+from torchtitan.checkpoint import folder as ranks_folder
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
@@ -239,7 +240,8 @@ def error_of_failing_write(folder: str) -> str:
 
 def export_and_load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     run = Run(folder, last_save_in_hf=True)
-    run.manager.save(4, last_step=True)
+    with mock.patch.object(ranks_folder, "hash_file", side_effect=AssertionError("read again")):
+        run.manager.save(4, last_step=True)
     other = Run(folder, seed=1)
     assert other.manager.load()
     return run.everything(), other.everything()
@@ -256,10 +258,11 @@ def test_hf_export_of_shards_loads_back_and_into_one_file(tmp_path):
 
 
 def error_of_failing_export(folder: str) -> tuple[str, bool]:
-    """Rank 1 joins the ranks' parts to the only file, and its disk is full."""
-    name = "torch.distributed.checkpoint._consolidate_hf_safetensors._consolidate_safetensors_files"
+    """Rank 0 writes the only file, and its disk is full."""
     run = Run(folder, last_save_in_hf=True)
-    with mock.patch(name, side_effect=OSError("disk full")):
+    with mock.patch(
+        "torchtitan.checkpoint.folder.HashedFile.write", side_effect=OSError("disk full")
+    ):
         return error_of(lambda: run.manager.save(4, last_step=True)), run.manager.load()
 
 

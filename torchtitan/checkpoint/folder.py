@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 
@@ -52,6 +53,7 @@ WEIGHT_FILES = (
     "*.safetensors",
 )
 GIB = 1024**3
+_BYTES_FOR_A_THREAD = 2**18  # fewer are hashed sooner than a thread starts
 
 
 class Contents(Enum):
@@ -196,14 +198,6 @@ def hash_file(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
-    """Return file name -> SHA-256 of the named files in `folder`. Collective: ranks share the work."""
-    parts = on_all_ranks(
-        lambda: {name: hash_file(os.path.join(folder, name)) for name in own_share(names)}
-    )
-    return {name: digest for part in parts for name, digest in part.items()}
-
-
 def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None:
     """Return what is wrong with the files of `folder`; None if they are intact or have no hashes.
 
@@ -253,11 +247,26 @@ class HashedFile:
         self._sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        self._sha256.update(data)
-        return self._file.write(data)
+        if memoryview(data).nbytes < _BYTES_FOR_A_THREAD:
+            self._sha256.update(data)
+            return self._file.write(data)
+        hashing = threading.Thread(
+            target=self._sha256.update, args=(data,)
+        )  # without Python's lock
+        hashing.start()
+        try:
+            return self._file.write(data)
+        finally:
+            hashing.join()
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
