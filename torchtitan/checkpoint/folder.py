@@ -11,8 +11,10 @@ Removal also creates `.incomplete` first and deletes it last. Folders of other t
 marker nor hashes: they count as complete if they hold `.metadata` or safetensors files, unverified.
 """
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -23,18 +25,21 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.futures import Future
 
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
+
+T, U = TypeVar("T"), TypeVar("U")
 
 UNFINISHED_MARKER = ".incomplete"
 KEPT_MARKER = ".keep"
@@ -53,6 +58,7 @@ WEIGHT_FILES = (
     "*.safetensors",
 )
 GIB = 1024**3
+_BYTES_FOR_TWO_FILES = 2**25  # in each
 _BYTES_FOR_A_THREAD = 2**18  # fewer are hashed sooner than a thread starts
 
 
@@ -204,19 +210,46 @@ def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None
     Collective: each rank hashes its share. hashes: the recorded hashes; None reads them from disk.
     """
 
-    def problems(expected: dict[str, str]) -> Iterator[str]:
-        for name in own_share(list(expected)):
-            try:
-                if hash_file(os.path.join(folder, name)) != expected[name]:
-                    yield f"{name} does not have the content that was written (SHA-256 differs)"
-            except OSError as error:
-                yield f"{name} cannot be read ({error.strerror})"
+    def problem(name: str) -> str | None:
+        try:
+            if hash_file(os.path.join(folder, name)) != expected[name]:
+                return f"{name} does not have the content that was written (SHA-256 differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return None
 
     try:
         expected = from_rank_zero(lambda: recorded_hashes(folder)) if hashes is None else hashes
     except (ValueError, OSError) as error:
         return str(error)
-    return next(filter(None, all_ranks(next(problems(expected), None))), None)
+    problems = filter(None, in_two_threads(problem, own_share(list(expected))))
+    return next(filter(None, all_ranks(next(problems, None))), None)
+
+
+def in_two_threads(work: Callable[[T], U], items: list[T]) -> list[U]:
+    """Return `work(item)` for all items: of the even places, then of the odd. Raises the first error.
+
+    Works while Python ends, too: an executor takes no work then.
+    """
+    results: list[list[U]] = [[], []]
+    errors: list[BaseException] = []
+
+    def do(part: int) -> None:
+        try:
+            with torch.no_grad():
+                results[part] = [work(item) for item in items[part::2]]
+        except BaseException as error:
+            errors.append(error)
+
+    second = threading.Thread(target=do, args=(1,))
+    if len(items) > 1:
+        second.start()
+    do(0)
+    if len(items) > 1:
+        second.join()
+    if errors:
+        raise errors[0]
+    return results[0] + results[1]
 
 
 def own_share(names: list[str]) -> list[str]:
@@ -295,6 +328,20 @@ class _HashingFileSystem(FileSystem):
         self.hashes[os.path.basename(new_path)] = self.hashes.pop(os.path.basename(path))
 
 
+def _in_two_files(items: list[WriteItem]) -> list[list[WriteItem]]:
+    """Divide the entries evenly over two files, which two threads write and verify; few bytes: one file."""
+    sizes = [0, 0]
+    parts: list[list[WriteItem]] = [[], []]
+    for item in items:
+        size = 0
+        if (data := item.tensor_data) is not None:
+            size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        place = sizes[1] < sizes[0]
+        sizes[place] += size
+        parts[place].append(item)
+    return parts if min(sizes) >= _BYTES_FOR_TWO_FILES else [items]
+
+
 class HashingWriter(FileSystemWriter):
     """DCP's file writer, which also hashes the files, and sets and removes the unfinished marker.
 
@@ -325,7 +372,22 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this rank's files; send (DCP's results, file name -> SHA-256) to the coordinator."""
-        results = super().write_data(plan, planner).wait()
+
+        def write(items: list[WriteItem]) -> list[Any]:
+            storage = plan.storage_data
+            if (
+                items is not parts[0]
+            ):  # torch numbers the files of a call from 0: `__<rank>_10.distcp`
+                storage = dataclasses.replace(storage, prefix=f"{storage.prefix}1")
+            part = dataclasses.replace(plan, items=items, storage_data=storage)
+            return super(HashingWriter, self).write_data(part, planner).wait()
+
+        parts = _in_two_files(plan.items)
+        if torch.accelerator.is_available():  # a thread has its own current device
+            of_parts = list(map(write, parts))
+        else:
+            of_parts = in_two_threads(write, parts)
+        results = [result for of_part in of_parts for result in of_part]
         names = {result.storage_data.relative_path for result in results}
         written: Future[Any] = Future()
         written.set_result((results, {name: self.fs.hashes[name] for name in names}))

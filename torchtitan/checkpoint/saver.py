@@ -78,6 +78,7 @@ class Saver:
         arguments: dict[str, Any] = {
             "checkpoint_id": folder,
             "storage_writer": HashingWriter(folder, record, copies),
+            "planner": dcp.SavePlanner(),
         }
         if mode == AsyncMode.DISABLED:
             dcp.save(states, **arguments)
