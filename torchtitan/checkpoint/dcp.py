@@ -22,17 +22,16 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException, async_save, save
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItemType
 from torch.futures import Future
 
-from torchtitan.checkpoint.folder import DCP_METADATA, in_two_threads, path_inside
+from torchtitan.checkpoint.folder import DCP_METADATA, in_two_threads, is_plain, path_inside
 from torchtitan.distributed.processes.ranks import on_all_ranks
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.unpickling import Names, read_pickle, refusal
 
-__all__ = ["SafeReader", "SavePlanner", "async_save", "load", "one_error", "save"]
+__all__ = ["SafeReader", "async_save", "load", "one_error", "save"]
 
 _BYTES_OF_A_NUMBER = 2**11  # a saved number or pair of numbers takes less
 
@@ -128,28 +127,6 @@ class _EntryView(torch_parts.FileView):
         return super().seek(offset, whence)
 
 
-def _is_plain(value: Any) -> bool:
-    """True for an immutable value that its type and its `repr` describe."""
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
-
-
-class SavePlanner(torch_dcp.DefaultSavePlanner):
-    """Serializes equal values once: an optimizer has a dozen settings for each parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._saved: dict[str, Any] = {}
-
-    def transform_object(self, write_item: torch_dcp.WriteItem, object: Any) -> Any:
-        if write_item.type != WriteItemType.BYTE_IO or not _is_plain(object):
-            return super().transform_object(write_item, object)
-        if (key := repr(object)) not in self._saved:
-            self._saved[key] = super().transform_object(write_item, object)
-        return self._saved[key]
-
-
 class SafeReader(torch_dcp.FileSystemReader):
     """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile."""
 
@@ -239,7 +216,7 @@ class _SafePlanner(torch_dcp.DefaultLoadPlanner):
         try:
             if (data := value.getvalue()) in self._plain:
                 content = self._plain[data]
-            elif _is_plain(content := torch.load(value, weights_only=True)):
+            elif is_plain(content := torch.load(value, weights_only=True)):
                 self._plain[data] = content
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_reason_of(error)}") from error

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.futures import Future
 
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
@@ -328,6 +328,31 @@ class _HashingFileSystem(FileSystem):
         self.hashes[os.path.basename(new_path)] = self.hashes.pop(os.path.basename(path))
 
 
+def is_plain(value: Any) -> bool:
+    """True for an immutable value that its `repr` describes."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+class _ValuesOnce:
+    """Gives a writer what `planner` does; equal values, an optimizer's for each parameter, are pickled once."""
+
+    def __init__(self, planner: Any) -> None:
+        self._planner = planner
+        self._pickled: dict[str, Any] = {}
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        if item.type == WriteItemType.BYTE_IO:
+            value = self._planner.lookup_object(item.index)
+            if is_plain(value):
+                key = repr(value)
+                if key not in self._pickled:
+                    self._pickled[key] = self._planner.resolve_data(item)
+                return self._pickled[key]
+        return self._planner.resolve_data(item)
+
+
 def _in_two_files(items: list[WriteItem]) -> list[list[WriteItem]]:
     """Divide the entries evenly over two files, which two threads write and verify; few bytes: one file."""
     sizes = [0, 0]
@@ -372,15 +397,16 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this rank's files; send (DCP's results, file name -> SHA-256) to the coordinator."""
+        values = _ValuesOnce(planner)
 
         def write(items: list[WriteItem]) -> list[Any]:
             storage = plan.storage_data
             if (
                 items is not parts[0]
-            ):  # torch numbers the files of a call from 0: `__<rank>_10.distcp`
+            ):  # torch counts the files of a call from 0: `__<rank>_10.distcp`
                 storage = dataclasses.replace(storage, prefix=f"{storage.prefix}1")
             part = dataclasses.replace(plan, items=items, storage_data=storage)
-            return super(HashingWriter, self).write_data(part, planner).wait()
+            return super(HashingWriter, self).write_data(part, values).wait()
 
         parts = _in_two_files(plan.items)
         if torch.accelerator.is_available():  # a thread has its own current device

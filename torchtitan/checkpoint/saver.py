@@ -78,7 +78,6 @@ class Saver:
         arguments: dict[str, Any] = {
             "checkpoint_id": folder,
             "storage_writer": HashingWriter(folder, record, copies),
-            "planner": dcp.SavePlanner(),
         }
         if mode == AsyncMode.DISABLED:
             dcp.save(states, **arguments)
