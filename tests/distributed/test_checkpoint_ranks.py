@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.checkpoint import folder as ranks_folder
+from torchtitan.checkpoint import hf
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
@@ -279,3 +280,32 @@ def test_all_ranks_hear_of_what_fails_on_one_of_them_and_of_another_model(tmp_pa
         assert "step-4 could not be written" in of_export and "disk full" in of_export
         assert "holds no whole checkpoint yet" in of_export
         assert not is_loaded
+
+
+def export_of_stages(folder: str) -> None:
+    """Each rank holds other tensors, as stages of a pipeline do, and rank 0 writes both files."""
+    rank = dist.get_rank()
+    state = {f"{rank}.{i}": torch.full((3, i), 10.0 * rank + i) for i in range(3)}
+    tied = {"tied": torch.ones(5)}
+    state = tied | state if rank else state | tied  # the copies are in different parts
+    adapter = NetAdapter(None, None)
+    adapter.fqn_to_index_mapping = {"model.0.0": 1, "model.1.1": 2}
+    with (
+        mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="1"),
+        mock.patch.object(hf, "_BYTES_PER_PART", 1),
+    ):
+        hf.save_to_hf(state, adapter, folder, torch.bfloat16)
+    assert find_damage(folder) is None
+
+
+def test_a_file_gets_the_tensors_of_ranks_that_do_not_write_it(tmp_path):
+    from safetensors.torch import load_file
+
+    run_ranks(export_of_stages, 2, str(tmp_path))
+    files = [load_file(file) for file in sorted(tmp_path.glob("*.safetensors"))]
+    assert [len(tensors) for tensors in files] == [1, 6]
+    expected = {
+        f"model.{r}.{i}": torch.full((3, i), 10.0 * r + i) for r in (0, 1) for i in range(3)
+    }
+    expected["model.tied"] = torch.ones(5)
+    assert_same({n: t.bfloat16() for n, t in expected.items()}, files[0] | files[1])
