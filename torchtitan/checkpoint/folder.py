@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -242,11 +243,9 @@ def in_two_threads(work: Callable[[T], U], items: list[T]) -> list[U]:
             errors.append(error)
 
     second = threading.Thread(target=do, args=(1,))
-    if len(items) > 1:
-        second.start()
+    second.start()
     do(0)
-    if len(items) > 1:
-        second.join()
+    second.join()
     if errors:
         raise errors[0]
     return results[0] + results[1]
@@ -335,24 +334,6 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-class _ValuesOnce:
-    """Gives a writer what `planner` does; equal values, an optimizer's for each parameter, are pickled once."""
-
-    def __init__(self, planner: Any) -> None:
-        self._planner = planner
-        self._pickled: dict[str, Any] = {}
-
-    def resolve_data(self, item: WriteItem) -> Any:
-        if item.type == WriteItemType.BYTE_IO:
-            value = self._planner.lookup_object(item.index)
-            if is_plain(value):
-                key = repr(value)
-                if key not in self._pickled:
-                    self._pickled[key] = self._planner.resolve_data(item)
-                return self._pickled[key]
-        return self._planner.resolve_data(item)
-
-
 def _in_two_files(items: list[WriteItem]) -> list[list[WriteItem]]:
     """Divide the entries evenly over two files, which two threads write and verify; few bytes: one file."""
     sizes = [0, 0]
@@ -397,17 +378,24 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this rank's files; send (DCP's results, file name -> SHA-256) to the coordinator."""
-        values = _ValuesOnce(planner)
+        pickled: dict[str, Any] = {}
+
+        def resolve(item: WriteItem) -> Any:
+            """Pickle equal values once: an optimizer has a dozen settings for each parameter."""
+            if item.type != WriteItemType.BYTE_IO or not is_plain(value := find(item.index)):
+                return planner.resolve_data(item)
+            if (key := repr(value)) not in pickled:
+                pickled[key] = planner.resolve_data(item)
+            return pickled[key]
 
         def write(items: list[WriteItem]) -> list[Any]:
             storage = plan.storage_data
-            if (
-                items is not parts[0]
-            ):  # torch counts the files of a call from 0: `__<rank>_10.distcp`
+            if items is not parts[0]:  # torch counts the files of a call from 0: `_10.distcp`
                 storage = dataclasses.replace(storage, prefix=f"{storage.prefix}1")
             part = dataclasses.replace(plan, items=items, storage_data=storage)
-            return super(HashingWriter, self).write_data(part, values).wait()
+            return super(HashingWriter, self).write_data(part, resolver).wait()
 
+        find, resolver = planner.lookup_object, SimpleNamespace(resolve_data=resolve)
         parts = _in_two_files(plan.items)
         if torch.accelerator.is_available():  # a thread has its own current device
             of_parts = list(map(write, parts))
