@@ -462,12 +462,40 @@ ZEPHYR = r"""{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
+LLAMA_4 = turns(
+    "<|header_start|>{}<|header_end|>\n\n", "<|eot|>", begin="<|begin_of_text|>"
+)  # fmt: skip
+# model.name -> formats of its published models
+OF_FAMILIES = {
+    "llama3": ["llama_3"],
+    "llama4": ["llama_4"],
+    "qwen3": ["qwen_3", "chatml"],
+    "qwen3_5": ["qwen_3_5", "chatml"],
+    "qwen2_moe": ["chatml"],
+    "deepseek_v3": ["deepseek", "glm_4_7", "kimi_k2"],
+    "gpt_oss": ["gpt_oss"],
+    "glm4": ["glm_4", "glm_4_7"],
+    "gemma3": ["gemma_3"],
+    "gemma4": ["gemma_4"],
+    "mistral": ["mistral", "mistral_v7"],
+    "olmo": ["olmo_2", "chatml"],
+    "smollm3": ["smollm_3"],
+    "seed_oss": ["seed_oss"],
+    "granite": ["granite"],
+    "phi3": ["phi_3", "phi_4", "phi_4_mini"],
+    "minimax_m2": ["minimax_m2"],
+}
 _DEEPSEEK_TOOLS = ["calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"]
 _DEEPSEEK_TOOLS += ["outputs▁begin", "output▁begin", "output▁end", "outputs▁end"]
 _GLM_TOKENS = ("[gMASK]", "<sop>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 _GLM_TOKENS += ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 FORMATS = {
     "chatml": Format(CHATML, {"eos_token": "<|im_end|>"}, ("<|im_start|>",)),
+    "llama_4": Format(
+        LLAMA_4,
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
+        ("<|header_start|>", "<|header_end|>"),
+    ),
     "llama_3": Format(
         LLAMA_3,
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
