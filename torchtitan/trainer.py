@@ -24,6 +24,7 @@ from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.processes.late_ranks import Progress
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.objective import build_objective, check_objective
@@ -48,6 +49,7 @@ class Trainer(TrainingEngine):
 
     def __init__(self, job_config: JobConfig, **options: Any):
         super().__init__(job_config, **options)
+        self.progress = Progress()
         with on_error(self.close):
             job_config = self.job_config
             tell_settings_without_effect(job_config)
@@ -360,7 +362,8 @@ class Trainer(TrainingEngine):
             self.step += 1
             self.gc_handler.run(self.step)
             try:
-                self.train_step(data_iterator)
+                with self.progress.step(self.step):
+                    self.train_step(data_iterator)
             except DataloaderExhaustedError as error:
                 self.step -= 1
                 logger.warning(

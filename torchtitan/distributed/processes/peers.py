@@ -22,6 +22,14 @@ from typing import Any
 import torch.distributed as dist
 
 import torchtitan
+from torchtitan.config.job_config import Comm
+from torchtitan.distributed.processes.late_ranks import (
+    SECONDS_BETWEEN_TURNS,
+    LateRanks,
+    Progress,
+    State,
+    own_state,
+)
 from torchtitan.tools.admission import SECRET_BYTES, admit, digest_of
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import flat_settings
@@ -38,8 +46,9 @@ _SETTINGS_PER_RANK = set(
     """.split()
 )
 _MOST_KEYS_SHOWN = 8
-# Kinds of messages; after _FAILED comes a line of JSON, [rank, text].
-_ALIVE, _LEAVES, _FAILED = b"a", b"l", b"f"
+# Kinds of messages. Rank 0 asks with _WHERE, or with _STACK for the stack, too. A line of JSON follows
+# _FAILED, [rank, text], and _HERE, a `State`.
+_ALIVE, _LEAVES, _WHERE, _STACK, _FAILED, _HERE = b"a", b"l", b"w", b"s", b"f", b"h"
 _LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
 _SECONDS_TO_SAVE = 25  # after a helper's failure, to save; torchrun kills ranks 30 s after SIGTERM
@@ -82,6 +91,8 @@ class Peers:
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
+        self._progress: Progress | None = None
+        self._late: LateRanks | None = None  # on rank 0, during training
         if world_size > 1:
             self._connect()
 
@@ -130,6 +141,12 @@ class Peers:
                 store.wait(readers, timedelta(seconds=SECONDS_TO_REPORT))
         if problem:
             raise PeerError(problem)
+
+    def watch(self, comm: Comm, progress: Progress | None) -> None:
+        """Name late ranks from now on, on rank 0; without a `progress`, no rank is named."""
+        self._progress = progress
+        if progress is not None and self.rank == 0 and self.world_size > 1:
+            self._late = LateRanks(comm, progress, self.world_size, self._ask)
 
     # ---- from the start on ----
 
@@ -192,8 +209,11 @@ class Peers:
     def _watch(self) -> None:
         longest_silence = _longest_silence(self._store.timeout)
         next_message_at = last_turn = time.monotonic()
+        seconds_between_turns = longest_silence / 8
+        if self.rank == 0:  # which may look for late ranks at any time
+            seconds_between_turns = min(seconds_between_turns, SECONDS_BETWEEN_TURNS)
         while True:
-            ready = self._selector.select(longest_silence / 8)
+            ready = self._selector.select(seconds_between_turns)
             now = time.monotonic()
             if now - last_turn > longest_silence / 2:  # this process was suspended
                 self._heard_at.update(dict.fromkeys(list(self._heard_at), now))
@@ -207,6 +227,17 @@ class Peers:
                 if now - self._heard_at[rank] > longest_silence:
                     silent = f"silent for {longest_silence:.0f} s"
                     self._fail(rank, f"it was stopped, or its machine hangs: {silent}")
+            if self._late is not None and not self._leaving.is_set():
+                self._late.turn(now)
+
+    def _ask(self, rank: int | None, with_stack: bool) -> None:
+        """Ask a rank, or all ranks for None, where it is; the answers come to `_late`."""
+        if rank == 0 and self._late is not None:
+            self._late.take(0, own_state(self._progress, with_stack))
+        for connection, other in list(self._connections.items()):
+            if rank in (None, other):
+                with suppress(OSError):
+                    connection.sendall(_STACK if with_stack else _WHERE)
 
     def _read(self, connection: socket.socket) -> None:
         """Handle one message of a rank, or the end of its connection, which is a failure."""
@@ -216,8 +247,13 @@ class Peers:
             kind = connection.recv(1)
             if kind == _ALIVE:
                 return
+            if kind in (_WHERE, _STACK):
+                return self._send(_HERE, own_state(self._progress, kind == _STACK))
+            if kind == _HERE and self._late is not None:
+                counts, *texts = json.loads(_read_line(connection))
+                return self._late.take(rank, State(dict(counts), *map(str, texts)))
             if kind == _FAILED:
-                failed, text = json.loads(connection.makefile("rb").readline(_LONGEST_MESSAGE))
+                failed, text = json.loads(_read_line(connection))
                 return self._fail(int(failed), str(text))
             if kind not in (_LEAVES, b""):
                 raise ValueError(kind)
@@ -275,11 +311,22 @@ class Peers:
         self._leaving.set()
         self._send(_LEAVES)
 
-    def _send(self, kind: bytes, failure: tuple[int, str] | None = None) -> None:
-        message = kind + (json.dumps(failure).encode() + b"\n" if failure else b"")
+    def _send(self, kind: bytes, content: tuple[Any, ...] | None = None) -> None:
+        message = kind + (json.dumps(content).encode() + b"\n" if content else b"")
         for connection in list(self._connections):
             with suppress(OSError):
                 connection.sendall(message)
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """Read up to a newline, and nothing of the next message."""
+    line = b""
+    while not line.endswith(b"\n"):
+        ahead = connection.recv(2**16, socket.MSG_PEEK)
+        if not ahead or len(line) > _LONGEST_MESSAGE:
+            raise ValueError("a line without an end")
+        line += connection.recv(ahead.find(b"\n") + 1 or len(ahead))
+    return line
 
 
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
