@@ -49,7 +49,6 @@ class Trainer(TrainingEngine):
 
     def __init__(self, job_config: JobConfig, **options: Any):
         super().__init__(job_config, **options)
-        self.progress = Progress()
         with on_error(self.close):
             job_config = self.job_config
             tell_settings_without_effect(job_config)
@@ -71,8 +70,10 @@ class Trainer(TrainingEngine):
             self._tally = Tally(self.objective)
             self._build_validator()
             self.isolation_probe = None
+            pp_mesh = self.parallel_dims.get_optional_mesh("pp")
+            pp_group = None if pp_mesh is None else pp_mesh.get_group()
+            self.progress = Progress(pp_group)
             if job_config.debug.check_document_isolation_freq > 0:
-                pp_mesh = self.parallel_dims.get_optional_mesh("pp")
                 self.isolation_probe = IsolationProbe(
                     lambda batch: next(iter(self.forward_step(batch) or ()), None),
                     self.model_parts,
@@ -80,7 +81,7 @@ class Trainer(TrainingEngine):
                     self.model_args.vocab_size,
                     self.seed,
                     self.device,
-                    None if pp_mesh is None else pp_mesh.get_group(),
+                    pp_group,
                 )
             training = job_config.training
             logger.info(

@@ -38,7 +38,7 @@ class Ranks:
 
     def __init__(self, monkeypatch, states, **settings):
         self.states, self.asked = states, []
-        self.progress = Progress()
+        self.progress = Progress(None)
         monkeypatch.setattr(late_ranks, "own_state", lambda *_: self.states[0])
         self.late = LateRanks(Comm(**settings), self.progress, len(states), self.ask)
         self.start = time.monotonic()
@@ -112,6 +112,19 @@ def test_stuck_rank_is_told_once_with_its_stack_before_the_time_out(monkeypatch,
     )
     assert 20 <= int(seconds[1]) <= 30
     assert stack == "the stack of rank 1, innermost call last:\nFile x, line 3\n"
+
+
+def test_step_in_which_no_rank_goes_on_is_told_with_all_places(monkeypatch, caplog):
+    ranks = Ranks(monkeypatch, [state("a.py:1 (f)", a=5), state("b.py:2 (g)", a=5)])
+    for number, seconds in enumerate([1.0] * 6 + [60], 1):
+        ranks.run_step(number, seconds)
+    told, ended = caplog.messages
+    assert re.fullmatch(
+        r"no rank has entered a collective for at least 2\d s in step 7: rank 0 \(node\) at a.py:1 \(f\); "
+        r"rank 1 \(node\) at b.py:2 \(g\)",
+        told,
+    )
+    assert ended.startswith("step 7 took 60.0 s")
 
 
 def test_rank_that_moves_on_slowly_is_not_stuck(monkeypatch, caplog):

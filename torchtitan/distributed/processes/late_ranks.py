@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from torchtitan.config.job_config import Comm
 from torchtitan.tools import torch_parts
@@ -29,14 +30,19 @@ READING_THREAD = "data of the next step"
 _LONGEST_STACK = 15  # innermost calls that are printed
 _FEWEST_STEPS = 5  # for a median
 _SHORTEST_SLOW_STEP = 1.0  # seconds
-_TIME_TO_ANSWER = 1.0  # seconds
+_SECONDS_TO_ANSWER = 1.0
+_ALL, _MOST_RANKS_SHOWN = -1, 8
 _PARTS_OF_LIMIT = 6  # a stuck rank is looked for this often before its time is over
 
 
 class Progress:
-    """Which step a trainer is in. Its main thread writes, the thread of `Peers` reads."""
+    """Which step a trainer is in. Its main thread writes, the thread of `Peers` reads.
 
-    def __init__(self) -> None:
+    pipeline: the group of a pipeline's stages. Gloo counts sends, of which stages make different numbers.
+    """
+
+    def __init__(self, pipeline: dist.ProcessGroup | None) -> None:
+        self.pipeline = pipeline
         self.number = 0  # of the step that began last
         self.started_at: float | None = None  # None between two steps
         self.took: deque[tuple[int, float]] = deque(maxlen=64)  # (step, seconds) of the last steps
@@ -66,10 +72,8 @@ class State(NamedTuple):
 def own_state(progress: Progress | None, with_stack: bool = False) -> State:
     """Return the state of this process. May be called from any thread."""
     counts = {"step": 0 if progress is None else progress.number}
-    for group in list(torch_parts.world.pg_map):
-        with contextlib.suppress(
-            RuntimeError
-        ):  # a backend that does not count, or a destroyed group
+    for group in set(torch_parts.world.pg_map) - {progress and progress.pipeline}:
+        with contextlib.suppress(RuntimeError):  # not counted by this backend
             counts[group.group_name] = torch_parts.collectives_so_far(group)
     frames = {t.name: sys._current_frames().get(t.ident or 0) for t in threading.enumerate()}
     frame = frames.get(threading.main_thread().name)
@@ -109,8 +113,8 @@ def late_among(states: Mapping[int, State]) -> list[int]:
 class LateRanks:
     """Rank 0's search for late ranks. `turn` is called about every SECONDS_BETWEEN_TURNS.
 
-    ask: sends a question to a rank, or to all ranks for None; True asks for the stack, too. The answers
-        come to `take`.
+    ask: asks a rank, or all ranks for None, for its state; True asks for the stack, too. The answers come
+        to `take`.
     """
 
     def __init__(
@@ -123,83 +127,71 @@ class LateRanks:
         self._comm, self._progress, self._num_ranks, self._ask = comm, progress, num_ranks, ask
         self._answers: dict[int, State] = {}
         self._asked_at: float | None = None  # None once the answers are judged
-        # The step that may be slow (0: none), the median of those before, and when to look next.
+        # The step that may be slow (0: none), the median of those before, when to look, and who was late.
         self._step, self._median, self._slow_after, self._look_after = 0, 0.0, 0.0, 0.0
-        self._num_looks, self._late, self._last_seen = 0, Counter[int](), dict[int, State]()
-        # For stuck ranks: rank -> (its counts, None without an answer; since when it has these).
+        self._looks: list[dict[int, State]] = []
+        # Stuck ranks: rank -> (its counts, None without an answer; since when).
         self._checked_at, self._own_counts = time.monotonic(), dict[str, int]()
         self._since: dict[int, tuple[dict[str, int] | None, float]] = {}
         self._told: set[int] = set()
 
     def take(self, rank: int, state: State) -> None:
-        """Keep a rank's answer, or print the stack that it was asked for."""
+        """Keep a rank's answer, or log the stack that it was asked for."""
         if state.stack:
             logger.warning(f"the stack of rank {rank}, innermost call last:\n{state.stack}")
         else:
             self._answers[rank] = state
 
     def turn(self, now: float) -> None:
-        waited = now - self._asked_at if self._asked_at is not None else 0.0
-        if len(self._answers) == self._num_ranks or waited > _TIME_TO_ANSWER:
+        if self._asked_at is not None:
+            if len(self._answers) < self._num_ranks and now - self._asked_at < _SECONDS_TO_ANSWER:
+                return
             self._judge(now)
         self._end_slow_step()
-        if self._asked_at is None and (self._is_slow(now) or self._hangs(now)):
+        if self._is_slow(now) or self._hangs(now):
             self._asked_at, self._answers = now, {0: own_state(self._progress)}
             self._ask(None, False)
 
-    # ---- a slow step ----
-
     def _is_slow(self, now: float) -> bool:
         """Return True at growing intervals from half the time after which this step counts as slow."""
-        started_at, number, took = (
-            self._progress.started_at,
-            self._progress.number,
-            [seconds for _, seconds in list(self._progress.took)],
-        )
-        factor = self._comm.slow_step_factor
+        progress, factor = self._progress, self._comm.slow_step_factor
+        started_at, took = progress.started_at, list(progress.took)
         if started_at is None or not factor or len(took) < _FEWEST_STEPS:
             return False
-        if number != self._step and now - started_at >= _SHORTEST_SLOW_STEP / 2:
-            self._step, self._median = number, statistics.median(took)
+        seconds = now - started_at
+        if progress.number != self._step and seconds >= _SHORTEST_SLOW_STEP / 2:
+            self._step, self._looks = progress.number, []
+            self._median = statistics.median(seconds for _, seconds in took)
             self._slow_after = max(factor * self._median, _SHORTEST_SLOW_STEP)
             self._look_after = self._slow_after / 2
-            self._num_looks, self._late, self._last_seen = 0, Counter(), {}
-        if number != self._step or now - started_at < self._look_after:
+        if progress.number != self._step or seconds < self._look_after:
             return False
-        self._look_after = 1.2 * (now - started_at)
+        self._look_after = 1.2 * seconds
         return True
 
     def _end_slow_step(self) -> None:
         """Log the step that was looked at, if it has ended and was slow."""
         seconds = dict(self._progress.took).get(self._step)
-        if seconds is None or self._asked_at is not None:
+        if seconds is None:
             return
         step, self._step = self._step, 0
-        if seconds < self._slow_after or not self._num_looks:
+        if seconds < self._slow_after or not self._looks:
             return
         text = f"step {step} took {seconds:.1f} s, {seconds / self._median:.1f} times the median"
-        if not self._late:
+        times = Counter(rank for late in self._looks for rank in late)
+        if not times:
             logger.info(f"{text}; no rank was late: a device or the network is slow")
             return
-        (rank, times), *_ = self._late.most_common(1)
-        seen = self._last_seen[rank]
+        rank = max(times, key=times.__getitem__)
+        seen = next(late[rank] for late in reversed(self._looks) if rank in late)
         logger.warning(
-            f"{text}: rank {rank} ({seen.host}) kept the others waiting in {times} of {self._num_looks} "
-            f"looks, last at {seen.place}"
+            f"{text}: rank {rank} ({seen.host}) kept the others waiting in {times[rank]} of "
+            f"{len(self._looks)} looks, last at {seen.place}"
         )
 
-    # ---- a rank that is stuck ----
-
-    def _limit(self) -> float:
-        """Return after how many seconds a rank is stuck: a third of the groups' timeout, at most."""
-        comm = self._comm
-        timeout = comm.train_timeout_seconds if self._progress.took else comm.init_timeout_seconds
-        return min(comm.stuck_rank_seconds or float("inf"), timeout / 3)
-
     def _hangs(self, now: float) -> bool:
-        """Return True, from time to time, while this rank enters no collective."""
-        limit = self._limit()
-        if now - self._checked_at < limit / _PARTS_OF_LIMIT or not self._comm.stuck_rank_seconds:
+        """Return True, a few times within the limit, while this rank enters no collective."""
+        if now - self._checked_at < self._limit() / _PARTS_OF_LIMIT:
             return False
         self._checked_at, counts = now, own_state(self._progress).counts
         if counts != self._own_counts:
@@ -207,36 +199,46 @@ class LateRanks:
             return False
         return True
 
+    def _limit(self) -> float:
+        """Return after how many seconds a rank is stuck; inf for never."""
+        comm = self._comm
+        timeout = comm.train_timeout_seconds if self._progress.took else comm.init_timeout_seconds
+        return min(comm.stuck_rank_seconds, timeout / 3) or float("inf")
+
     def _judge(self, now: float) -> None:
-        """Count who is late, and tell who has been late in one place for too long."""
+        """Note who is late, and tell who has been late in one place for too long."""
         self._asked_at, answers, self._answers = None, self._answers, {}
         late = late_among(answers)
         if self._step:
-            self._num_looks += 1
-            self._late.update(late)
-            self._last_seen |= {rank: answers[rank] for rank in late}
+            self._looks.append({rank: answers[rank] for rank in late})
         missing = [rank for rank in range(self._num_ranks) if rank not in answers]
-        for rank in missing or late:
+        suspects = missing or late
+        if (
+            not suspects
+            and self._step
+            and now - (self._progress.started_at or now) > self._slow_after
+        ):
+            suspects = [_ALL]
+        for rank in suspects:
             counts = answers[rank].counts if rank in answers else None
             if rank not in self._since or self._since[rank][0] != counts:
                 self._since[rank] = counts, now
                 self._told.discard(rank)
             seconds = now - self._since[rank][1]
             # The first look came up to two parts after the rank stopped.
-            is_over = seconds >= self._limit() * (1 - 2 / _PARTS_OF_LIMIT)
-            if is_over and self._comm.stuck_rank_seconds and rank not in self._told:
+            if rank not in self._told and seconds >= self._limit() * (1 - 2 / _PARTS_OF_LIMIT):
                 self._told.add(rank)
-                self._tell(rank, seconds, answers.get(rank))
+                self._tell(rank, answers, f"{seconds:.0f} s in step {self._progress.number}")
 
-    def _tell(self, rank: int, seconds: float, state: State | None) -> None:
-        since = f"for at least {seconds:.0f} s in step {self._progress.number}"
-        if state is None:
-            logger.warning(
-                f"rank {rank} has not answered {since}: its process is stopped, or a call outside Python "
-                "holds Python's lock"
-            )
-            return
-        logger.warning(
-            f"rank {rank} ({state.host}) has kept the others waiting {since}, at {state.place}"
-        )
-        self._ask(rank, True)
+    def _tell(self, rank: int, answers: dict[int, State], since: str) -> None:
+        if rank == _ALL:
+            places = [f"rank {rank} ({x.host}) at {x.place}" for rank, x in answers.items()]
+            text = f"no rank has entered a collective for at least {since}"
+            logger.warning(f"{text}: {'; '.join(places[:_MOST_RANKS_SHOWN])}")
+        elif rank not in answers:
+            text = "its process is stopped, or a call outside Python holds Python's lock"
+            logger.warning(f"rank {rank} has not answered for at least {since}: {text}")
+        else:
+            text = f"has kept the others waiting for at least {since}, at {answers[rank].place}"
+            logger.warning(f"rank {rank} ({answers[rank].host}) {text}")
+            self._ask(rank, True)

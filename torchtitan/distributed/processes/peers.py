@@ -117,8 +117,7 @@ class Peers:
     def _agree(
         self, store: dist.Store, num_ranks: int, settings: dict[str, Any], error: str | None = None
     ) -> None:
-        config = {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK}
-        own = json.dumps({"error": error, "config": config}, default=str)
+        own = json.dumps({"error": error, "config": settings}, default=str)
         store.set(f"config_{self.rank}", own)
         if self.rank == 0:
             names = [f"config_{rank}" for rank in range(num_ranks)]
@@ -342,20 +341,26 @@ def _problem_of(reports: list[dict[str, Any]]) -> str | None:
             for error, ranks in ranks_of.items()
             if error is not None
         )
-    first = reports[0]["config"]
-    lines = [
-        f"{key} is {first.get(key)!r} on rank 0 and {own['config'].get(key)!r} on rank {rank}"
-        for rank, own in enumerate(reports)
-        for key in sorted(first.keys() | own["config"].keys())
-        if repr(first.get(key)) != repr(own["config"].get(key))  # repr, so that nan equals nan
-    ]
+    lines = differences({f"rank {rank}": own["config"] for rank, own in enumerate(reports)})
     if not lines:
         return None
-    more = f"; and {len(lines) - _MOST_KEYS_SHOWN} more" if len(lines) > _MOST_KEYS_SHOWN else ""
     return (
-        f"config error: the ranks disagree: {'; '.join(lines[:_MOST_KEYS_SHOWN])}{more}. Start all "
-        "ranks with the same config, files and version"
+        f"config error: the ranks disagree: {'; '.join(lines)}. Start all ranks with the same config, files "
+        "and version"
     )
+
+
+def differences(settings: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line for each setting that differs from the first rank's. settings: by the rank's name."""
+    (first_name, first), *others = settings.items() or [("", {})]
+    lines = [
+        f"{key} is {first.get(key)!r} on {first_name} and {own.get(key)!r} on {name}"
+        for name, own in others
+        for key in sorted((first.keys() | own.keys()) - _SETTINGS_PER_RANK)
+        if repr(first.get(key)) != repr(own.get(key))  # repr, so that nan equals nan
+    ]
+    more = [f"and {len(lines) - _MOST_KEYS_SHOWN} more"] * (len(lines) > _MOST_KEYS_SHOWN)
+    return lines[:_MOST_KEYS_SHOWN] + more
 
 
 def _longest_silence(timeout: timedelta) -> float:
