@@ -1,8 +1,8 @@
-"""Names the rank that keeps the others waiting, while a step is slow or before a collective times out.
+"""Rank 0 names the rank that keeps the others waiting, after a slow step or before a collective times out.
 
 A rank is late if another rank has entered more collectives of one of its process groups, and it has itself
-entered more in no group. Rank 0 asks the ranks only while a step takes unusually long, over the
-connections of `Peers`: a step at the usual speed sends nothing.
+entered more in no group. Training only notes when its steps begin and end. A thread of rank 0 asks the ranks
+over the connections of `Peers`, and only in a step that takes unusually long.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from math import inf
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,6 @@ SECONDS_BETWEEN_TURNS = 0.2
 READING_THREAD = "data of the next step"
 _LONGEST_STACK = 15  # innermost calls that are printed
 _FEWEST_STEPS = 5  # for a median
-_SHORTEST_SLOW_STEP = 1.0  # seconds
-_SECONDS_TO_ANSWER = 1.0
-_ALL, _MOST_RANKS_SHOWN = -1, 8
-_PARTS_OF_LIMIT = 6  # a stuck rank is looked for this often before its time is over
 
 
 class Progress:
@@ -41,59 +38,54 @@ class Progress:
     pipeline: the group of a pipeline's stages. Gloo counts sends, of which stages make different numbers.
     """
 
-    def __init__(self, pipeline: dist.ProcessGroup | None) -> None:
-        self.pipeline = pipeline
-        self.number = 0  # of the step that began last
-        self.started_at: float | None = None  # None between two steps
+    def __init__(self, pipeline: dist.ProcessGroup | None = None) -> None:
+        self.pipeline, self.number, self.began_at = pipeline, 0, time.monotonic()
         self.took: deque[tuple[int, float]] = deque(maxlen=64)  # (step, seconds) of the last steps
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        self.number, self.started_at = number, time.monotonic()
+        self.began_at = time.monotonic()
+        self.number = number
         try:
             yield
         finally:
-            self.took.append((number, time.monotonic() - self.started_at))
-            self.started_at = None
+            self.took.append((number, time.monotonic() - self.began_at))
 
 
 class State(NamedTuple):
     """Where a rank is. counts: process group -> collectives entered so far, and "step" -> its number.
 
-    place: file, line and function of the rank's main thread. stack: given only if it was asked for.
+    place: the main thread's innermost line outside torch and Python's library. stack: its innermost calls.
     """
 
     counts: dict[str, int]
-    place: str
-    host: str
+    host: str = ""
+    place: str = ""
     stack: str = ""
 
 
-def own_state(progress: Progress | None, with_stack: bool = False) -> State:
+def own_state(progress: Progress | None) -> State:
     """Return the state of this process. May be called from any thread."""
-    counts = {"step": 0 if progress is None else progress.number}
+    counts = {} if progress is None else {"step": progress.number}
     for group in set(torch_parts.world.pg_map) - {progress and progress.pipeline}:
         with contextlib.suppress(RuntimeError):  # not counted by this backend
             counts[group.group_name] = torch_parts.collectives_so_far(group)
-    frames = {t.name: sys._current_frames().get(t.ident or 0) for t in threading.enumerate()}
-    frame = frames.get(threading.main_thread().name)
-    place, function = _place_of(frame)
-    if function == "next_step":  # the main thread waits for the thread that reads
-        frame = frames.get(READING_THREAD) or frame
-        place, _ = _place_of(frame)
-    stack = "".join(traceback.format_stack(frame, limit=_LONGEST_STACK)) if with_stack else ""
-    return State(counts, place, socket.gethostname(), stack)
+    threads, frames = {t.name: t.ident for t in threading.enumerate()}, sys._current_frames()
+    for name in threading.main_thread().name, READING_THREAD:
+        calls = [
+            (code := frame.f_code, f"{code.co_filename}:{line} ({code.co_name})")
+            for frame, line in traceback.walk_stack(frames.get(threads.get(name) or 0))
+        ]
+        code, place = next((x for x in calls if not _is_library(x[0].co_filename)), calls[-1])
+        if code.co_name != "next_step":  # which waits for the thread that reads
+            break
+    stack = "\n".join(line for _, line in calls[:_LONGEST_STACK])
+    return State(counts, socket.gethostname(), os.sep.join(place.split(os.sep)[-2:]), stack)
 
 
-def _place_of(frame: Any) -> tuple[str, str]:
-    """Return ("file:line (function)", function) of the innermost frame outside torch and Python's library."""
-    while frame is not None:
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
-        in_library = path.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in path
-        if not (in_library or path.startswith((os.path.dirname(torch.__file__), "<"))):
-            return f"{'/'.join(path.split(os.sep)[-2:])}:{frame.f_lineno} ({name})", name
-        frame = frame.f_back
-    return "an unknown place", ""
+def _is_library(path: str) -> bool:
+    is_standard = path.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in path
+    return is_standard or path.startswith((os.path.dirname(torch.__file__), "<"))
 
 
 def late_among(states: Mapping[int, State]) -> list[int]:
@@ -113,132 +105,59 @@ def late_among(states: Mapping[int, State]) -> list[int]:
 class LateRanks:
     """Rank 0's search for late ranks. `turn` is called about every SECONDS_BETWEEN_TURNS.
 
-    ask: asks a rank, or all ranks for None, for its state; True asks for the stack, too. The answers come
-        to `take`.
+    ask: asks all other ranks for their states, which come to `answers`.
     """
 
     def __init__(
-        self,
-        comm: Comm,
-        progress: Progress,
-        num_ranks: int,
-        ask: Callable[[int | None, bool], None],
+        self, comm: Comm, progress: Progress, num_ranks: int, ask: Callable[[], None]
     ) -> None:
         self._comm, self._progress, self._num_ranks, self._ask = comm, progress, num_ranks, ask
-        self._answers: dict[int, State] = {}
-        self._asked_at: float | None = None  # None once the answers are judged
-        # The step that may be slow (0: none), the median of those before, when to look, and who was late.
-        self._step, self._median, self._slow_after, self._look_after = 0, 0.0, 0.0, 0.0
-        self._looks: list[dict[int, State]] = []
-        # Stuck ranks: rank -> (its counts, None without an answer; since when).
-        self._checked_at, self._own_counts = time.monotonic(), dict[str, int]()
-        self._since: dict[int, tuple[dict[str, int] | None, float]] = {}
-        self._told: set[int] = set()
-
-    def take(self, rank: int, state: State) -> None:
-        """Keep a rank's answer, or log the stack that it was asked for."""
-        if state.stack:
-            logger.warning(f"the stack of rank {rank}, innermost call last:\n{state.stack}")
-        else:
-            self._answers[rank] = state
+        self.answers: dict[int, State] = {}
+        self._step, self._median, self._slow_after, self._look_at = -1, inf, inf, 0.0
+        self._seen: list[tuple[int, State]] = []  # ranks that were late in this step
+        # Late rank -> (its counts, none without an answer; since when, inf once it is named).
+        self._since: dict[int, tuple[dict[str, int], float]] = {}
 
     def turn(self, now: float) -> None:
-        if self._asked_at is not None:
-            if len(self._answers) < self._num_ranks and now - self._asked_at < _SECONDS_TO_ANSWER:
-                return
-            self._judge(now)
-        self._end_slow_step()
-        if self._is_slow(now) or self._hangs(now):
-            self._asked_at, self._answers = now, {0: own_state(self._progress)}
-            self._ask(None, False)
+        progress, took = self._progress, dict(self._progress.took)
+        if (seconds := took.get(self._step, 0.0)) >= self._slow_after and self._seen:
+            (rank, _), *_ = Counter(rank for rank, _ in self._seen).most_common(1)
+            state, self._slow_after = dict(self._seen)[rank], inf
+            logger.warning(
+                f"step {self._step} took {seconds:.1f} s, {seconds / self._median:.1f} times the median: "
+                f"rank {rank} ({state.host}) kept the others waiting, last seen at {state.place}"
+            )
+        timeout = self._comm.train_timeout_seconds if took else self._comm.init_timeout_seconds
+        limit = min(self._comm.stuck_rank_seconds, timeout / 3) or inf
+        if progress.number != self._step:
+            self._step, self._seen, self._slow_after = progress.number, [], inf
+            if len(took) >= _FEWEST_STEPS and self._comm.slow_step_factor:
+                self._median = statistics.median(took.values())
+                self._slow_after = max(self._comm.slow_step_factor * self._median, 1.0)
+            self.answers, self._look_at = {}, progress.began_at + min(limit, self._slow_after / 2)
+        if now >= self._look_at:
+            self._look_at = now + min(limit / 6, 0.2 * (now - progress.began_at))
+            if self.answers:
+                self._judge(now, limit)
+            self.answers = {0: own_state(progress)}
+            self._ask()
 
-    def _is_slow(self, now: float) -> bool:
-        """Return True at growing intervals from half the time after which this step counts as slow."""
-        progress, factor = self._progress, self._comm.slow_step_factor
-        started_at, took = progress.started_at, list(progress.took)
-        if started_at is None or not factor or len(took) < _FEWEST_STEPS:
-            return False
-        seconds = now - started_at
-        if progress.number != self._step and seconds >= _SHORTEST_SLOW_STEP / 2:
-            self._step, self._looks = progress.number, []
-            self._median = statistics.median(seconds for _, seconds in took)
-            self._slow_after = max(factor * self._median, _SHORTEST_SLOW_STEP)
-            self._look_after = self._slow_after / 2
-        if progress.number != self._step or seconds < self._look_after:
-            return False
-        self._look_after = 1.2 * seconds
-        return True
-
-    def _end_slow_step(self) -> None:
-        """Log the step that was looked at, if it has ended and was slow."""
-        seconds = dict(self._progress.took).get(self._step)
-        if seconds is None:
-            return
-        step, self._step = self._step, 0
-        if seconds < self._slow_after or not self._looks:
-            return
-        text = f"step {step} took {seconds:.1f} s, {seconds / self._median:.1f} times the median"
-        times = Counter(rank for late in self._looks for rank in late)
-        if not times:
-            logger.info(f"{text}; no rank was late: a device or the network is slow")
-            return
-        rank = max(times, key=times.__getitem__)
-        seen = next(late[rank] for late in reversed(self._looks) if rank in late)
-        logger.warning(
-            f"{text}: rank {rank} ({seen.host}) kept the others waiting in {times[rank]} of "
-            f"{len(self._looks)} looks, last at {seen.place}"
-        )
-
-    def _hangs(self, now: float) -> bool:
-        """Return True, a few times within the limit, while this rank enters no collective."""
-        if now - self._checked_at < self._limit() / _PARTS_OF_LIMIT:
-            return False
-        self._checked_at, counts = now, own_state(self._progress).counts
-        if counts != self._own_counts:
-            self._own_counts, self._since, self._told = counts, {}, set()
-            return False
-        return True
-
-    def _limit(self) -> float:
-        """Return after how many seconds a rank is stuck; inf for never."""
-        comm = self._comm
-        timeout = comm.train_timeout_seconds if self._progress.took else comm.init_timeout_seconds
-        return min(comm.stuck_rank_seconds, timeout / 3) or float("inf")
-
-    def _judge(self, now: float) -> None:
-        """Note who is late, and tell who has been late in one place for too long."""
-        self._asked_at, answers, self._answers = None, self._answers, {}
-        late = late_among(answers)
-        if self._step:
-            self._looks.append({rank: answers[rank] for rank in late})
-        missing = [rank for rank in range(self._num_ranks) if rank not in answers]
-        suspects = missing or late
-        if (
-            not suspects
-            and self._step
-            and now - (self._progress.started_at or now) > self._slow_after
-        ):
-            suspects = [_ALL]
-        for rank in suspects:
-            counts = answers[rank].counts if rank in answers else None
-            if rank not in self._since or self._since[rank][0] != counts:
-                self._since[rank] = counts, now
-                self._told.discard(rank)
-            seconds = now - self._since[rank][1]
-            # The first look came up to two parts after the rank stopped.
-            if rank not in self._told and seconds >= self._limit() * (1 - 2 / _PARTS_OF_LIMIT):
-                self._told.add(rank)
-                self._tell(rank, answers, f"{seconds:.0f} s in step {self._progress.number}")
-
-    def _tell(self, rank: int, answers: dict[int, State], since: str) -> None:
-        if rank == _ALL:
-            places = [f"rank {rank} ({x.host}) at {x.place}" for rank, x in answers.items()]
-            text = f"no rank has entered a collective for at least {since}"
-            logger.warning(f"{text}: {'; '.join(places[:_MOST_RANKS_SHOWN])}")
-        elif rank not in answers:
-            text = "its process is stopped, or a call outside Python holds Python's lock"
-            logger.warning(f"rank {rank} has not answered for at least {since}: {text}")
-        else:
-            text = f"has kept the others waiting for at least {since}, at {answers[rank].place}"
-            logger.warning(f"rank {rank} ({answers[rank].host}) {text}")
-            self._ask(rank, True)
+    def _judge(self, now: float, limit: float) -> None:
+        """Note who was late, and name each rank that has been late in one place for `limit` seconds."""
+        late, before, self._since = late_among(self.answers), self._since, {}
+        self._seen += [(rank, self.answers[rank]) for rank in late]
+        for rank in {*range(self._num_ranks)} - self.answers.keys() | {*late}:
+            state = self.answers.get(rank, State({}))
+            counts, since = before.get(rank, (None, now))
+            seconds = now - since if counts == state.counts else 0.0
+            # It was late for some time before rank 0 first asked.
+            self._since[rank] = state.counts, inf if seconds >= 0.8 * limit else now - seconds
+            if seconds < 0.8 * limit:
+                continue
+            text = f"has not answered for {seconds:.0f} s: it is stopped, or a call outside Python hangs"
+            if rank in self.answers:
+                text = (
+                    f"({state.host}) has kept the others waiting for at least {seconds:.0f} s, at "
+                )
+                text += f"{state.place}; its calls, innermost first:\n{state.stack}"
+            logger.warning(f"rank {rank} {text}")

@@ -46,9 +46,9 @@ _SETTINGS_PER_RANK = set(
     """.split()
 )
 _MOST_KEYS_SHOWN = 8
-# Kinds of messages. Rank 0 asks with _WHERE, or with _STACK for the stack, too. A line of JSON follows
-# _FAILED, [rank, text], and _HERE, a `State`.
-_ALIVE, _LEAVES, _WHERE, _STACK, _FAILED, _HERE = b"a", b"l", b"w", b"s", b"f", b"h"
+# Kinds of messages. After _FAILED comes a line of JSON, [rank, text], and after _HERE, which answers
+# _WHERE, a `State`.
+_ALIVE, _LEAVES, _FAILED, _WHERE, _HERE = b"a", b"l", b"f", b"w", b"h"
 _LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
 _SECONDS_TO_SAVE = 25  # after a helper's failure, to save; torchrun kills ranks 30 s after SIGTERM
@@ -117,7 +117,8 @@ class Peers:
     def _agree(
         self, store: dist.Store, num_ranks: int, settings: dict[str, Any], error: str | None = None
     ) -> None:
-        own = json.dumps({"error": error, "config": settings}, default=str)
+        config = {k: v for k, v in settings.items() if k not in _SETTINGS_PER_RANK}
+        own = json.dumps({"error": error, "config": config}, default=str)
         store.set(f"config_{self.rank}", own)
         if self.rank == 0:
             names = [f"config_{rank}" for rank in range(num_ranks)]
@@ -142,10 +143,10 @@ class Peers:
             raise PeerError(problem)
 
     def watch(self, comm: Comm, progress: Progress | None) -> None:
-        """Name late ranks from now on, on rank 0; without a `progress`, no rank is named."""
+        """Have rank 0 name late ranks from now on, unless `progress` is None."""
         self._progress = progress
-        if progress is not None and self.rank == 0 and self.world_size > 1:
-            self._late = LateRanks(comm, progress, self.world_size, self._ask)
+        if progress is not None and self.rank == 0:
+            self._late = LateRanks(comm, progress, self.world_size, lambda: self._send(_WHERE))
 
     # ---- from the start on ----
 
@@ -207,10 +208,8 @@ class Peers:
 
     def _watch(self) -> None:
         longest_silence = _longest_silence(self._store.timeout)
+        seconds_between_turns = SECONDS_BETWEEN_TURNS if self.rank == 0 else longest_silence / 8
         next_message_at = last_turn = time.monotonic()
-        seconds_between_turns = longest_silence / 8
-        if self.rank == 0:  # which may look for late ranks at any time
-            seconds_between_turns = min(seconds_between_turns, SECONDS_BETWEEN_TURNS)
         while True:
             ready = self._selector.select(seconds_between_turns)
             now = time.monotonic()
@@ -229,15 +228,6 @@ class Peers:
             if self._late is not None and not self._leaving.is_set():
                 self._late.turn(now)
 
-    def _ask(self, rank: int | None, with_stack: bool) -> None:
-        """Ask a rank, or all ranks for None, where it is; the answers come to `_late`."""
-        if rank == 0 and self._late is not None:
-            self._late.take(0, own_state(self._progress, with_stack))
-        for connection, other in list(self._connections.items()):
-            if rank in (None, other):
-                with suppress(OSError):
-                    connection.sendall(_STACK if with_stack else _WHERE)
-
     def _read(self, connection: socket.socket) -> None:
         """Handle one message of a rank, or the end of its connection, which is a failure."""
         rank, problem = self._connections[connection], ""
@@ -246,13 +236,17 @@ class Peers:
             kind = connection.recv(1)
             if kind == _ALIVE:
                 return
-            if kind in (_WHERE, _STACK):
-                return self._send(_HERE, own_state(self._progress, kind == _STACK))
+            if kind == _WHERE:
+                return self._send(_HERE, own_state(self._progress))
+            # Unbuffered, so that nothing of the next message is read.
+            if kind in (_HERE, _FAILED):
+                line = json.loads(connection.makefile("rb", 0).readline(_LONGEST_MESSAGE))
             if kind == _HERE and self._late is not None:
-                counts, *texts = json.loads(_read_line(connection))
-                return self._late.take(rank, State(dict(counts), *map(str, texts)))
+                counts, *texts = line
+                self._late.answers[rank] = State(dict(counts), *map(str, texts))
+                return
             if kind == _FAILED:
-                failed, text = json.loads(_read_line(connection))
+                failed, text = line
                 return self._fail(int(failed), str(text))
             if kind not in (_LEAVES, b""):
                 raise ValueError(kind)
@@ -317,17 +311,6 @@ class Peers:
                 connection.sendall(message)
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    """Read up to a newline, and nothing of the next message."""
-    line = b""
-    while not line.endswith(b"\n"):
-        ahead = connection.recv(2**16, socket.MSG_PEEK)
-        if not ahead or len(line) > _LONGEST_MESSAGE:
-            raise ValueError("a line without an end")
-        line += connection.recv(ahead.find(b"\n") + 1 or len(ahead))
-    return line
-
-
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
     """Return why the ranks cannot train together; None if they can. reports: one per rank."""
     ranks_of: dict[str | None, list[int]] = {}
@@ -341,26 +324,20 @@ def _problem_of(reports: list[dict[str, Any]]) -> str | None:
             for error, ranks in ranks_of.items()
             if error is not None
         )
-    lines = differences({f"rank {rank}": own["config"] for rank, own in enumerate(reports)})
+    first = reports[0]["config"]
+    lines = [
+        f"{key} is {first.get(key)!r} on rank 0 and {own['config'].get(key)!r} on rank {rank}"
+        for rank, own in enumerate(reports)
+        for key in sorted(first.keys() | own["config"].keys())
+        if repr(first.get(key)) != repr(own["config"].get(key))  # repr, so that nan equals nan
+    ]
     if not lines:
         return None
+    more = f"; and {len(lines) - _MOST_KEYS_SHOWN} more" if len(lines) > _MOST_KEYS_SHOWN else ""
     return (
-        f"config error: the ranks disagree: {'; '.join(lines)}. Start all ranks with the same config, files "
-        "and version"
+        f"config error: the ranks disagree: {'; '.join(lines[:_MOST_KEYS_SHOWN])}{more}. Start all "
+        "ranks with the same config, files and version"
     )
-
-
-def differences(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each setting that differs from the first rank's. settings: by the rank's name."""
-    (first_name, first), *others = settings.items() or [("", {})]
-    lines = [
-        f"{key} is {first.get(key)!r} on {first_name} and {own.get(key)!r} on {name}"
-        for name, own in others
-        for key in sorted((first.keys() | own.keys()) - _SETTINGS_PER_RANK)
-        if repr(first.get(key)) != repr(own.get(key))  # repr, so that nan equals nan
-    ]
-    more = [f"and {len(lines) - _MOST_KEYS_SHOWN} more"] * (len(lines) > _MOST_KEYS_SHOWN)
-    return lines[:_MOST_KEYS_SHOWN] + more
 
 
 def _longest_silence(timeout: timedelta) -> float:

@@ -121,15 +121,15 @@ def _rendezvous(timeout: timedelta) -> dict[str, Any]:
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
-def find_peers(timeout: timedelta, waits_for_all: bool = True) -> tuple[dist.Store, int, int]:
+def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return (the store that all ranks share, rank, world size) from torchrun's environment variables.
 
-    waits_for_all: False waits for rank 0 only. Raises ValueError if some of these variables are missing, RunError if not all ranks connect to
+    Raises ValueError if some of these variables are missing, RunError if not all ranks connect to
     MASTER_ADDR, MASTER_PORT in time.
     """
     place = _meeting_place()
     if place not in _meeting_places:
-        _meeting_places[place] = [_meet(place, timeout, waits_for_all), 0]
+        _meeting_places[place] = [_meet(place, timeout), 0]
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
     # torchrun's store survives a restart, with addresses of processes that are gone.
@@ -137,19 +137,8 @@ def find_peers(timeout: timedelta, waits_for_all: bool = True) -> tuple[dist.Sto
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
 
 
-def _meet(
-    place: tuple[str, ...], timeout: timedelta, waits_for_all: bool
-) -> tuple[dist.Store, int, int]:
+def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, int]:
     rank, world_size, address, port = place
-
-    def meet() -> tuple[dist.Store, int, int]:
-        if waits_for_all:
-            return next(dist.rendezvous("env://", timeout=timeout))
-        has_store = rank == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        options = {"wait_for_workers": False, "multi_tenant": True, "timeout": timeout}
-        store = dist.TCPStore(address, int(port), is_master=has_store, **options)
-        return store, int(rank), int(world_size)
-
     seconds, something_answers = timeout.total_seconds(), False
     deadline = time.monotonic() + seconds
     try:
@@ -165,7 +154,8 @@ def _meet(
         something_answers = True
         # torch waits for ever if another program has the port. Otherwise its own error comes before
         # this time limit, and says how many ranks joined.
-        return run_beside(meet).result(seconds + 2)
+        meeting = run_beside(lambda: next(dist.rendezvous("env://", timeout=timeout)))
+        return meeting.result(seconds + 2)
     except (dist.DistError, OSError) as error:
         where = f"MASTER_ADDR = {address}, MASTER_PORT = {port}"
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
