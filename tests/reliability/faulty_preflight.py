@@ -61,6 +61,8 @@ def main() -> None:
             print("failed" if preflight.run(config) else "passed", flush=True)
         except PeerError:
             print("ranks differ", flush=True)
+        except RuntimeError as error:
+            raise SystemExit(1) from error
         for one in on_this_rank:
             one.stop()
 

@@ -69,7 +69,7 @@ def run(config: JobConfig) -> bool:
     """Make all checks; return whether one failed on any rank. A rank that hangs is named."""
     comm = dataclasses.replace(config.comm, stuck_rank_seconds=SECONDS_STUCK, trace_buf_size=0)
     comm.init_timeout_seconds = SECONDS_PER_COLLECTIVE
-    peers = None
+    peers, progress = None, Progress()
     if has_peers():
         store, rank, size = find_peers(timedelta(seconds=SECONDS_IN_ALL))
         peers = Peers(dist.PrefixStore(f"preflight_{next(_runs)}", store), rank, size)
@@ -77,11 +77,12 @@ def run(config: JobConfig) -> bool:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         versions |= {"CUDA": torch.version.cuda or "", "device": get_device_info()[0]}
         peers.compare(config.to_dict() | {"the version of": versions})
-        peers.watch(comm, Progress())
+        peers.watch(comm, progress)
     faulthandler.dump_traceback_later(SECONDS_IN_ALL, exit=True)
     try:
         init_distributed(comm, enable_cpu_backend=True)
-        has_failed = Checks(config).run()
+        progress.pipeline = dist.new_group()  # ranks with two neighbours send more often
+        has_failed = Checks(config, progress.pipeline).run()
         dist.destroy_process_group()
     except RuntimeError as error:  # of communication
         if peers is not None:
@@ -96,7 +97,8 @@ def run(config: JobConfig) -> bool:
 class Checks:
     """The checks of one rank. Each returns {unit: figure}; a fault raises RunError or OSError."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, group_of_pairs: dist.ProcessGroup) -> None:
+        self.group_of_pairs = group_of_pairs
         self.rank, self.size, self.at = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
         self.hosts = self.gather(socket.gethostname())
         self.names = [f"rank {rank} ({host})" for rank, host in enumerate(self.hosts)]
@@ -211,7 +213,8 @@ class Checks:
         return {f"GB/s {'inside' if kind else 'between'} hosts": own}
 
     def exchange(self, other: int) -> None:
-        pair = [dist.P2POp(dist.isend, self.sent, other), dist.P2POp(dist.irecv, self.got, other)]
+        operations = (dist.isend, self.sent), (dist.irecv, self.got)
+        pair = [dist.P2POp(operation, x, other, self.group_of_pairs) for operation, x in operations]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 

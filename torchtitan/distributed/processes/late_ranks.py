@@ -35,7 +35,7 @@ _FEWEST_STEPS = 5  # for a median
 class Progress:
     """Which step a trainer is in. Its main thread writes, the thread of `Peers` reads.
 
-    pipeline: the group of a pipeline's stages. Gloo counts sends, of which stages make different numbers.
+    pipeline: the group of a pipeline's stages. Gloo counts its sends, of which ranks make different numbers.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup | None = None) -> None:
