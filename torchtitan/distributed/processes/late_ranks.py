@@ -70,11 +70,12 @@ def own_state(progress: Progress | None) -> State:
     for group in set(torch_parts.world.pg_map) - {progress and progress.pipeline}:
         with contextlib.suppress(RuntimeError):  # not counted by this backend
             counts[group.group_name] = torch_parts.collectives_so_far(group)
-    threads, frames = {t.name: t.ident for t in threading.enumerate()}, sys._current_frames()
-    for name in threading.main_thread().name, READING_THREAD:
+    threads, frames = {t.name: t.ident or 0 for t in threading.enumerate()}, sys._current_frames()
+    main = frames[threading.main_thread().ident or 0]
+    for frame in main, frames.get(threads.get(READING_THREAD, 0), main):
         calls = [
             (code := frame.f_code, f"{code.co_filename}:{line} ({code.co_name})")
-            for frame, line in traceback.walk_stack(frames.get(threads.get(name) or 0))
+            for frame, line in traceback.walk_stack(frame)
         ]
         code, place = next((x for x in calls if not _is_library(x[0].co_filename)), calls[-1])
         if code.co_name != "next_step":  # which waits for the thread that reads
@@ -113,7 +114,8 @@ class LateRanks:
     ) -> None:
         self._comm, self._progress, self._num_ranks, self._ask = comm, progress, num_ranks, ask
         self.answers: dict[int, State] = {}
-        self._step, self._median, self._slow_after, self._look_at = -1, inf, inf, 0.0
+        self._step, self._median, self._slow_after = -1, inf, inf
+        self._look_at = self._asked_at = 0.0
         self._seen: list[tuple[int, State]] = []  # ranks that were late in this step
         # Late rank -> (its counts, none without an answer; since when, inf once it is named).
         self._since: dict[int, tuple[dict[str, int], float]] = {}
@@ -134,12 +136,12 @@ class LateRanks:
             if len(took) >= _FEWEST_STEPS and self._comm.slow_step_factor:
                 self._median = statistics.median(took.values())
                 self._slow_after = max(self._comm.slow_step_factor * self._median, 1.0)
-            self.answers, self._look_at = {}, progress.began_at + min(limit, self._slow_after / 2)
+            self.answers, self._look_at = {}, progress.began_at + min(limit, self._slow_after) / 2
         if now >= self._look_at:
             self._look_at = now + min(limit / 6, 0.2 * (now - progress.began_at))
             if self.answers:
                 self._judge(now, limit)
-            self.answers = {0: own_state(progress)}
+            self._asked_at, self.answers = now, {0: own_state(progress)}
             self._ask()
 
     def _judge(self, now: float, limit: float) -> None:
@@ -148,12 +150,12 @@ class LateRanks:
         self._seen += [(rank, self.answers[rank]) for rank in late]
         for rank in {*range(self._num_ranks)} - self.answers.keys() | {*late}:
             state = self.answers.get(rank, State({}))
-            counts, since = before.get(rank, (None, now))
-            seconds = now - since if counts == state.counts else 0.0
-            # It was late for some time before rank 0 first asked.
-            self._since[rank] = state.counts, inf if seconds >= 0.8 * limit else now - seconds
-            if seconds < 0.8 * limit:
+            counts, since = before.get(rank, (None, 0.0))
+            since = since if counts == state.counts else self._asked_at
+            self._since[rank] = state.counts, since
+            if (seconds := now - since) < 0.8 * limit:  # it was late before rank 0 first asked, too
                 continue
+            self._since[rank] = state.counts, inf
             text = f"has not answered for {seconds:.0f} s: it is stopped, or a call outside Python hangs"
             if rank in self.answers:
                 text = (
