@@ -7,7 +7,6 @@ Exit code 1: a check failed. 2: the ranks' configs or versions differ.
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import itertools
 import os
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Comm
 from torchtitan.config.manager import parse_args_or_exit
 from torchtitan.distributed.processes.late_ranks import Progress
 from torchtitan.distributed.processes.peers import PeerError, Peers
@@ -67,8 +67,8 @@ def main() -> None:
 
 def run(config: JobConfig) -> bool:
     """Make all checks; return whether one failed on any rank. A rank that hangs is named."""
-    comm = dataclasses.replace(config.comm, stuck_rank_seconds=SECONDS_STUCK, trace_buf_size=0)
-    comm.init_timeout_seconds = SECONDS_PER_COLLECTIVE
+    timeout = SECONDS_PER_COLLECTIVE
+    comm = Comm(init_timeout_seconds=timeout, stuck_rank_seconds=SECONDS_STUCK, trace_buf_size=0)
     peers, progress = None, Progress()
     if has_peers():
         store, rank, size = find_peers(timedelta(seconds=SECONDS_IN_ALL))
@@ -105,7 +105,7 @@ class Checks:
         self.needs_shared_folder = config.checkpoint.enable
         folder = config.checkpoint.folder if config.checkpoint.enable else ""
         nonce = self.gather(secrets.token_hex(8))[0]
-        self.file = Path(config.job.dump_folder, folder, f".preflight_{nonce}")  # of rank 0
+        self.file = Path(config.job.dump_folder, folder, f".preflight_{nonce}")  # from rank 0
 
     def run(self) -> bool:
         """Make all checks; return whether one failed on any rank. Rank 0 prints figures and faults."""
@@ -146,12 +146,7 @@ class Checks:
         kind, module = get_device_info()
         if kind == "cpu":
             return {f"processors ({platform.machine()})": os.cpu_count() or 0}
-        index = int(os.environ.get("LOCAL_RANK", "0"))
-        if index >= module.device_count():
-            raise RunError(
-                f"LOCAL_RANK is {index}, but the host has {module.device_count()} devices"
-            )
-        self.at = torch.device(kind, index)
+        self.at = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
         module.set_device(self.at)
         free, total = module.mem_get_info(self.at)
         if total - free > 3 * _GIB:
@@ -161,6 +156,8 @@ class Checks:
     def disk(self) -> dict[str, float]:
         """Write to the folder, once per host."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            self.file.touch()
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return {}
         space, chunk, written = os.statvfs(self.file.parent), secrets.token_bytes(2**22), 0
@@ -172,8 +169,6 @@ class Checks:
                 while written < 2**26 and time.perf_counter() - started < 2:
                     written += file.write(chunk)
                     os.fsync(file.fileno())
-            if self.rank == 0:
-                self.file.touch()
         finally:
             path.unlink(missing_ok=True)
         return {"GB/s": written / (time.perf_counter() - started) / _GB, "GiB free": free / _GIB}

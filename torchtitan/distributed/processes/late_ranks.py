@@ -65,9 +65,11 @@ class State(NamedTuple):
 
 
 def own_state(progress: Progress | None) -> State:
-    """Return the state of this process. May be called from any thread."""
-    counts = {} if progress is None else {"step": progress.number}
-    for group in set(torch_parts.world.pg_map) - {progress and progress.pipeline}:
+    """Return the state of this process, which cannot be late without a `progress`. For any thread."""
+    if progress is None:
+        return State({})
+    counts = {"step": progress.number}
+    for group in set(torch_parts.world.pg_map) - {progress.pipeline}:
         with contextlib.suppress(RuntimeError):  # not counted by this backend
             counts[group.group_name] = torch_parts.collectives_so_far(group)
     threads, frames = {t.name: t.ident or 0 for t in threading.enumerate()}, sys._current_frames()

@@ -238,19 +238,16 @@ class Peers:
                 return
             if kind == _WHERE:
                 return self._send(_HERE, own_state(self._progress))
-            # Unbuffered, so that nothing of the next message is read.
-            if kind in (_HERE, _FAILED):
+            if kind in (_HERE, _FAILED):  # unbuffered, so that nothing of the next message is read
                 line = json.loads(connection.makefile("rb", 0).readline(_LONGEST_MESSAGE))
-            if kind == _HERE and self._late is not None:
-                counts, *texts = line
-                self._late.answers[rank] = State(dict(counts), *map(str, texts))
+                if kind == _FAILED:
+                    return self._fail(int(line[0]), str(line[1]))
+                if self._late is not None:
+                    self._late.answers[rank] = State(dict(line[0]), *map(str, line[1:]))
                 return
-            if kind == _FAILED:
-                failed, text = line
-                return self._fail(int(failed), str(text))
             if kind not in (_LEAVES, b""):
                 raise ValueError(kind)
-        except (TimeoutError, ValueError, TypeError, RecursionError) as error:
+        except (TimeoutError, ValueError, TypeError, LookupError, RecursionError) as error:
             problem = f"it sent a message that no rank sends: {error!r}"
         except OSError:
             kind = b""
