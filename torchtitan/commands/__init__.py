@@ -68,9 +68,7 @@ def main() -> None:
         lines = [f"  {name:10}{command.help}" for name, command in COMMANDS.items()]
         print("usage: torchtitan COMMAND [options]\n", *lines, sep="\n")
         print("\n`torchtitan COMMAND --help` lists a command's options.")
-        print(
-            "train, preflight, rl, serve and show take a job's TOML file as their first argument."
-        )
+        print("train, preflight, rl, serve and show take a job's TOML file as first argument.")
         print("train, preflight, rl and serve start N processes with `--nproc N`.")
         return
     if name not in COMMANDS:
