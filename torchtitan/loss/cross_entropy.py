@@ -30,7 +30,7 @@ from torchtitan.tools.utils import keywords_of
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
 
 # With a smaller vocabulary, logits take no more memory than the layers' saved activations.
-_LARGE_VOCABULARY = 32768
+_LARGE_VOCABULARY = 16384
 
 
 def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

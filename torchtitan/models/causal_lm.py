@@ -48,6 +48,7 @@ class CausalLMArgs(MoEDecoderArgs):
     layer_kinds: name -> facts of a kind of layer. layer_types: the name of each layer's kind; empty: all
         layers are of the first kind.
     moe_enabled: layers have experts, except the `dense_layers`.
+    hf_type: model_type in Hugging Face's config.json.
     """
 
     n_kv_heads: int = 8
@@ -66,6 +67,7 @@ class CausalLMArgs(MoEDecoderArgs):
     moe_enabled: bool = False
     moe_inter_dim: int = 768
     dense_layers: tuple[int, ...] = ()
+    hf_type: str = ""
 
     def kind_of(self, layer_id: int) -> tuple[str, LayerKind]:
         """Return the name and the facts of a layer's kind."""

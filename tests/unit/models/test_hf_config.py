@@ -171,7 +171,11 @@ def test_both_spellings_of_rope_and_experts_say_the_same():
 @pytest.mark.parametrize(
     "config, change, message",
     [
-        (LLAMA_3_1_8B, {"model_type": "mamba"}, "model_type = 'mamba'.* known are llama, qwen2"),
+        (
+            LLAMA_3_1_8B,
+            {"model_type": "mamba"},
+            "model_type = 'mamba'.* known are deepseek_v2, deepseek_v3",
+        ),
         (LLAMA_3_1_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
         (LLAMA_3_1_8B, {"vocab_size": None}, "lacks vocab_size"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.batch.mask import Masks
+from torchtitan.models import hf_fields as hf
 from torchtitan.models import rope
 from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.models.decoder import PROJECTION_STD, Decoder, FeedForward, init_linear
@@ -176,14 +177,12 @@ _LATENTS_AND_SHARED_EXPERTS = {
     "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
     "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
 }
-_MTP_PROJECTION = "model.layers.{}.eh_proj.weight"
 
 
 class DeepSeekV3StateDictAdapter(KeyMapAdapter):
     """Renames keys only: RoPE pairs are neighbours in our weights and in Hugging Face's.
 
-    V2's files have no correction bias for the router. Layers for multi-token prediction, which our
-    model doesn't have, are left out on reading; they are recognised by their `eh_proj`.
+    V2's files have no correction bias for the router.
     """
 
     quantized_format = "fp8"
@@ -197,20 +196,6 @@ class DeepSeekV3StateDictAdapter(KeyMapAdapter):
         self.from_hf_map |= block_hf_key_map(queries | _LATENTS_AND_SHARED_EXPERTS) | HF_EXPERTS
         bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
         self.from_hf_map[bias] = "layers.{}.moe.expert_bias"
-
-    def spelled_like(self, hf_names: Collection[str]) -> "DeepSeekV3StateDictAdapter":
-        adapter = super().spelled_like(hf_names)
-        adapter._ignore_mtp_layers(hf_names)
-        return adapter
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._ignore_mtp_layers(hf_state_dict)
-        return super().from_hf(hf_state_dict)
-
-    def _ignore_mtp_layers(self, hf_names: Collection[str]) -> None:
-        templates = (to_template(name) for name in hf_names)
-        layers = [numbers[0] for template, numbers in templates if template == _MTP_PROJECTION]
-        self.ignored_hf_keys = tuple(rf"model\.layers\.{layer}\." for layer in layers)
 
 
 def _debug_model(**fields: Any) -> DeepSeekV3ModelArgs:
@@ -278,6 +263,81 @@ deepseekv3_args: dict[str, DeepSeekV3ModelArgs] = {
             score_before_experts=False,
         ),
         **_PACKED,
+    ),
+}
+
+
+# If mscale and mscale_all_dim differ, HF also scales cos and sin; our model scales only the softmax.
+_ONE_MSCALE = "it must be given and equal mscale_all_dim"
+_ROWS = (
+    hf.Field("n_routed_experts", "moe_args.num_experts"),
+    hf.TOP_K,
+    hf.Field("intermediate_size", "inter_dim"),
+    hf.Field("moe_intermediate_size", "moe_inter_dim"),
+    hf.Field("first_k_dense_replace", "n_dense_layers", hf.COUNT),
+    hf.Field("kv_lora_rank", "kv_lora_rank"),
+    hf.Field(
+        "q_lora_rank", "q_lora_rank", hf.COUNT, 0, to_hf=lambda args: args.q_lora_rank or None
+    ),
+    hf.Field("qk_nope_head_dim", "qk_nope_head_dim"),
+    hf.Field("qk_rope_head_dim", "qk_rope_head_dim"),
+    hf.Field("v_head_dim", "v_head_dim"),
+    hf.Field("n_shared_experts", "moe_args.num_shared_experts", hf.COUNT),
+    hf.Field("routed_scaling_factor", "moe_args.route_scale", float),
+    hf.Field(
+        "n_group",
+        "moe_args.num_expert_groups",
+        default=None,
+        from_hf=lambda n, _: None if n == 1 else n,
+        to_hf=lambda args: args.moe_args.num_expert_groups or 1,
+    ),
+    hf.Field(
+        "topk_group",
+        "moe_args.num_limited_groups",
+        default=None,
+        from_hf=lambda n, config: None if config.get("n_group") in (None, 1) else n,
+        to_hf=lambda args: args.moe_args.num_limited_groups or 1,
+    ),
+    hf.SILU,
+    hf.Must("num_key_value_heads", lambda args: args.n_heads),
+    hf.Must("attention_bias", False, "its projections have no biases"),
+    hf.Must("rope_interleave", True, "pairs that turn together must be neighbours"),
+    hf.Must("moe_layer_freq", 1, "every layer above the dense ones has experts"),
+    hf.yarn(
+        "beta_fast",
+        "beta_slow",
+        hf.Field("mscale", "mscale", float, 0),
+        hf.Must("mscale", lambda args: args.mscale or None, _ONE_MSCALE, default=0),
+        hf.Must("mscale_all_dim", lambda args: args.mscale, _ONE_MSCALE, default=0),
+        truncate=True,
+    ),
+)
+
+
+def _v2_method(args: DeepSeekV3ModelArgs) -> str:
+    return "greedy" if args.moe_args.num_expert_groups is None else "group_limited_greedy"
+
+
+hf_types = {
+    "deepseek_v2": hf.HFType(
+        "DeepseekV2",
+        (
+            *_ROWS,
+            hf.Field("norm_topk_prob", "moe_args.route_norm", bool, False),
+            hf.Field("scoring_func", "moe_args.score_func", str, "softmax"),
+            hf.Must("topk_method", _v2_method),
+        ),
+        hf.SOFTMAX_ROUTER | {"moe_args.group_score": "max"},
+    ),
+    "deepseek_v3": hf.HFType(
+        "DeepseekV3",
+        (
+            *_ROWS,
+            hf.Field("norm_topk_prob", "moe_args.route_norm", bool, True),
+            hf.Field("scoring_func", "moe_args.score_func", str, "sigmoid"),
+            hf.Must("topk_method", "noaux_tc"),
+        ),
+        hf.SIGMOID_ROUTER | {"moe_args.group_score": "top2_sum"},
     ),
 }
 

@@ -18,6 +18,7 @@ from torchtitan.batch.mask import DocumentMask, Masks
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models import decoder, rope
+from torchtitan.models import hf_fields as hf
 from torchtitan.models.attention import attend
 from torchtitan.models.decoder import Decoder, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
@@ -270,6 +271,25 @@ gptoss_configs: dict[str, GptOssModelArgs] = {
     "20b": GptOssModelArgs(moe_args=_experts(32)),
     "120b": GptOssModelArgs(n_layers=36, moe_args=_experts(128)),
 }
+
+
+_LAYERS = ("sliding_attention", "full_attention")
+_ROWS = (
+    hf.KV_HEADS,
+    hf.Field("num_local_experts", "moe_args.num_experts"),
+    hf.TOP_K,
+    hf.Field("head_dim", "head_dim"),
+    hf.Field("intermediate_size", "moe_inter_dim"),
+    hf.Field("sliding_window", "sliding_window_size", hf.COUNT),
+    hf.Field("swiglu_limit", "swiglu_limit", float, 7.0),
+    hf.SILU,
+    hf.Must("attention_bias", True, "its projections have biases"),
+    hf.Must("swiglu_alpha", 1.702, "the activation's slope is fixed"),
+    hf.Must("layer_types", lambda args: [_LAYERS[n % 2] for n in range(args.n_layers)]),
+    hf.yarn("ntk_beta", "ntk_alpha", truncate=False, default_theta=150000.0),
+)
+_ROUTER = hf.SOFTMAX_ROUTER | {"moe_args.route_norm": True, "moe_args.gate_bias": True}
+hf_types = {"gpt_oss": hf.HFType("GptOss", _ROWS, _ROUTER | hf.NO_SHARED_EXPERTS)}
 
 
 def get_train_spec() -> TrainSpec:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torchtitan.models import hf_fields as hf
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
 from torchtitan.models.hf_adapter import (
@@ -131,6 +132,44 @@ qwen3_args: dict[str, Qwen3ModelArgs] = {
     "Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944, **_PADDED),
     "Qwen2.5-14B": _qwen2(5120, 48, 40, 8, 13824, norm_eps=1e-5, **_PADDED),
     "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648, norm_eps=1e-5, **_PADDED),
+}
+
+
+_NO_WINDOWS = "qwen models have no sliding windows here"
+_ROWS = (
+    hf.KV_HEADS,
+    hf.Field("intermediate_size", "hidden_dim"),
+    hf.SILU,
+    hf.Must("use_sliding_window", False, _NO_WINDOWS),
+    hf.Must("layer_types", lambda args: ["full_attention"] * args.n_layers, _NO_WINDOWS),
+    hf.RoPE(),
+)
+_HEAD_DIM_OF_QWEN2 = hf.Field(
+    "head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]
+)
+_QWEN3_ROWS = (
+    *_ROWS,
+    hf.Field("head_dim", "head_dim", default=128),
+    hf.Must("attention_bias", False, "Qwen 3 blocks have no biases"),
+)
+_EXPERT_ROWS = (
+    hf.Field("num_experts", "moe_args.num_experts"),
+    hf.TOP_K,
+    hf.Field("moe_intermediate_size", "moe_inter_dim"),
+    hf.Field("norm_topk_prob", "moe_args.route_norm", bool, False),
+    hf.Must("decoder_sparse_step", 1, "every layer has experts"),
+    hf.Must("mlp_only_layers", [], "every layer has experts"),
+)
+_QWEN2_ARGS = {"qk_norm": False, "qkv_bias": True, "moe_enabled": False}
+_QWEN3_ARGS = {"qk_norm": True, "qkv_bias": False}
+hf_types = {
+    "qwen2": hf.HFType("Qwen2", (*_ROWS, _HEAD_DIM_OF_QWEN2), _QWEN2_ARGS),
+    "qwen3": hf.HFType("Qwen3", _QWEN3_ROWS, _QWEN3_ARGS | {"moe_enabled": False}),
+    "qwen3_moe": hf.HFType(
+        "Qwen3Moe",
+        _QWEN3_ROWS + _EXPERT_ROWS,
+        _QWEN3_ARGS | {"moe_enabled": True} | hf.SOFTMAX_ROUTER | hf.NO_SHARED_EXPERTS,
+    ),
 }
 
 
