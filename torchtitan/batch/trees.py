@@ -98,7 +98,7 @@ def grow_trees(
         else:
             trees.append(Tree([i], [0], len(own)))
         branch: list[Any] = [own, own_labels, own_scored, *own_experts]
-    return trees
+    return sorted(trees, key=lambda tree: min(tree.sequences))
 
 
 def fill_rows(

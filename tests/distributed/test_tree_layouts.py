@@ -1,0 +1,127 @@
+"""Rows of trees give, in every layout, the loss and gradients of one process with a row per sequence."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.distributed.layout_matrix import (
+    LAYOUTS,
+    ONE_PROCESS,
+    ROWS,
+    SEQ_LEN,
+    SHALLOW,
+    VOCAB,
+    batch_flags,
+    build_engine,
+    whole,
+)
+from torchtitan.batch.documents import IGNORE_INDEX, PADDING
+from torchtitan.batch.trees import tree_batch
+from torchtitan.distributed.tied_copies import name_in_whole_model
+from torchtitan.distributed.utils import dist_sum
+from torchtitan.testing.gloo import run_ranks
+
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+IN_CI = ["CP 2", "PP 2, 1F1B"]
+SLOW = ["FSDP 2", "TP 2", "CP 2, alltoall, full AC", "FSDP 2, CP 2", "TP 2, PP 2, ZBVZeroBubble"]
+# fp32: sums in another order. Padding and copies change how often experts are used, but not their choice.
+FAMILIES = [("llama3", "documents, varlen"), ("gpt_oss", "documents, flex")]
+
+
+def sequences():
+    """Return, for each row, (prompts, continuations) of dialogues whose turns branch."""
+    rng = random.Random(0)
+
+    def tokens(n):
+        return [rng.randrange(VOCAB) for _ in range(n)]
+
+    rows = []
+    for _ in range(ROWS):
+        history = tokens(rng.randint(2, 7))
+        prompts, continuations = [], []
+        for _ in range(2):  # turns
+            prompts += [history] * 2
+            continuations += [tokens(rng.randint(2, 4)) for _ in range(2)]
+            history = history + continuations[-1] + tokens(2)
+        rows.append((prompts, continuations))
+    return rows
+
+
+def filled(batch):
+    """Return a row of `tree_batch` filled up to SEQ_LEN."""
+    padding = {"labels": IGNORE_INDEX, "positions": PADDING, "document_ids": PADDING}
+    padding |= {"parent_ids": PADDING, "input": 0}
+    assert len(batch["input"]) == 1, "a tree fits a row"
+    n_more = SEQ_LEN - batch["input"].shape[1]
+    return {key: F.pad(x, (0, n_more), value=padding[key]) for key, x in batch.items()}
+
+
+def gradients_on_rank(layout, family, rows_of, folder, is_separate):
+    flags = [*layout.overrides(), *batch_flags(family, rows_of), "--optimizer.lr=0"]
+    if "ZBV" not in layout.name:
+        flags.append(SHALLOW)
+    engine = build_engine(family, flags, folder)
+    trees = [tree_batch(*row, seq_len=SEQ_LEN).batch for row in sequences()]
+    num_valid = sum(int((x["labels"] != IGNORE_INDEX).sum()) for x in trees)
+    if is_separate:
+        batches = []
+        for row in sequences():
+            for prompt, continuation in zip(*row, strict=True):
+                tokens = torch.tensor([*prompt, *continuation])[None]
+                labels = tokens[:, 1:].clone()
+                labels[:, : len(prompt) - 1] = IGNORE_INDEX
+                positions = torch.arange(labels.shape[1])[None]
+                batches.append({"input": tokens[:, :-1], "positions": positions, "labels": labels})
+    else:
+        joined = {key: torch.cat([filled(x)[key] for x in trees]) for key in trees[0]}
+        n_rows = ROWS // engine.dp_size
+        own = slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
+        batches = {key: x[own] for key, x in joined.items()}
+    loss = engine.forward_backward_step(input_dict=batches, global_valid_tokens=num_valid)
+    loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
+    gradients = {
+        name_in_whole_model(part, name.replace("_checkpoint_wrapped_module.", "")): whole(p.grad)
+        for part in engine.model_parts
+        for name, p in part.named_parameters()
+        if p.grad is not None
+    }
+    engine.close()
+    return loss, gradients
+
+
+@pytest.fixture(scope="module")
+def separate_rows(tmp_path_factory):
+    """(family, whether all layers are needed) -> loss and gradients of one process."""
+    known = {}
+
+    def find(family, rows_of, layout):
+        key = family, "ZBV" in layout.name
+        if key not in known:
+            one = dataclasses.replace(ONE_PROCESS, name=layout.name)  # which chooses the layers
+            folder = str(tmp_path_factory.mktemp("one"))
+            (known[key],) = run_ranks(gradients_on_rank, 1, one, family, rows_of, folder, True)
+        return known[key]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    "name", [*IN_CI, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_trees_give_loss_and_gradients_of_separate_rows(name, separate_rows, tmp_path):
+    layout = BY_NAME[name]
+    for family, rows_of in FAMILIES:
+        expected_loss, expected = separate_rows(family, rows_of, layout)
+        ranks = run_ranks(
+            gradients_on_rank, layout.world_size, layout, family, rows_of, str(tmp_path), False
+        )
+        found = {key: x for _, of_rank in ranks for key, x in of_rank.items()}
+        assert found.keys() == expected.keys()
+        for loss, _ in ranks:
+            assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for key, gradient in found.items():
+            scale = expected[key].abs().max().clamp(min=1e-3)
+            assert (gradient - expected[key]).abs().max() <= 1e-5 * scale, key
