@@ -142,10 +142,8 @@ _QWEN3_MOE = _HEADS | {"moe_inter_dim": 32}
 _TWO = MoEArgs(num_experts=2, num_shared_experts=1, score_func="softmax", use_grouped_mm=False)
 _MIXED = _DEEPSEEK | dict(n_layers=2, n_dense_layers=1)
 _FACTS = _HEADS | dict(hidden_dim=128)
-_NORMED_AFTER = _FACTS | dict(qk_norm="whole", norm_kind="early", norm_placement="after")
-_WINDOWS_AND_CAP = _FACTS | dict(
-    qk_norm=True, norm_kind="offset", norm_placement="both", hidden_act="gelu_pytorch_tanh",
-    embedding_scale=8.0, logits_cap=3.0, softmax_scale=0.3, enable_weight_tying=True,
+_GEMMA3 = _FACTS | dict(
+    logits_cap=3.0, softmax_scale=0.3, embedding_scale=8.0,
     layer_kinds={
         "local": LayerKind(RoPEArgs(theta=1e3), window=7),
         "global": LayerKind(RoPEArgs(theta=1e5, scaling=LinearRoPE(8.0))),
@@ -156,6 +154,10 @@ _GATES_AND_SCALES = _FACTS | dict(
     attention_gate=True, query_scale=0.1, query_scale_length=4, residual_scale=0.5, logits_divisor=2.0,
     layer_kinds={"partial": LayerKind(RoPEArgs(share=0.5)), "none": LayerKind(rope=None)},
     layer_types=("partial", "none") * 2,
+)  # fmt: skip
+_QWEN3_5 = _FACTS | dict(
+    linear_key_heads=4, linear_value_heads=8, linear_key_dim=8, linear_value_dim=12,
+    layer_types=("linear_attention", "full_attention") * 2,
 )  # fmt: skip
 # family -> (model.name, flavor, changes)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -168,12 +170,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3, tied": ("qwen3", "debugmodel", _QWEN3 | {"enable_weight_tying": True}),
     "one dense layer, one of experts": ("deepseek_v3", "debugmodel", _MIXED),
     "llama3, biases": ("llama3", "debugmodel", _BIASES),
-    "norms after, whole q/k norms": ("causal_lm", "debugmodel", _NORMED_AFTER),
-    "windows by layer, capped logits": ("causal_lm", "debugmodel", _WINDOWS_AND_CAP),
+    "olmo2": ("olmo", "debugmodel", _FACTS),
+    "gemma3": ("gemma3", "debugmodel", _GEMMA3),
+    "qwen3_5": ("qwen3_5", "debugmodel", _QWEN3_5),
+    "qwen3_5 MoE": ("qwen3_5", "debugmodel_moe", _QWEN3_5 | {"moe_inter_dim": 32}),
     "gates and scales": ("causal_lm", "debugmodel", _GATES_AND_SCALES),
     "qwen3 MoE, two experts": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE | {"moe_args": _TWO}),
 }
-MOE_FAMILIES = ["qwen3 MoE", "qwen3 MoE, two experts", "deepseek_v3", "llama4", "gpt_oss"]
+MOE_FAMILIES = [
+    "qwen3_5 MoE",
+    "qwen3 MoE",
+    "qwen3 MoE, two experts",
+    "deepseek_v3",
+    "llama4",
+    "gpt_oss",
+]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
 # rows -> flags
@@ -187,7 +198,7 @@ BATCHES = {
 }
 REPLAYED = ", experts replayed"  # behind an entry of BATCHES: batches say which experts to take
 # Windows, sinks and chunks are beyond sdpa: whole rows of these families go through flex.
-_WITHOUT_SDPA = {"llama4", "gpt_oss", "windows by layer, capped logits"}
+_WITHOUT_SDPA = {"llama4", "gpt_oss", "gemma3"}
 
 
 @dataclasses.dataclass

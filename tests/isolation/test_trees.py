@@ -21,9 +21,9 @@ from torchtitan.batch.mask import DocumentMask
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.batch.trees import tree_batch
 from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.models import llama4
 from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-from torchtitan.models import llama4
 from torchtitan.models.moe import MoEArgs
 from torchtitan.testing import isolation
 
@@ -215,7 +215,9 @@ LEAKS = {
     "block of an ancestor left out": changed_blocks(
         lambda n, lists, n_full, fulls: (n.copy_(n.clamp(max=1)), n_full.zero_())
     ),
-    "blocks left out that are seen in full": changed_blocks(lambda n, lists, n_full, f: n_full.zero_()),
+    "blocks left out that are seen in full": changed_blocks(
+        lambda n, lists, n_full, f: n_full.zero_()
+    ),
     "mask function that forgets branches": mask_call(
         lambda self, b, q, kv: (q >= kv) & (kv >= self.starts[b, q])
     ),
@@ -233,10 +235,14 @@ def test_blocks_are_listed_as_what_the_mask_function_says_of_their_pairs():
     n_full = 0
     for i in range(60):
         seq_len = rng.randint(9, 64)
-        ids, parents, _ = zip(*(isolation.random_tree_row(rng, row, seq_len) for row in range(2)), strict=True)
+        ids, parents, _ = zip(
+            *(isolation.random_tree_row(rng, row, seq_len) for row in range(2)), strict=True
+        )
         ids, parents = torch.tensor(ids), torch.tensor(parents)
         mask = DocumentMask.from_documents(ids, depths=branch_depths(ids, parents))
-        mask = (mask, mask.with_window(5), mask.in_chunks(6), mask.in_chunks(7).with_window(3))[i % 4]
+        mask = (mask, mask.with_window(5), mask.in_chunks(6), mask.in_chunks(7).with_window(3))[
+            i % 4
+        ]
         pairs = mask.lower("sdpa").lowered[:, 0]
         block_mask = mask.block_mask(block_size=4)
         n_blocks = -(-seq_len // 4)
@@ -248,7 +254,9 @@ def test_blocks_are_listed_as_what_the_mask_function_says_of_their_pairs():
         for prefix, target in lists.items():
             numbers = getattr(block_mask, f"{prefix}kv_num_blocks")[:, 0]
             indices = getattr(block_mask, f"{prefix}kv_indices")[:, 0]
-            for row, query in torch.cartesian_prod(torch.arange(2), torch.arange(n_blocks)).tolist():
+            for row, query in torch.cartesian_prod(
+                torch.arange(2), torch.arange(n_blocks)
+            ).tolist():
                 target[row, query, indices[row, query, : numbers[row, query]].long()] = True
         assert not (listed & full).any()
         assert (blocks.any(-1).any(-1) <= listed | full).all(), "a visible pair is not listed"
@@ -371,7 +379,9 @@ def build_decoder(kind, attn_type):
 def logits_and_gradients(decoder, tokens, entries, positions, cotangent):
     masks = decoder.get_attention_masks(tokens, SimpleNamespace(eos_id=0), entries)
     logits = decoder(tokens, attention_masks=masks, positions=positions)
-    gradients = torch.autograd.grad(logits, list(decoder.parameters()), cotangent, allow_unused=True)
+    gradients = torch.autograd.grad(
+        logits, list(decoder.parameters()), cotangent, allow_unused=True
+    )
     return logits.detach(), [torch.zeros(()) if x is None else x for x in gradients]
 
 

@@ -231,10 +231,11 @@ def hf_model(case: str) -> nn.Module:
 
 @functools.cache
 def hf_model_in_fp64(case: str) -> nn.Module:
-    """Return `hf_model` with every part in fp64 and the same weights."""
+    """Return `hf_model` with every part in fp64 and the same weights. Not to be called in `casts_to_fp64`."""
+    weights = hf_model(case).state_dict()
     with casts_to_fp64():
         model = build_hf_model(CASES[case], torch.float64)
-        model.load_state_dict(hf_model(case).state_dict())
+        model.load_state_dict(weights)
     return model
 
 
@@ -290,7 +291,6 @@ def tokens_and_positions() -> tuple[Tensor, Tensor]:
     return tokens, torch.stack(positions)
 
 
-@torch.no_grad()
 def their_logits(model: nn.Module) -> Tensor:
     """Return transformers' logits [B, T, V] of each document alone, joined to rows again."""
     tokens, _ = tokens_and_positions()
@@ -303,7 +303,6 @@ def their_logits(model: nn.Module) -> Tensor:
     return torch.stack(rows)
 
 
-@torch.no_grad()
 def our_logits(model: Decoder) -> Tensor:
     tokens, positions = tokens_and_positions()
     masks = model.get_attention_masks(tokens, None, {"positions": positions})

@@ -178,7 +178,9 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
         )
     firsts = firsts + torch.arange(len(ids), device="cpu")[:, None] * seq_len
     documents, lengths = firsts[is_token].unique_consecutive(return_counts=True)
-    branch: list[tuple[int, int]] = []  # (id, tokens up to its end) of the last document and its ancestors
+    branch: list[
+        tuple[int, int]
+    ] = []  # (id, tokens up to its end) of the last document and its ancestors
     bases, last_end = [], -1
     of_documents = (x.flatten()[documents].tolist() for x in (ids, parents))
     for first, length, own, parent in zip(
@@ -212,7 +214,7 @@ def follow_branches(depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ends, begins = (torch.empty((n_rows, seq_len), dtype=torch.int32) for _ in range(2))
     paths: list[Tensor] = []
     n_listed = 0
-    for row, (of_row, ends_of_row, begins_of_row) in enumerate(zip(depths, ends, begins, strict=True)):
+    for of_row, ends_of_row, begins_of_row in zip(depths, ends, begins, strict=True):
         branch = torch.empty(seq_len, dtype=torch.int32)  # its columns
         length = 0
         is_padding = of_row < 0

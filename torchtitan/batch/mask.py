@@ -155,10 +155,15 @@ class DocumentMask:
         if self.lengths is not None or self.starts is None:
             return self
         if self.depths is not None:
-            one_rank, seq_len = torch.zeros((1, 1), dtype=torch.int64, device="cpu"), self.starts.shape[1]
+            one_rank, seq_len = (
+                torch.zeros((1, 1), dtype=torch.int64, device="cpu"),
+                self.starts.shape[1],
+            )
             given = fetch(self.boundaries(seq_len)), len(self.starts), one_rank, 0
             keys = needed_keys(*given, self.window, self.branches())
-            on_device = (to_device(x, self.starts.device) if isinstance(x, Tensor) else x for x in keys)
+            on_device = (
+                to_device(x, self.starts.device) if isinstance(x, Tensor) else x for x in keys
+            )
             return replace(self, lengths=NeededKeys(*on_device))
         starts = fetch(self.starts)
         columns = torch.arange(starts.shape[1], device="cpu", dtype=torch.int32)
@@ -219,6 +224,25 @@ class DocumentMask:
 
     def with_part(self, part: ContextPart | None) -> "DocumentMask":
         return replace(self, part=part)
+
+    def starts_of_rows(self, n_rows: int, seq_len: int, device: torch.device) -> Tensor:
+        """Return the column where each token's document begins, int [B, T], for whole rows.
+
+        Raises ValueError if the boundaries are unknown, as of a client's BlockMask.
+        """
+        boundaries = None if self.depths is not None else self.boundaries(seq_len)
+        if boundaries is None:
+            raise ValueError(
+                "linear attention needs the boundaries of documents, which a "
+                f"{type(self.lowered).__name__} of trees or of your own does not have; give a mask from the model's "
+                "get_attention_masks"
+            )
+        boundaries = boundaries.to(device)
+        if boundaries.dim() == 2:
+            return boundaries.expand(n_rows, -1)
+        tokens = torch.arange(n_rows * seq_len, device=device)
+        document = torch.searchsorted(boundaries, tokens, right=True) - 1
+        return boundaries[document].view(n_rows, seq_len) % seq_len
 
     def boundaries(self, seq_len: int) -> Tensor | None:
         """Return `starts` [B, T] ([1, T] zeros if each row is one document), or the 1-D cumulative document

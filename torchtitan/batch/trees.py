@@ -66,7 +66,9 @@ def grow_trees(
     """
     values = [
         [x.numpy() for x in (own, *others)]
-        for own, *others in zip(tokens, labels, is_scored, *filter(None, [routed_experts]), strict=True)
+        for own, *others in zip(
+            tokens, labels, is_scored, *filter(None, [routed_experts]), strict=True
+        )
     ]
     group_of = list(groups) if groups is not None else [None] * len(values)
     # Sequences that begin alike are neighbours in the order of their bytes.
@@ -74,6 +76,9 @@ def grow_trees(
         range(len(values)), key=lambda i: (str(group_of[i]), values[i][0].astype(">i8").tobytes())
     )
     trees: list[Tree] = []
+    branch: list[
+        Any
+    ] = []  # the values of the last sequence, with those of all that share its slots
     for i in in_order:
         own, own_labels, own_scored, *own_experts = values[i]
         shared = 0
@@ -81,7 +86,9 @@ def grow_trees(
             n = min(len(own), len(branch[0]))
             known = own_labels[:n], branch[1][:n]
             agrees = (own[:n] == branch[0][:n]) & ~(own_scored[:n] & branch[2][:n])
-            agrees &= (known[0] == known[1]) | (known[0] == IGNORE_INDEX) | (known[1] == IGNORE_INDEX)
+            agrees &= (
+                (known[0] == known[1]) | (known[0] == IGNORE_INDEX) | (known[1] == IGNORE_INDEX)
+            )
             for one, other in zip(own_experts, branch[3:], strict=True):
                 agrees &= (one[:n] == other[:n]).all(axis=(1, 2))
             shared = n if agrees.all() else int(agrees.argmin())
@@ -97,7 +104,7 @@ def grow_trees(
             trees[-1] = last._replace(size=last.size + len(own) - shared)
         else:
             trees.append(Tree([i], [0], len(own)))
-        branch: list[Any] = [own, own_labels, own_scored, *own_experts]
+        branch = [own, own_labels, own_scored, *own_experts]
     return sorted(trees, key=lambda tree: min(tree.sequences))
 
 

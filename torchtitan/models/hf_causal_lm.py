@@ -1,6 +1,5 @@
 """Hugging Face's (HF) side of `CausalLMArgs`: kinds of layers in config.json, and names of weights."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,28 +18,25 @@ from torchtitan.models.hf_config import hf_types
 from torchtitan.models.hf_fields import (
     COUNT,
     KV_HEADS,
-    LLAMA3_ROPE,
+    ORIGINAL_LENGTH,
     SIZE,
+    TOP_K,
     Config,
     Field,
     Row,
     check_kind,
-    give,
+    read_rope,
     refusal,
     rope_table,
-    take,
+    write_rope,
 )
 from torchtitan.models.rope import (
-    LinearRoPE,
     LongRoPE,
     RoPEArgs,
-    RoPEScalingArgs,
-    YaRNArgs,
-    yarn_mscale,
 )
 
 SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
-_NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
+NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
 
 HEAD_DIM = Field(
     "head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]
@@ -53,18 +49,28 @@ BIASES = (
 DENSE: tuple[Row, ...] = (KV_HEADS, HEAD_DIM, Field("intermediate_size", "hidden_dim"))
 
 
-def every(n: int, field: str | None = None) -> Callable[[Config], list[str]]:
+def every(
+    n: int, field: str | None = None, others: str = SLIDING_ATTENTION
+) -> Callable[[Config], list[str]]:
     """Return the function for `Layers.types` of which each n-th layer has full attention.
 
-    field: HF's field with another n.
+    field: HF's field with another n. others: the type of the other layers.
     """
 
     def types(config: Config) -> list[str]:
         step = config.get(field) or n if field else n
         local = range(1, config["num_hidden_layers"] + 1)
-        return [SLIDING_ATTENTION if layer % step else FULL_ATTENTION for layer in local]
+        return [others if layer % step else FULL_ATTENTION for layer in local]
 
     return types
+
+
+def has_rope(config: Config) -> list[int]:
+    """Return 1 for each layer with RoPE, and 0 for the others."""
+    if given := config.get("no_rope_layers"):
+        return given
+    interval = config.get("no_rope_layer_interval") or 4
+    return [int((n + 1) % interval != 0) for n in range(config["num_hidden_layers"])]
 
 
 def _dense_layers(config: Config) -> tuple[int, ...]:
@@ -93,90 +99,23 @@ QWEN_DENSE = Field(
     also=("decoder_sparse_step",),
 )
 
-_LENGTH = "original_max_position_embeddings"
-# rope_type -> our class, and the rows of its numbers.
-_SCALINGS: dict[str, tuple[type, tuple[Row, ...]]] = {
-    "linear": (LinearRoPE, (Field("factor", "factor", float),)),
-    "llama3": (RoPEScalingArgs, LLAMA3_ROPE.rows),
-    "yarn": (
-        YaRNArgs,
-        (
-            Field("factor", "factor", float, lambda t: t["max_position_embeddings"] / t[_LENGTH]),
-            Field(_LENGTH, "original_seq_len", default=lambda t: t["max_position_embeddings"]),
-            Field("beta_fast", "beta_fast", float, 32.0),
-            Field("beta_slow", "beta_slow", float, 1.0),
-            Field("truncate", "truncate", bool, True),
-        ),
-    ),
-    "longrope": (
-        LongRoPE,
-        (
-            Field("short_factor", "short_factors", None, from_hf=lambda x, _: tuple(x)),
-            Field("long_factor", "long_factors", None, from_hf=lambda x, _: tuple(x)),
-            Field(_LENGTH, "original_seq_len"),
-        ),
-    ),
-}
-
-
-def _read_rope(table: Config, config: Config, share: float) -> RoPEArgs:
-    """Return a kind of layers' RoPE, with its theta. share: if neither has a partial_rotary_factor."""
-    table = {"max_position_embeddings": config["max_position_embeddings"]} | dict(table)
-    if config.get(_LENGTH) is not None:
-        table[_LENGTH] = config[_LENGTH]  # transformers prefers it, too
-    kind = "longrope" if "short_factor" in table else table["rope_type"]  # older: "su", "yarn"
-    for place in (config, table):
-        if place.get("partial_rotary_factor") is not None:
-            check_kind(place, "partial_rotary_factor", float)
-            share = place["partial_rotary_factor"]
-    check_kind(table, "rope_theta", float)
-    rope = RoPEArgs(table["rope_theta"], share, proportional=kind == "proportional")
-    if kind in ("default", "proportional"):
-        return rope
-    if kind not in _SCALINGS:
-        known = ", ".join(["default", "proportional", *_SCALINGS])
-        raise refusal(table, "rope_type", f"known are {known}")
-    cls, rows = _SCALINGS[kind]
-    scaling = cls(**take(table, rows))
-    return RoPEArgs(rope.theta, share, scaling=scaling, magnitude=_magnitude(table, scaling))
-
-
-def _magnitude(table: Config, scaling: Any) -> float:
-    """Return the factor on cosines and sines."""
-    if not isinstance(scaling, YaRNArgs | LongRoPE):
-        return 1.0
-    if table.get("attention_factor") is not None:
-        check_kind(table, "attention_factor", float)
-        return table["attention_factor"]
-    if isinstance(scaling, YaRNArgs):
-        mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
-        if mscale and of_all:
-            return yarn_mscale(scaling.factor, mscale) / yarn_mscale(scaling.factor, of_all)
-        return yarn_mscale(scaling.factor)
-    length = scaling.original_seq_len
-    factor = table.get("factor") or table["max_position_embeddings"] / length
-    return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-
-
-def _write_rope(rope: RoPEArgs, theta: float) -> dict[str, Any]:
-    table: dict[str, Any] = {"rope_type": "proportional" if rope.proportional else "default"}
-    for kind, (cls, rows) in _SCALINGS.items():
-        if isinstance(rope.scaling, cls):
-            table = {"rope_type": kind} | give(rope.scaling, rows)
-    if "attention_factor" in table or isinstance(rope.scaling, YaRNArgs | LongRoPE):
-        table["attention_factor"] = rope.magnitude
-    return table | {"rope_theta": theta if rope.theta is None else rope.theta}
+QWEN_EXPERTS: tuple[Row, ...] = (
+    Field("num_experts", "moe_args.num_experts"),
+    TOP_K,
+    Field("moe_intermediate_size", "moe_inter_dim"),
+    Field("shared_expert_intermediate_size", "moe_args.shared_expert_dim"),
+)
 
 
 @dataclass(frozen=True)
-class Layers:
+class Layers(Row):
     """The row of `layer_types`, `layer_kinds` and `rope_theta`: HF's types of layers, windows and RoPE.
 
     types: function from a config to its layer_types, if it lacks them; None: the type has no such field, and
         all layers share a window. window: if a config lacks sliding_window.
     is_switched: windows hold only if use_sliding_window is true.
     lacks_rope: no_rope_layers may take RoPE from some layers.
-    theta, share: if a config lacks rope_theta or partial_rotary_factor.
+    theta, share: if a config lacks rope_theta or partial_rotary_factor; share may be a function of it.
     thetas: of a family with a RoPE table for each type of layers: type -> theta if a config lacks it. A table
         in the older field rope_scaling is that of layers with full attention.
     has_query_scale: the RoPE table has the numbers of `query_scale`, too.
@@ -187,7 +126,7 @@ class Layers:
     is_switched: bool = False
     lacks_rope: bool = False
     theta: float = 10000.0
-    share: float = 1.0
+    share: float | Callable[[Config], float] = 1.0
     thetas: Mapping[str, float] | None = None
     has_query_scale: bool = False
 
@@ -195,7 +134,7 @@ class Layers:
     def fields(self) -> Iterable[str]:
         names = (
             "rope_theta rope_scaling rope_parameters partial_rotary_factor sliding_window "
-            + _LENGTH
+            + ORIGINAL_LENGTH
         )
         names += " layer_types full_attention_interval sliding_window_pattern" if self.types else ""
         names += " use_sliding_window max_window_layers" if self.is_switched else ""
@@ -209,6 +148,8 @@ class Layers:
             check_kind({"sliding_window": window}, "sliding_window", SIZE)
         if self.is_switched and not config.get("use_sliding_window"):
             window = None
+            if SLIDING_ATTENTION in (config.get("layer_types") or ()):
+                raise refusal(config, "use_sliding_window", "layer_types has layers with windows")
         if self.types is None:
             types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * n_layers
         else:
@@ -221,11 +162,18 @@ class Layers:
                 config, "layer_types", f"it must have {n_layers} of {', '.join(sorted(known))}"
             )
         tables = self._tables(config)
-        ropes = {name: _read_rope(tables[name], config, self.share) for name in tables}
+        share = self.share(config) if callable(self.share) else self.share
+        ropes = {name: read_rope(tables[name], config, share) for name in tables}
+        head_dim = HEAD_DIM.read(config)["head_dim"]
+        if any(rope.size(head_dim) % 2 for rope in ropes.values()):
+            name = "partial_rotary_factor"
+            raise refusal(config, name, f"it must turn an even part of a head's {head_dim} numbers")
         theta = ropes[FULL_ATTENTION].theta
         kinds, names = {}, []
-        has_rope = self._has_rope(config) if self.lacks_rope else [1] * n_layers
-        for name, rotates in zip(types, has_rope, strict=True):
+        rotations = has_rope(config) if self.lacks_rope else [1] * n_layers
+        if len(rotations) != n_layers:
+            raise refusal(config, "no_rope_layers", f"it must have {n_layers} numbers")
+        for name, rotates in zip(types, rotations, strict=True):
             rope = ropes.get(name, ropes[FULL_ATTENTION])
             if rope.theta == theta:
                 rope = RoPEArgs(None, rope.share, rope.proportional, rope.scaling, rope.magnitude)
@@ -233,7 +181,7 @@ class Layers:
             if name == LINEAR_ATTENTION:
                 kind = LayerKind(None, mixer="gated_delta")
             elif not rotates:
-                name, kind = name + _NO_ROPE, LayerKind(None, kind.window)
+                name, kind = name + NO_ROPE, LayerKind(None, kind.window)
             kinds[name] = kind
             names.append(name)
         values = {"layer_kinds": kinds, "rope_theta": theta}
@@ -243,7 +191,7 @@ class Layers:
         table = tables[FULL_ATTENTION]
         if self.has_query_scale and table.get("llama_4_scaling_beta"):
             values["query_scale"] = table["llama_4_scaling_beta"]
-            values["query_scale_length"] = table[_LENGTH]
+            values["query_scale_length"] = table[ORIGINAL_LENGTH]
         return values
 
     def _tables(self, config: Config) -> dict[str, Config]:
@@ -266,22 +214,14 @@ class Layers:
             raise refusal(config, name, f"it must have tables for {' and '.join(self.thetas)}")
         full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
         local = self.thetas[SLIDING_ATTENTION]
-        if len({*self.thetas.values()}) == 1:
-            local = full["rope_theta"]
+        if local == self.thetas[FULL_ATTENTION] != full["rope_theta"]:
+            kinds = " and ".join(self.thetas)  # transformers 5 takes it for full attention only
+            raise refusal(config, "rope_theta", f"rope_parameters must have tables for {kinds}")
         local = config.get("rope_local_base_freq", local)
         return {
             FULL_ATTENTION: full,
             SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": local},
         }
-
-    def _has_rope(self, config: Config) -> list[int]:
-        if given := config.get("no_rope_layers"):
-            return given
-        interval = config.get("no_rope_layer_interval") or 4
-        return [int((n + 1) % interval != 0) for n in range(config["num_hidden_layers"])]
-
-    def check(self, config: Config, args: Any) -> None:
-        pass
 
     def write(self, args: CausalLMArgs) -> dict[str, Any]:
         named = [args.kind_of(n) for n in range(args.n_layers)]
@@ -290,24 +230,26 @@ class Layers:
         if windows or self.types or self.window:
             config["sliding_window"] = windows[0] if windows else None
         if self.types:
-            config["layer_types"] = [name.removesuffix(_NO_ROPE) for name, _ in named]
+            config["layer_types"] = [name.removesuffix(NO_ROPE) for name, _ in named]
         if self.is_switched:
             config["use_sliding_window"] = bool(windows)
         if self.lacks_rope:
             config["no_rope_layers"] = [int(kind.rope is not None) for _, kind in named]
         ropes = {name: kind.rope for name, kind in named if kind.rope is not None}
-        tables = {name: _write_rope(rope, args.rope_theta) for name, rope in ropes.items()}
         if self.thetas is not None:
-            unused = {n: {"rope_type": "default", "rope_theta": t} for n, t in self.thetas.items()}
-            return config | {"rope_parameters": unused | tables}
-        name = next(iter(tables))
-        theta, table = tables[name].pop("rope_theta"), tables[name]
+            of_types = {name: RoPEArgs(theta) for name, theta in self.thetas.items()} | ropes
+            theta, length = args.rope_theta, args.max_seq_len
+            tables = {name: write_rope(rope, theta, length) for name, rope in of_types.items()}
+            return config | {"rope_parameters": tables}
+        rope = next(iter(ropes.values()), RoPEArgs())
+        table = write_rope(rope, args.rope_theta, args.max_seq_len)
+        theta = table.pop("rope_theta")
         if self.has_query_scale and args.query_scale:
             table["llama_4_scaling_beta"] = args.query_scale
-        if ropes[name].share != 1 or self.share != 1:
-            config["partial_rotary_factor"] = ropes[name].share
-        if isinstance(ropes[name].scaling, LongRoPE):
-            config[_LENGTH] = table[_LENGTH]
+        if rope.share != 1 or self.share != 1:
+            config["partial_rotary_factor"] = rope.share
+        if isinstance(rope.scaling, LongRoPE):
+            config[ORIGINAL_LENGTH] = rope.scaling.original_seq_len
         scaling = None if table["rope_type"] == "default" else table
         return config | {"rope_theta": theta, "rope_scaling": scaling}
 

@@ -63,7 +63,10 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
 
     types = hf_types()
     config = _text_config(config, types)
+    aliases = {alias: name for name, (_, hf_type) in types.items() for alias in hf_type.aliases}
     model_type = config.get("model_type")
+    if isinstance(model_type, str):
+        model_type = aliases.get(model_type, model_type)
     if not isinstance(model_type, str) or model_type not in types:
         raise refusal(config, "model_type", f"known are {', '.join(sorted(types))}")
     family, hf_type = types[model_type]
@@ -93,7 +96,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
         raise refusal(
             config, "num_key_value_heads", f"it must divide the {model_args.n_heads} query heads"
         )
-    known = _NOT_READ.union(*(row.fields for row in rows))
+    known = NOT_READ.union(*(row.fields for row in rows))
     if unknown := [
         name for name in config if name not in known and name[:1] != "_" and config[name]
     ]:
@@ -153,6 +156,7 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
         "architectures": [hf_type.name + head],
         "model_type": model_type,
         "initializer_range": 0.02,
+        "pad_token_id": None,  # the default of some types is beyond a small vocabulary
         **give(model_args, (*ALL_TYPES, *hf_type.rows)),
     }
     if model_args.value_head:
@@ -172,7 +176,7 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
 
 _ON_BOTH_LEVELS = ("tie_word_embeddings", "eos_token_id")  # the text model's own values come first
 # Fields that do not change what our models compute.
-_NOT_READ = frozenset(
+NOT_READ = frozenset(
     "model_type architectures initializer_range transformers_version dtype torch_dtype use_cache "
     "bos_token_id eos_token_id pad_token_id id2label label2id num_labels auto_map problem_type "
     "return_dict output_attentions output_hidden_states quantization_config compression_config "

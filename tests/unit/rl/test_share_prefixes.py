@@ -96,7 +96,9 @@ def test_rescored_batches_of_two_ranks_and_models_keep_each_samples_own_values()
     models = [i % 2 for i in range(len(samples))]
     batch = make_batcher(True, dp_size=2, rows=1, seq_len=60).batch(samples, models)
     for cell in batch.of_all_ranks:
-        own = {n: cell.per_sample(cell.inputs[n], only_own=True) for n in ("advantages", "loss_mask")}
+        own = {
+            n: cell.per_sample(cell.inputs[n], only_own=True) for n in ("advantages", "loss_mask")
+        }
         tokens = cell.per_sample(cell.inputs["input"])
         for slot in cell.slots:
             sample = samples[slot.sample]

@@ -26,7 +26,7 @@ from torchtitan.models.hf_adapter import Fused, KeyMapAdapter, block_hf_key_map,
 from torchtitan.models.moe import MoE, MoEArgs, MoEDecoderArgs
 from torchtitan.models.moe.moe import StackedExperts
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
-from torchtitan.models.rope import YaRNArgs, yarn_mscale
+from torchtitan.models.rope import RoPEArgs, YaRNArgs, yarn_mscale
 from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
 from torchtitan.protocols.train_spec import TrainSpec
 
@@ -273,6 +273,11 @@ gptoss_configs: dict[str, GptOssModelArgs] = {
 }
 
 
+def _yarn(args: GptOssModelArgs) -> YaRNArgs:
+    sizes = args.rope_factor, args.original_seq_len, args.ntk_beta, args.ntk_alpha
+    return YaRNArgs(*sizes, truncate=False)
+
+
 _LAYERS = ("sliding_attention", "full_attention")
 _ROWS = (
     hf.KV_HEADS,
@@ -286,7 +291,18 @@ _ROWS = (
     hf.Must("attention_bias", True, "its projections have biases"),
     hf.Must("swiglu_alpha", 1.702, "the activation's slope is fixed"),
     hf.Must("layer_types", lambda args: [_LAYERS[n % 2] for n in range(args.n_layers)]),
-    hf.yarn("ntk_beta", "ntk_alpha", truncate=False, default_theta=150000.0),
+    hf.RoPE(
+        lambda args: RoPEArgs(scaling=_yarn(args), magnitude=yarn_mscale(args.rope_factor)),
+        kind="yarn",
+        ours={
+            "factor": "rope_factor",
+            "original_seq_len": "original_seq_len",
+            "beta_fast": "ntk_beta",
+            "beta_slow": "ntk_alpha",
+        },
+        unscaled={"rope_factor": 1.0},
+        theta=150000.0,
+    ),
 )
 _ROUTER = hf.SOFTMAX_ROUTER | {"moe_args.route_norm": True, "moe_args.gate_bias": True}
 hf_types = {"gpt_oss": hf.HFType("GptOss", _ROWS, _ROUTER | hf.NO_SHARED_EXPERTS)}

@@ -286,8 +286,9 @@ _ROWS = (
             n for n in range(args.n_layers) if (n + 1) % args.interleave_moe_layer_step == 0
         ],
     ),
+    hf.NO_JITTER,
     hf.SILU,
-    replace(hf.LLAMA3_ROPE, default_theta=500000.0),
+    replace(hf.LLAMA3_ROPE, theta=500000.0),
 )
 _ARGS = {"moe_args.num_shared_experts": 1, "moe_args.score_func": "sigmoid"}
 hf_types = {"llama4_text": hf.HFType("Llama4", _ROWS, _ARGS, inside=("llama4",))}
