@@ -22,6 +22,7 @@ from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.batch.trees import tree_batch
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models import llama4
+from torchtitan.models.causal_lm import CausalLM, CausalLMArgs, LayerKind
 from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
@@ -301,6 +302,20 @@ def test_trees_that_make_no_sense_are_refused_with_the_token(changes, message):
     batch = {key: x for key, x in (TREE | changes).items() if x is not None}
     with pytest.raises(ValueError, match=message):
         POLICY.token_batch(batch)
+
+
+def test_linear_attention_refuses_trees_by_name():
+    kinds = {"full": LayerKind(), "linear": LayerKind(None, mixer="gated_delta")}
+    sizes = dict(dim=32, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=16, vocab_size=VOCAB_SIZE)
+    sizes |= dict(linear_key_heads=2, linear_value_heads=2, linear_key_dim=8, linear_value_dim=8)
+    attention = dict(attn_type="flex", attn_mask_type="position_block_causal")
+    args = CausalLMArgs(**sizes, **attention, layer_kinds=kinds, layer_types=("full", "linear"))
+    model, batch = CausalLM(args), POLICY.token_batch(TREE)
+    with pytest.raises(ValueError, match="linear attention keeps one state per row"):
+        model.document_masks(batch.tokens, batch.document_ids, batch.depths)
+    mask = DocumentMask.from_documents(batch.document_ids, depths=batch.depths)
+    with pytest.raises(ValueError, match="linear attention needs the boundaries"):
+        mask.starts_of_rows(1, 6, batch.tokens.device)
 
 
 def test_trees_need_a_mask_type_that_separates_documents_and_no_masks():

@@ -20,6 +20,7 @@ from torchtitan.distributed.context_parallel import (
     TokenShards,
     needed_keys,
 )
+from torchtitan.tools import torch_parts
 from torchtitan.tools.compiler import load_flex_attention
 from torchtitan.tools.host_copy import fetch, on_host, to_device
 
@@ -122,7 +123,7 @@ class DocumentMask:
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return True where a query sees a key: the mask function of flex attention."""
         seen = q_idx >= kv_idx
-        if self.depths is not None:
+        if self.depths is not None and self.ends is not None:
             seen = seen & (q_idx <= self.ends[b, kv_idx])
             q_idx, kv_idx = self.depths[b, q_idx], self.depths[b, kv_idx]  # for the window
             if self.chunk is not None:
@@ -155,16 +156,16 @@ class DocumentMask:
         if self.lengths is not None or self.starts is None:
             return self
         if self.depths is not None:
-            one_rank, seq_len = (
+            starts, whole = (
+                self.boundaries(self.starts.shape[1]),
                 torch.zeros((1, 1), dtype=torch.int64, device="cpu"),
-                self.starts.shape[1],
             )
-            given = fetch(self.boundaries(seq_len)), len(self.starts), one_rank, 0
-            keys = needed_keys(*given, self.window, self.branches())
-            on_device = (
-                to_device(x, self.starts.device) if isinstance(x, Tensor) else x for x in keys
+            assert starts is not None
+            given = fetch(starts), len(starts), whole, 0, self.window
+            keys: Any = torch_parts.pytree.tree_map_only(
+                Tensor, lambda x: to_device(x, starts.device), needed_keys(*given, self.branches())
             )
-            return replace(self, lengths=NeededKeys(*on_device))
+            return replace(self, lengths=keys)
         starts = fetch(self.starts)
         columns = torch.arange(starts.shape[1], device="cpu", dtype=torch.int32)
         max_length = int((columns - starts).max()) + 1
@@ -195,12 +196,12 @@ class DocumentMask:
         is_before = block < block[:, None]
         is_seen = is_before & (block >= starts[:, first_query, None] // block_size)
         is_full = is_before & (block * block_size >= starts[:, last_query, None])
-        if self.depths is not None:
+        if self.depths is not None and self.ends is not None:
             least_end, most_end = _of_blocks(self.ends, block_size)
             is_seen &= most_end[:, None] >= first_query[:, None]
             is_full &= least_end[:, None] >= last_query[:, None]
             least_depth, most_depth = _of_blocks(self.depths, block_size)
-            least_seen, most_seen = _of_blocks(self._first_seen_depths(), block_size)
+            least_seen, most_seen = _of_blocks(self._first_seen_depths(self.depths), block_size)
             is_seen &= most_depth[:, None] >= least_seen[..., None]
             is_full &= least_depth[:, None] >= most_seen[..., None]
         if seq_len % block_size:  # queries past the end see nothing: no key block is full for them
@@ -267,12 +268,10 @@ class DocumentMask:
         _, begins, paths = follow_branches(depths)
         return begins + depths.clamp(min=0), paths
 
-    def _first_seen_depths(self) -> Tensor:
+    def _first_seen_depths(self, depths: Tensor) -> Tensor:
         """Return [B, T]: the lowest depth that a token of a tree sees."""
-        first = torch.zeros_like(self.depths)
-        if self.chunk is not None:
-            first = self.depths - self.depths % self.chunk
-        return first if self.window is None else torch.maximum(first, self.depths - self.window + 1)
+        first = torch.zeros_like(depths) if self.chunk is None else depths - depths % self.chunk
+        return first if self.window is None else torch.maximum(first, depths - self.window + 1)
 
 
 def _of_blocks(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
