@@ -7,10 +7,9 @@ import torch
 
 from tests.unit.models.tiny import filled
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import context_parallel, tensor_parallel_sizes
 from torchtitan.config.job_config import Compile, Optimizer, ParameterGroup
-from torchtitan.engine import TrainingEngine
 from torchtitan.models.attention import create_attention_mask, get_causal_mask_mod
 from torchtitan.models.gated_delta import Decay
 from torchtitan.models.parallelize import apply_compile
@@ -34,22 +33,6 @@ def tiny_model(**changes):
 
 
 # ---- parameters of the decay ----
-
-
-def bf16_engine(folder, *flags):
-    return TrainingEngine(
-        ConfigManager().parse_args(
-            [
-                "--model.name=qwen3_5",
-                "--model.flavor=debugmodel",
-                "--training.seq_len=32",
-                "--training.local_batch_size=2",
-                "--training.mixed_precision_param=bfloat16",
-                f"--job.dump_folder={folder}",
-                *flags,
-            ]
-        )
-    )
 
 
 def test_decay_is_in_fp32_in_a_model_of_bf16():
