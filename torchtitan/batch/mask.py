@@ -73,10 +73,7 @@ class DocumentMask:
 
     @classmethod
     def from_documents(
-        cls,
-        document_ids: Tensor,
-        device: torch.device | None = None,
-        depths: Tensor | None = None,
+        cls, document_ids: Tensor, device: torch.device | None = None, depths: Tensor | None = None
     ) -> "DocumentMask":
         """Return the mask of document_ids [B, T], read from the host's copy if there is one, on `device`.
 
@@ -156,12 +153,10 @@ class DocumentMask:
         if self.lengths is not None or self.starts is None:
             return self
         if self.depths is not None:
-            starts, whole = (
-                self.boundaries(self.starts.shape[1]),
-                torch.zeros((1, 1), dtype=torch.int64, device="cpu"),
-            )
+            starts = self.boundaries(self.starts.shape[1])
             assert starts is not None
-            given = fetch(starts), len(starts), whole, 0, self.window
+            one_chunk = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
+            given = fetch(starts), len(starts), one_chunk, 0, self.window
             keys: Any = torch_parts.pytree.tree_map_only(
                 Tensor, lambda x: to_device(x, starts.device), needed_keys(*given, self.branches())
             )
@@ -235,8 +230,8 @@ class DocumentMask:
         if boundaries is None:
             raise ValueError(
                 "linear attention needs the boundaries of documents, which a "
-                f"{type(self.lowered).__name__} of trees or of your own does not have; give a mask from the model's "
-                "get_attention_masks"
+                f"{type(self.lowered).__name__} of trees or of your own does not have; give a mask "
+                "from the model's get_attention_masks"
             )
         boundaries = boundaries.to(device)
         if boundaries.dim() == 2:

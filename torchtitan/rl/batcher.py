@@ -220,10 +220,8 @@ class Batcher:
 
         lengths, indices, models: one per sample. values: by name, the concatenated tokens of all samples.
         """
-        sizes, of_trees = (
-            [tree.size for tree in trees],
-            [models[tree.sequences[0]] for tree in trees],
-        )
+        sizes = [tree.size for tree in trees]
+        of_trees = [models[tree.sequences[0]] for tree in trees]
         rows = [[i] for i in range(len(trees))]
         if self.packing:
             rows = fill_rows(sizes, self.seq_len, of_trees)

@@ -87,22 +87,8 @@ def run_packed(kernel: AttentionFunction, inputs: Inputs, *documents: Tensor) ->
 
 def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
     """Return the result of `run_packed`, computed by torch's causal attention, a call per document."""
-    q, k, v, grad_out = (x.detach() for x in inputs)
-    results = [torch.empty_like(x) for x in (q, q, k, v)]
-    for row, row_spans in enumerate(spans):
-        for start, end in row_spans:
-            *leaves, grad = (x[row : row + 1, :, start:end] for x in (q, k, v, grad_out))
-            for leaf in leaves:
-                leaf.requires_grad_()
-            out = F.scaled_dot_product_attention(
-                *leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            parts = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-            if end - start == 1:  # the exact gradients of q and k are 0; torch's are not
-                parts[1:3] = (torch.zeros_like(x) for x in parts[1:3])
-            for result, part in zip(results, parts, strict=True):
-                result[row, :, start:end] = part[0]
-    return results
+    pairs = [(row, span) for row, row_spans in enumerate(spans) for span in row_spans]
+    return run_branches_alone(inputs, [(row, list(range(*span)), 0) for row, span in pairs])
 
 
 def run_branches_alone(inputs: Inputs, branches: Branches) -> list[Tensor]:
@@ -116,12 +102,32 @@ def run_branches_alone(inputs: Inputs, branches: Branches) -> list[Tensor]:
         out = F.scaled_dot_product_attention(
             *leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
-        own = columns[n_before:]
-        results[0][row, :, own] = out.detach()[0, :, n_before:]
-        grads = torch.autograd.grad(out[:, :, n_before:], leaves, grad[:, :, n_before:])
-        for result, part in zip(results[1:], grads, strict=True):
+        grad[:, :, :n_before] = 0
+        parts = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        if len(columns) == 1:  # the exact gradients of q and k are 0; torch's are not
+            parts[1:3] = (torch.zeros_like(x) for x in parts[1:3])
+        results[0][row, :, columns[n_before:]] = parts[0][0, :, n_before:]
+        for result, part in zip(results[1:], parts[1:], strict=True):
             result[row, :, columns] += part[0]
     return results
+
+
+def problems_of(
+    kernels: dict[str, AttentionFunction],
+    inputs: Inputs,
+    documents: list[Tensor],
+    alone: list[Tensor],
+    tolerance: float,
+) -> list[str]:
+    """Return what differs from `alone`, the results of documents or branches alone, by kernel."""
+    problems = []
+    for name, kernel in kernels.items():
+        packed = run_packed(kernel, inputs, *documents)
+        errors = torch.stack([(x - y).abs().max() for x, y in zip(packed, alone, strict=True)])
+        if not errors.max() <= tolerance:  # nan fails too
+            listed = ", ".join(f"{error:.1e}" for error in errors)
+            problems.append(f"{name}: errors of output and gradients of q, k, v: {listed}")
+    return problems
 
 
 def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -210,16 +216,8 @@ def check_trees(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[st
     depths = branch_depths(ids, parents)
     documents = [x.to(device) for x in (ids, depths) if x is not None]
     alone = run_branches_alone(inputs, branches)
-    problems = []
-    for name, kernel in TREE_KERNELS.items():
-        packed = run_packed(kernel, inputs, *documents)
-        errors = torch.stack([(x - y).abs().max() for x, y in zip(packed, alone, strict=True)])
-        errors /= max(1, *(x.abs().max() for x in alone))
-        if not errors.max() <= TREE_TOLERANCES[dtype]:  # nan fails too
-            listed = ", ".join(f"{error:.1e}" for error in errors)
-            problems.append(
-                f"{name} ({dtype}): errors of output and gradients of q, k, v: {listed}"
-            )
+    tolerance = TREE_TOLERANCES[dtype] * max(1.0, *(float(x.abs().max()) for x in alone))
+    problems = problems_of(TREE_KERNELS, inputs, documents, alone, tolerance)
     if problems:
         problems += [
             f"row {i}: document ids {own}, parents {theirs}"
@@ -240,13 +238,7 @@ def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[
     batch = {"input": positions, "positions": positions}
     document_ids = read_document_ids(batch, "position_block_causal", None)
     alone = run_alone(inputs, spans)
-    problems = []
-    for name, kernel in KERNELS.items():
-        packed = run_packed(kernel, inputs, document_ids)
-        errors = torch.stack([(x - y).abs().max() for x, y in zip(packed, alone, strict=True)])
-        if not errors.max() <= TOLERANCES[dtype]:  # nan fails too
-            listed = ", ".join(f"{error:.1e}" for error in errors)
-            problems.append(f"{name}: errors of output and gradients of q, k, v: {listed}")
+    problems = problems_of(KERNELS, inputs, [document_ids], alone, TOLERANCES[dtype])
     if problems:
         problems += [f"row {i}: positions {row}" for i, (row, _) in enumerate(rows)]
     return problems, sum(len(row_spans) for row_spans in spans)
