@@ -311,11 +311,11 @@ def test_linear_attention_refuses_trees_by_name():
     attention = dict(attn_type="flex", attn_mask_type="position_block_causal")
     args = CausalLMArgs(**sizes, **attention, layer_kinds=kinds, layer_types=("full", "linear"))
     model, batch = CausalLM(args), POLICY.token_batch(TREE)
-    with pytest.raises(ValueError, match="linear attention keeps one state per row"):
+    with pytest.raises(ValueError, match="linear attention has one state per document"):
         model.document_masks(batch.tokens, batch.document_ids, batch.depths)
-    mask = DocumentMask.from_documents(batch.document_ids, depths=batch.depths)
-    with pytest.raises(ValueError, match="linear attention needs the boundaries"):
-        mask.starts_of_rows(1, 6, batch.tokens.device)
+    mask = DocumentMask.from_documents(batch.document_ids, depths=batch.depths).lower("flex")
+    with pytest.raises(ValueError, match="a mask of trees"):
+        model.check_rows(mask.lowered, 6)
 
 
 def test_trees_need_a_mask_type_that_separates_documents_and_no_masks():

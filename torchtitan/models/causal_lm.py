@@ -198,7 +198,8 @@ class CausalLM(Decoder):
     def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
         ropes = [args.layer_kinds[name].rope for name in self._table_sizes()]
-        parts = [rope.table(args.head_dim, length, args.rope_theta) for rope in ropes if rope]
+        how = args.head_dim, length, args.rope_theta, args.max_seq_len
+        parts = [rope.table(*how) for rope in ropes if rope]
         if args.query_scale and parts[0].device.type == "meta":
             parts.append(parts[0].new_empty(length, 1))
         elif args.query_scale:
@@ -210,19 +211,18 @@ class CausalLM(Decoder):
         if not self.model_args.n_linear_layers:
             return
         masks = attention_masks.values() if isinstance(attention_masks, dict) else [attention_masks]
-        if any(
-            DocumentMask.from_mask(m).boundaries(row_len) is None for m in masks if m is not None
-        ):
+        of_rows = [DocumentMask.from_mask(m) for m in masks if m is not None]
+        if any(m.depths is not None or m.boundaries(row_len) is None for m in of_rows):
             raise ValueError(
-                "linear attention needs the boundaries of documents, which a mask of your own does not "
-                "have; give a mask from the model's get_attention_masks"
+                "linear attention needs the boundaries of documents, which a mask of trees or of your own does "
+                "not have; give a mask from the model's get_attention_masks"
             )
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         kinds = self.model_args.layer_kinds
         if self.model_args.n_linear_layers and documents.depths is not None:
             raise ValueError(
-                "linear attention keeps one state per row, so it takes no trees of documents, got a batch with "
+                "linear attention has one state per document, so it takes no trees, got a batch with "
                 "'parent_ids'; give each branch its own copy of its ancestors' tokens"
             )
         if self.model_args.n_linear_layers and not documents.rows_are_documents:
