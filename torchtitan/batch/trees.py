@@ -11,7 +11,7 @@ A slot is shared only if at most one sequence scores it, so every scored label i
 B rows, T slots per row.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,17 +32,6 @@ class Tree(NamedTuple):
     sequences: list[int]
     shared: list[int]
     size: int
-
-    def columns(self, lengths: Sequence[int]) -> list[Tensor]:
-        """Return the slots of each sequence in the tree, int64 [n]. lengths: of all sequences."""
-        branch, used = torch.empty(0, dtype=torch.int64), 0
-        columns = []
-        for sequence, shared in zip(self.sequences, self.shared, strict=True):
-            end = used + lengths[sequence] - shared
-            branch = torch.cat((branch[:shared], torch.arange(used, end)))
-            columns.append(branch)
-            used = end
-        return columns
 
 
 def lone_trees(lengths: Sequence[int]) -> list[Tree]:
@@ -106,6 +95,20 @@ def grow_trees(
             trees.append(Tree([i], [0], len(own)))
         branch = [own, own_labels, own_scored, *own_experts]
     return sorted(trees, key=lambda tree: min(tree.sequences))
+
+
+def columns_of(trees: Iterable[Tree], lengths: Sequence[int]) -> dict[int, Tensor]:
+    """Return the slots of each sequence, int64 [n], if a row has these trees one after another.
+
+    lengths: of all sequences.
+    """
+    branch, end = torch.empty(0, dtype=torch.int64), 0
+    columns = {}
+    for tree in trees:
+        for sequence, shared in zip(tree.sequences, tree.shared, strict=True):
+            start, end = end, end + lengths[sequence] - shared
+            columns[sequence] = branch = torch.cat((branch[:shared], torch.arange(start, end)))
+    return columns
 
 
 def fill_rows(
@@ -177,15 +180,12 @@ def tree_batch(
     places: list[Any] = [None] * len(tokens)
     lengths = [len(x) for x in tokens]
     for row, members in enumerate(rows):
-        start = 0
-        for tree in (trees[i] for i in members):
-            for i, columns in zip(tree.sequences, tree.columns(lengths), strict=True):
-                places[i] = row, columns + start
-                of_slots["input"][places[i]] = tokens[i]
-                of_slots["positions"][places[i]] = torch.arange(lengths[i])
-                is_scored = labels[i] != IGNORE_INDEX
-                of_slots["labels"][row, places[i][1][is_scored]] = labels[i][is_scored]
-            start += tree.size
+        for i, columns in columns_of((trees[tree] for tree in members), lengths).items():
+            places[i] = row, columns
+            of_slots["input"][places[i]] = tokens[i]
+            of_slots["positions"][places[i]] = torch.arange(lengths[i])
+            is_scored = labels[i] != IGNORE_INDEX
+            of_slots["labels"][row, columns[is_scored]] = labels[i][is_scored]
     document_ids, parent_ids = ids_of_branches(of_slots["positions"])
     batch: Any = {**of_slots, "document_ids": document_ids, PARENT_IDS: parent_ids}
     return TreeBatch(batch, places)

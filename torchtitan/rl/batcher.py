@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX, PARENT_IDS, ids_of_branches
-from torchtitan.batch.trees import Tree, fill_rows, grow_trees, lone_trees
+from torchtitan.batch.trees import Tree, columns_of, fill_rows, grow_trees, lone_trees
 from torchtitan.loss.aggregation import aggregation_weights
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
@@ -237,18 +237,14 @@ class Batcher:
         first_of_group = 0
         for group, (of_group, n_rows, n_slots) in enumerate(groups):
             for n, row in enumerate(sorted(of_group, key=lambda row: of_trees[rows[row][0]])):
-                rank, row_of_cell, start, number = n % self.dp_size, n // self.dp_size, 0, 0
+                rank, row_of_cell = n % self.dp_size, n // self.dp_size
                 models_of_rows[group][rank][row_of_cell] = of_trees[rows[row][0]]
                 first_of_row = first_of_group + (rank * n_rows + row_of_cell) * n_slots
-                for tree in (trees[i] for i in rows[row]):
-                    for place, columns in zip(tree.sequences, tree.columns(lengths), strict=True):
-                        columns += start
-                        slot = Slot(indices[place], row_of_cell, columns, number)
-                        slots[group][rank].append(slot)
-                        slots_of_sample[place] = first_of_row + columns
-                        number_in_row[place] = number
-                        number += 1
-                    start += tree.size
+                of_samples = columns_of((trees[i] for i in rows[row]), lengths)
+                for number, (place, columns) in enumerate(of_samples.items()):
+                    slots[group][rank].append(Slot(indices[place], row_of_cell, columns, number))
+                    slots_of_sample[place] = first_of_row + columns
+                    number_in_row[place] = number
             first_of_group += math.prod(shapes[group])
 
         # For each token: position in its sequence, index of its slot, index of its sequence in the row.

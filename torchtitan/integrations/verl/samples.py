@@ -14,7 +14,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from torchtitan.batch.batch import Batch
 from torchtitan.batch.documents import IGNORE_INDEX, PARENT_IDS, ids_of_branches
-from torchtitan.batch.trees import grow_trees
+from torchtitan.batch.trees import columns_of, grow_trees
 
 TEMPERATURE = "temperature"
 _SLOTS = "slots_of_tokens"
@@ -129,15 +129,11 @@ def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str
     nothing = [torch.zeros_like(of_sample, dtype=torch.bool) for of_sample in labels]
     groups = [float(x[0]) for x in split[TEMPERATURE]] if TEMPERATURE in split else None
     given = split["input"], labels, nothing, sum(lengths), groups, split.get("routed_experts")
-    slots, n_slots = [torch.empty(0)] * len(lengths), 0
-    for tree in grow_trees(*given):
-        for sample, columns in zip(tree.sequences, tree.columns(lengths), strict=True):
-            slots[sample] = columns + n_slots
-        n_slots += tree.size
-    of_tokens = torch.cat(slots)
-    token = torch.empty(n_slots, dtype=torch.int64).scatter_(
-        0, of_tokens, torch.arange(len(of_tokens))
-    )
+    trees = grow_trees(*given)
+    of_samples = columns_of(trees, lengths)
+    of_tokens = torch.cat([of_samples[sample] for sample in range(len(lengths))])
+    token = torch.empty(sum(tree.size for tree in trees), dtype=torch.int64)
+    token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))  # any of those that share the slot
     depths = torch.cat([torch.arange(n) for n in lengths])[token]
     (ids,), (parents,) = ids_of_branches(depths[None])
     values = {name: x[token.to(x.device)] for name, x in row.items()}
