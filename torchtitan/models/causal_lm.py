@@ -246,16 +246,20 @@ class CausalLM(Decoder):
         if not self.model_args.n_linear_layers:
             return
         masks = attention_masks.values() if isinstance(attention_masks, dict) else [attention_masks]
-        if any(
-            DocumentMask.from_mask(m).boundaries(row_len) is None for m in masks if m is not None
-        ):
+        of_rows = [DocumentMask.from_mask(m) for m in masks if m is not None]
+        if any(m.depths is not None or m.boundaries(row_len) is None for m in of_rows):
             raise ValueError(
-                "linear attention needs the boundaries of documents, which a mask of your own does not "
-                "have; give a mask from the model's get_attention_masks"
+                "linear attention needs the boundaries of documents, which a mask of trees or of your own does "
+                "not have; give a mask from the model's get_attention_masks"
             )
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         kinds = self.model_args.layer_kinds
+        if self.model_args.n_linear_layers and documents.depths is not None:
+            raise ValueError(
+                "linear attention has one state per document, so it takes no trees, got a batch with "
+                "'parent_ids'; give each branch its own copy of its ancestors' tokens"
+            )
         if self.model_args.n_linear_layers and not documents.rows_are_documents:
             documents = documents.with_lengths()  # for flash-linear-attention
         if not any(kind.window for kind in kinds.values()):

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.batch.documents import (
+    PARENT_IDS,
     boundaries_on_host,
+    branch_depths,
     document_ids_from_padding_mask,
     read_document_ids,
 )
@@ -515,30 +517,38 @@ class Decoder(ModelProtocol):
         """Return the kernel's own form of `document_masks`: the method of torchtitan 0.2.x.
 
         input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit boundaries
-        there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names.
+        there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names, and
+        `parent_ids` make the documents branches of trees.
         """
         args = self.model_args
         if args.attn_type == "sdpa":
             raise TypeError("attn_type 'sdpa' takes no attention masks; use 'flex' or 'varlen'")
-        document_ids = None
+        document_ids = depths = None
         if separates_documents(args.attn_mask_type):
             batch = boundaries_on_host({"input": input_batch, **(extra_inputs or {})})
             eos_id = getattr(tokenizer, "eos_id", None)
             document_ids = read_document_ids(batch, args.attn_mask_type, eos_id)
-        return map_masks(lambda mask: mask.lowered, self.document_masks(input_batch, document_ids))
+            if batch.get(PARENT_IDS) is not None:
+                depths = branch_depths(document_ids, batch[PARENT_IDS])
+        masks = self.document_masks(input_batch, document_ids, depths)
+        return map_masks(lambda mask: mask.lowered, masks)
 
     @property
     def makes_document_masks(self) -> bool:
         """True unless a client overrides `get_attention_masks`, which then replaces `document_masks`."""
         return type(self).get_attention_masks is Decoder.get_attention_masks
 
-    def document_masks(self, tokens: Tensor, document_ids: Tensor | None) -> Masks:
+    def document_masks(
+        self, tokens: Tensor, document_ids: Tensor | None, depths: Tensor | None = None
+    ) -> Masks:
         """Return the layers' mask for tokens [B, T], with the kernel's form in `lowered`.
 
         document_ids: [B, T], on the device or the host; None: each row is one document.
+        depths: the result of `branch_depths`, if documents are branches of trees.
         """
         if document_ids is not None:
-            return self._lowered_masks(DocumentMask.from_documents(document_ids, tokens.device))
+            documents = DocumentMask.from_documents(document_ids, tokens.device, depths)
+            return self._lowered_masks(documents)
         if self.model_args.attn_type == "varlen":
             raise ValueError(
                 "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "
