@@ -44,7 +44,7 @@ _SPELLINGS = {
     for ours, names in (
         pair.split("=")
         for pair in (
-            "attention=self_attn wq=q_proj,qkv_proj wk=k_proj,qkv_proj wv=v_proj,qkv_proj wo=o_proj "
+            "attention=self_attn wq=q_proj,qkv_proj wk=k_proj,qkv_proj wv=v_proj,qkv_proj wo=o_proj wg=q_proj "
             "wq_a=q_a_proj wq_b=q_b_proj wkv_a=kv_a_proj_with_mqa wkv_b=kv_b_proj "
             "w1=gate_proj,gate_up_proj w3=up_proj,gate_up_proj w2=down_proj "
             "feed_forward=mlp,moe moe=mlp,feed_forward shared_experts=shared_expert output=lm_head "

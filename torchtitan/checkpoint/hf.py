@@ -311,8 +311,7 @@ def save_to_hf(
 
     def parts() -> Iterator[dict[str, Any]]:
         for part in _parts_of(state_dict, adapter):
-            tensors = adapter.to_hf(part)
-            yield tensors if dtype is None else cast_weights(tensors, dtype)
+            yield adapter.to_hf(part if dtype is None else cast_weights(part, dtype))
 
     write = _write_over_ranks if dist.is_initialized() else _write_alone
     hashes = write(parts, adapter, folder)

@@ -19,6 +19,7 @@ from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.norm import head_norm, whole_norm
 from torchtitan.models.rope import RoPEArgs, apply_rotary_emb_to_halves, rotate_columns
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.numerics import delta_rule_fla
 from torchtitan.numerics.delta_rule import multiplications_per_token
 
 
@@ -221,8 +222,10 @@ class CausalLM(Decoder):
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         kinds = self.model_args.layer_kinds
-        if self.model_args.n_linear_layers and not documents.rows_are_documents:
-            documents = documents.with_lengths()  # for flash-linear-attention
+        starts, is_whole = documents.starts, documents.rows_are_documents
+        if self.model_args.n_linear_layers and starts is not None and not is_whole:
+            if delta_rule_fla.is_available(starts.device):
+                documents = documents.with_lengths()
         if not any(kind.window for kind in kinds.values()):
             return documents
         # Kinds with the same window share a mask, so that it is lowered once.
