@@ -38,8 +38,8 @@ def test_masks_have_lengths_of_documents_only_for_a_kernel_that_reads_them(
     is_available, monkeypatch
 ):
     monkeypatch.setattr(delta_rule_fla, "is_available", lambda device: is_available)
-    model = tiny_model(attn_type="sdpa", attn_mask_type="position_block_causal")
-    mask = model.get_attention_masks(TOKENS, None, {"positions": DOCUMENTS})
+    documents = DocumentMask.from_documents((DOCUMENTS == 0).cumsum(1))
+    mask = tiny_model().layer_masks(documents)
     assert (mask.lengths is not None) == is_available
 
 
