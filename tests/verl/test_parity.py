@@ -89,3 +89,16 @@ def test_mixture_of_experts_trains_as_transformers_does(tmp_path):
         cases.assert_same_run(
             merged([records[family, kind, "ep"] for records in ranks], 2), expected
         )
+
+
+def test_linear_attention_trains_as_in_transformers(tmp_path):
+    folders = {("qwen3_5", "ppo"): cases.save_model(str(tmp_path), "qwen3_5")}
+    layouts = {name: cases.LAYOUTS[name] for name in ("fsdp", "pp")}
+    (alone,) = run_ranks(records_of, 1, folders, {"one": {}}, timeout_seconds=TIMEOUT_SECONDS)
+    ranks = run_ranks(records_of, 2, folders, layouts, timeout_seconds=TIMEOUT_SECONDS)
+    for (family, kind), folder in folders.items():
+        expected = cases.reference(folder, kind)
+        cases.assert_same_run(alone[family, kind, "one"], expected)
+        for name in layouts:
+            records = [records[family, kind, name] for records in ranks]
+            cases.assert_same_run(merged(records, 2 if name == "fsdp" else 1), expected)
