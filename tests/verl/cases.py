@@ -228,9 +228,15 @@ def reference(folder: str, kind: str, adapters: str | None = None, **settings: A
     if adapters is not None:
         model = peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
     compute = values_of if kind == "value" else outputs_of
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=(0.9, 0.99), eps=EPS, weight_decay=0.1
-    )
+    # With linear attention our optimizer by default exempts its decay and all norms.
+    names = [name for name, _ in model.named_parameters()]
+    exempt = ("A_log", "dt_bias", "norm.weight") if any("A_log" in n for n in names) else ()
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if n.endswith(exempt) == is_exempt]}
+        | {"weight_decay": 0.0 if is_exempt else 0.1}
+        for is_exempt in (False, True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=EPS)
     record = Record([], [], {})
     for step in range(STEPS):
         data = batch_of(kind, step, **settings)

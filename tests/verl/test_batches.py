@@ -54,6 +54,24 @@ def test_gradients_are_the_same_for_any_split(fresh):
             torch.testing.assert_close(record.outputs[name], samples, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_positions_of_text_may_come_in_the_four_rows_of_a_multimodal_model(fresh, split):
+    def batch(n_rows):
+        data = cases.batch_of("ppo", 0, **SPLITS[split])
+        positions = [x.expand(n_rows, -1).clone() for x in data["position_ids"].unbind()]
+        positions = positions if n_rows > 1 else [x[0] for x in positions]
+        data["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+        return data
+
+    expected = cases.score(fresh, batch(1))["log_probs"]
+    found = cases.score(fresh, batch(4))["log_probs"]
+    assert all(map(torch.equal, found, expected))
+    data = batch(4)
+    data["position_ids"].unbind()[3][2, -1] += 1
+    with pytest.raises(ValueError, match="got position_ids whose rows differ, as those of images"):
+        cases.score(fresh, data)
+
+
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
 def test_fully_masked_samples_count_in_means_over_sequences(fresh, folder, mode):
     """Holds for verl's losses, and for our weights with `count_empty`."""

@@ -36,6 +36,7 @@ from torchtitan.checkpoint.hf_assets import (
 )
 from torchtitan.checkpoint.states import (
     Shapes,
+    cast_weights,
     check_same_model,
     saved_shapes,
     shapes_of,
@@ -44,7 +45,11 @@ from torchtitan.checkpoint.stream import bytes_of
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor, whole_tensor, with_local
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.numerics import nf4
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten, to_template
+from torchtitan.protocols.state_dict_adapter import (
+    BaseStateDictAdapter,
+    shorten,
+    to_template,
+)
 from torchtitan.tools.files import open_file, regular_file
 from torchtitan.tools.logging import logger
 
@@ -393,11 +398,11 @@ def _write_weights(
     """
     parts = list(_parts_of(state_dict, adapter))
 
-    def kind_of(x: torch.Tensor) -> _Kind:
-        return dtype if dtype and x.is_floating_point() else x.dtype, tuple(x.shape)
+    def in_hf(part: dict[str, Any]) -> dict[str, Any]:
+        return adapter.to_hf(part if dtype is None else cast_weights(part, dtype))
 
     def kinds_here() -> list[dict[str, _Kind]]:
-        return [{name: kind_of(x) for name, x in adapter.to_hf(p).items()} for p in parts]
+        return [{name: (x.dtype, tuple(x.shape)) for name, x in in_hf(p).items()} for p in parts]
 
     rank, of_ranks = dist.get_rank() if dist.is_initialized() else 0, on_all_ranks(kinds_here)
     rounds = list(zip_longest(*of_ranks, fillvalue={}))
@@ -432,11 +437,11 @@ def _write_weights(
     on_all_ranks(open_files)
     device = next(map(_device_of, state_dict.values()), "cpu")
     for number in order:
-        part = adapter.to_hf(parts[number]) if number < len(parts) else {}
+        part = in_hf(parts[number]) if number < len(parts) else {}
         for name in names_of[number]:
             writer, data = file_index[name] % n_writers, None
             if name in part:
-                data = part.pop(name).detach().to(kinds[name][0])
+                data = part.pop(name).detach()
                 data = whole_tensor(data.to(_device_of(data))).contiguous()
             if writer not in holders[name]:
                 if rank == holders[name][0]:

@@ -31,7 +31,7 @@ from torchtitan.checkpoint.stream import fingerprint
 from torchtitan.config.job_config import LoRA
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
-from torchtitan.protocols.state_dict_adapter import shorten
+from torchtitan.protocols.state_dict_adapter import DECAY, shorten
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
@@ -74,9 +74,9 @@ def _entries_of(state: Any) -> Any:
 
 
 def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the weights with floating-point tensors cast to `dtype`."""
+    """Return the weights (our names), floating-point tensors cast to `dtype` but for linear attention's decay."""
     return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        name: tensor.to(dtype) if tensor.is_floating_point() and DECAY not in name else tensor
         for name, tensor in weights.items()
     }
 

@@ -21,6 +21,7 @@ from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.norm import head_norm, whole_norm
 from torchtitan.models.rope import RoPEArgs, apply_rotary_emb_to_halves, rotate_columns
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.numerics import delta_rule_fla
 from torchtitan.numerics.delta_rule import multiplications_per_token
 
 
@@ -260,8 +261,10 @@ class CausalLM(Decoder):
                 "linear attention has one state per document, so it takes no trees, got a batch with "
                 "'parent_ids'; give each branch its own copy of its ancestors' tokens"
             )
-        if self.model_args.n_linear_layers and not documents.rows_are_documents:
-            documents = documents.with_lengths()  # for flash-linear-attention
+        starts, is_whole = documents.starts, documents.rows_are_documents
+        if self.model_args.n_linear_layers and starts is not None and not is_whole:
+            if delta_rule_fla.is_available(starts.device):
+                documents = documents.with_lengths()
         if not any(kind.window for kind in kinds.values()):
             return documents
         # Kinds with the same window share a mask, so that it is lowered once.

@@ -32,14 +32,18 @@ def _kernel() -> Callable[..., Any] | None:
     return chunk_gated_delta_rule
 
 
+def is_available(device: torch.device) -> bool:
+    """Return True if fla is installed and computes on the device."""
+    return device.type == "cuda" and _kernel() is not None
+
+
 def is_supported(q: Tensor, v: Tensor) -> bool:
     """Return True if fla is installed and computes heads like q [..., Dk] and v [..., Dv] on their device."""
     return (
-        q.device.type == "cuda"
-        and q.dtype.itemsize == 2
+        q.dtype.itemsize == 2
         and q.shape[-1] <= _LARGEST_HEAD
         and q.shape[-1] % 2 == v.shape[-1] % 2 == 0
-        and _kernel() is not None
+        and is_available(q.device)
     )
 
 

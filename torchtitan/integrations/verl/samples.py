@@ -44,7 +44,14 @@ def check(data: TensorDict, forward_only: bool) -> None:
             f"torchtitan's engine takes samples without padding, got pad_mode = {pad_mode!r}; set "
             "data.pad_mode=no_padding"
         )
-    for name in ("input_ids", "position_ids"):
+    # With the processor of a multimodal model, verl gives each sample of text four equal rows of positions.
+    in_streams = data["position_ids"].is_nested and data["position_ids"].dim() == 3
+    if in_streams and any((x != x[:1]).any() for x in data["position_ids"].unbind()):
+        raise ValueError(
+            "torchtitan's engine trains models of text only, got position_ids whose rows differ, as those of "
+            "images do; leave images and videos out, or use another engine"
+        )
+    for name in ("input_ids", *["position_ids"] * (not in_streams)):
         tensor = data[name]
         if not tensor.is_nested or tensor.dim() != 2:
             kind = "jagged" if tensor.is_nested else "dense"
@@ -103,9 +110,13 @@ def pack(
     sample_of_token = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
     labels = tokens.roll(-1)
     labels[offsets[1:] - 1] = IGNORE_INDEX
+    positions = microbatch["position_ids"]
+    of_samples = (
+        [x[0] for x in positions.unbind()] if positions.dim() == 3 else [positions.values()]
+    )
     row = {
         "input": tokens,
-        "positions": microbatch["position_ids"].values(),
+        "positions": torch.cat(of_samples),
         "document_ids": sample_of_token.int(),
         "labels": labels,
     }
