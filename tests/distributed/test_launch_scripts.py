@@ -232,6 +232,7 @@ def test_launcher_ends_with_the_sentence_and_code_of_the_first_failure(
     def fail(_arguments):
         raise ChildFailedError("torchtitan.train", {3: failure})
 
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # which the launcher sets
     monkeypatch.setattr("torch.distributed.run.main", fail)
     monkeypatch.setattr(launch, "SIGNALS", ())
     monkeypatch.setattr(launch, "_passed_on", passed_on)
