@@ -37,7 +37,9 @@ class Pods:
         for name, text in self._files.items():
             (own / name).write_text(text)
         (mount,) = [m for m in self._container["volumeMounts"] if m["name"] == "config"]
-        command = [part.replace(mount["mountPath"], str(own)) for part in self._container["command"]]
+        command = [
+            part.replace(mount["mountPath"], str(own)) for part in self._container["command"]
+        ]
         command = [re.sub(r"(endpoint=)\S+", rf"\1localhost:{self._port}", c) for c in command]
         variables = {entry["name"]: entry["value"] for entry in self._container["env"]}
         variables |= {"JOB_COMPLETION_INDEX": str(index), "TMPDIR": str(own / "tmp")}

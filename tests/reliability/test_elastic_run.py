@@ -69,8 +69,9 @@ def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(ca
 
     def steps_on(n_ranks, n_steps):
         """Wait for an attempt on this many ranks and these steps of it; return the seconds to its first."""
-        began, before = time.monotonic(), newest_step(pods.volume)
+        began = time.monotonic()
         wait_for(lambda: starts(pods.volume)[-1:] == [n_ranks], pods)
+        before = newest_step(pods.volume)
         wait_for(lambda: newest_step(pods.volume) > before, pods)
         seconds = time.monotonic() - began
         wait_for(lambda: newest_step(pods.volume) > before + n_steps, pods)

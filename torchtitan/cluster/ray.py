@@ -23,7 +23,9 @@ def submit_training(job: ClusterJob) -> str:
     folder, config_file = os.path.split(os.path.abspath(job.config_file))
     words = ["python", "-m", "torchtitan.cluster.ray", f"--nodes={job.max_nodes}"]
     words += [f"--gpus={job.gpus}", f"--cpus={job.cpus}", f"--max-restarts={job.max_restarts}"]
-    return _submit(folder, job.environment, [*words, f"--job.config_file={config_file}", *job.arguments])
+    return _submit(
+        folder, job.environment, [*words, f"--job.config_file={config_file}", *job.arguments]
+    )
 
 
 def submit_verl(nodes: int, gpus: int, variables: dict[str, str], settings: list[str]) -> str:

@@ -10,7 +10,7 @@ _CONFIG_FILE = "~/torchtitan_job.toml"
 
 def task(job: ClusterJob) -> str:
     """Return the YAML for `sky jobs launch`. Without an image, the nodes install a clone of this project."""
-    endpoint, is_host = '"${SKYPILOT_NODE_IPS%%$\'\\n\'*}":29400', "$((SKYPILOT_NODE_RANK==0))"
+    endpoint, is_host = "\"${SKYPILOT_NODE_IPS%%$'\\n'*}\":29400", "$((SKYPILOT_NODE_RANK==0))"
     arguments = [f"--job.stopped_exit_code={STOPPED}"]
     command = job.torchrun(endpoint, is_host, "HOME_FILE", arguments, "$SKYPILOT_NUM_NODES")
     command = command.replace("HOME_FILE", _CONFIG_FILE.replace("~", "$HOME"))

@@ -83,7 +83,9 @@ def test_manifests_have_only_fields_of_the_published_schemas(engine, network, jo
 
 
 def test_jobset_of_rl_has_servers_that_are_started_again_and_known_to_the_trainer(rl_job, capsys):
-    *_, jobset = documents(capsys, "jobset", f"--config={rl_job}", "--nodes=3", *PODS, "--servers=2")
+    *_, jobset = documents(
+        capsys, "jobset", f"--config={rl_job}", "--nodes=3", *PODS, "--servers=2"
+    )
     assert known_fields(jobset) == jobset
     spec = jobset["spec"]
     assert spec["successPolicy"]["targetReplicatedJobs"] == ["node"]
@@ -96,7 +98,9 @@ def test_jobset_of_rl_has_servers_that_are_started_again_and_known_to_the_traine
     assert "vllm.entrypoints.openai.api_server" in container["command"][-1]
     command = node["template"]["spec"]["containers"][0]["command"][-1]
     hosts = [f"http://rl-server-0-{i}.rl:8000" for i in range(2)]
-    assert f"--rl.generator.url={','.join(hosts)}" in command and "-m torchtitan.rl.train" in command
+    assert (
+        f"--rl.generator.url={','.join(hosts)}" in command and "-m torchtitan.rl.train" in command
+    )
 
 
 def test_pods_that_end_are_treated_as_the_trainers_exit_codes_mean(job, capsys):
@@ -185,15 +189,31 @@ def test_plan_adds_the_flags_of_the_fastest_layout(job, capsys, monkeypatch):
     ("engine", "arguments", "message"),
     [
         ("slurm", ["--checkpoint.no_enable"], "needs checkpoint.enable.*got .*False.*--max-rest"),
-        ("slurm", ["--nodes=2:3"], "MIN:MAX.* is for kubernetes, jobset, torchrun, got '2:3' with sl"),
+        (
+            "slurm",
+            ["--nodes=2:3"],
+            "MIN:MAX.* is for kubernetes, jobset, torchrun, got '2:3' with sl",
+        ),
         ("jobset", ["--nodes=3:2"], "MIN at most MAX.*got '3:2'"),
         ("jobset", ["--nodes=x"], "--nodes must be a number, or MIN:MAX, got 'x'"),
         ("jobset", ["--image=", "--volume=v"], "pods need --image.*got none; build one"),
         ("jobset", ["--image=i"], "pods need a folder that they share: --volume.*got './outputs'"),
-        ("jobset", [*PODS, "--nodes=3:4"], "on 4 nodes of 8 ranks: .*multiple of .*got 48 with 1 . 32"),
-        ("jobset", [*PODS, "--nodes=2:3", "--training.global_batch_size=-1"], "elastic job needs trai"),
+        (
+            "jobset",
+            [*PODS, "--nodes=3:4"],
+            "on 4 nodes of 8 ranks: .*multiple of .*got 48 with 1 . 32",
+        ),
+        (
+            "jobset",
+            [*PODS, "--nodes=2:3", "--training.global_batch_size=-1"],
+            "elastic job needs trai",
+        ),
         ("jobset", [*PODS, "--name=A_b"], "--name must be lower-case letters.*got 'A_b'"),
-        ("kubernetes", [*PODS, "--servers=1"], "--servers starts vLLM .*got kubernetes .* without .rl"),
+        (
+            "kubernetes",
+            [*PODS, "--servers=1"],
+            "--servers starts vLLM .*got kubernetes .* without .rl",
+        ),
         ("slurm", ["--env=A"], "--env must be NAME=VALUE, got 'A'"),
         ("torchrun", [], "torchrun needs --head"),
         ("slurm", ["--config=none.toml"], "--config must be the job's TOML file, got 'none.toml'"),
