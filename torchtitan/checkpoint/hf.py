@@ -190,7 +190,11 @@ def _check_ignored(
         logger.info(f"Tensors that the model does not use, so not read: {_counted(useless)}")
     if not untrained:
         return
-    parts = f"{path} has parts that are not trained, so not read: {_counted(untrained)}"
+    n_bytes = sum(
+        entries[name].size.numel() * entries[name].properties.dtype.itemsize for name in untrained
+    )
+    counted = f"{_counted(untrained)}, {n_bytes:,} bytes"
+    parts = f"{path} has parts that are not trained, so not read: {counted}"
     if untrained_weights == "drop":
         logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
     elif untrained_weights == "refuse":
@@ -269,7 +273,7 @@ def save_to_hf(
     dtype: casts floating-point tensors, if not None. untrained: untrained parts of the loaded model, to
     be copied. Tensors go to the files of the index in `hf_assets_path`, else to files of at most 5 GB.
     """
-    adapter = adapter.for_export(untrained is not None)
+    adapter = adapter.for_export(untrained.all_names if untrained else ())
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
     unnamed = {  # a bias of zeros has no effect
         name

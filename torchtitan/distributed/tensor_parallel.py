@@ -42,7 +42,7 @@ from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
 from torchtitan.numerics.linear import Linear, project
-from torchtitan.numerics.norm import RMSNorm, rms_norm
+from torchtitan.numerics.norm import RMSNorm
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
@@ -87,7 +87,8 @@ def distribute_modules(
 ) -> None:
     """Split the model's parameters over a 1-D mesh, in place, by the rows of `plan`; see `apply_tp`.
 
-    plan: module name (`*` stands for a layer's number) -> row; rows without a module are ignored.
+    plan: module name (`*` stands for a layer's number) -> row; rows without a module are ignored. A
+        module's own `tensor_parallel_row` comes first.
 
     Parameters that are DTensors already are unchanged. Other parameters, if not on the meta device,
     must have the same values on every rank. Modules that share a parameter still share it afterwards.
@@ -131,7 +132,8 @@ def distribute_modules(
 def _find_row(
     plan: Mapping[str, Row], name: str, module: nn.Module, parameters: Mapping[str, Any]
 ) -> Row:
-    row = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), {})
+    found = (plan[pattern] for pattern in plan if fnmatchcase(name, pattern))
+    row = getattr(module, "tensor_parallel_row", None) or next(found, {})
     if missing := [key for key in parameters if key not in row]:
         raise ValueError(
             f"the tensor-parallel plan does not say how to split {', '.join(missing)} of {name!r}, a "
@@ -173,9 +175,9 @@ def _compute_locally(name: str, module: nn.Module) -> None:
 # ---- modules that compute with this rank's part of their parameters ----
 
 
-class LocalRMSNorm(nn.RMSNorm):
+class LocalRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.normalized_shape, local_parameter(self.weight), self.eps)
+        return self.normalize(x, local_parameter(self.weight))
 
 
 class LocalLinear(Linear):
@@ -206,6 +208,7 @@ class VocabularyOutput(nn.Linear):
 
     keeps_shards: bool = True
     in_fp32: bool = False
+    cap: float | None = None
     low_rank: Callable[..., Any] | None = None
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
@@ -214,7 +217,8 @@ class VocabularyOutput(nn.Linear):
         low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)
         if head is not None:
             head = functools.partial(head, group=mesh.get_group())
-        logits = project(head, h, weight, bias, in_fp32=self.in_fp32, low_rank=low_rank)
+        how = {"in_fp32": self.in_fp32, "low_rank": low_rank, "cap": self.cap}
+        logits = project(head, h, weight, bias, **how)
         if head is not None:
             return logits
         if self.keeps_shards:

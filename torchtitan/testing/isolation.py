@@ -7,18 +7,25 @@ Rows of documents and padding go through flex and varlen attention. The output a
 to equal those of torch's own causal attention, called on one document at a time: bitwise on the CPU,
 within the rounding of bf16 on an accelerator.
 
-B rows, T tokens, H query heads, K key/value heads, D head size.
+They also go through linear attention with a recurrent state, on the CPU: one gated delta layer, with its
+convolution. In fp64 outputs and gradients have to be those of the same layer on one document at a time.
+In fp32 no bit of a document's output and gradients may change when all other documents of the batch
+are replaced, also by documents of other lengths, and its gradient for their tokens has to be exactly zero.
+
+B rows, T tokens, H query heads, K key/value heads, D head size, M model dim.
 """
 
 import argparse
+import copy
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.batch.documents import read_document_ids
@@ -27,6 +34,8 @@ from torchtitan.models.attention import attend, build_inner_attention
 
 # Largest allowed absolute error. Gradients are about 10, and bf16 has 8 significant bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}
+# In fp64, of layers with a recurrent state; relative to the largest number.
+FP64_TOLERANCE = 1e-12
 
 # (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T]) -> [B, T, H, D]
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -130,6 +139,87 @@ def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[
     if problems:
         problems += [f"row {i}: positions {row}" for i, (row, _) in enumerate(rows)]
     return problems, sum(len(row_spans) for row_spans in spans)
+
+
+# ---- layers with a recurrent state ----
+
+
+def run_layer(layer: nn.Module, x: Tensor, mask: DocumentMask, grad_out: Tensor) -> list[Tensor]:
+    """Return the output [B, T, M], and the gradients of x and of each parameter."""
+    x = x.detach().requires_grad_()
+    out = layer(x, None, mask)
+    return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], grad_out)]
+
+
+def run_layer_alone(layer: nn.Module, x: Tensor, spans: Spans, grad_out: Tensor) -> list[Tensor]:
+    """Return the result of `run_layer`, computed with rows of one document."""
+    results = [torch.zeros_like(t) for t in (x, x, *layer.parameters())]
+    by_length: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, row_spans in enumerate(spans):
+        for start, end in row_spans:
+            by_length[end - start].append((row, start))
+    for length, places in by_length.items():  # one call for all documents of a length
+        rows, starts = torch.tensor(places).T.unsqueeze(-1)
+        where = rows, starts + torch.arange(length)
+        mask = DocumentMask.from_rows(len(places), length, x.device)
+        parts = run_layer(layer, x[where], mask, grad_out[where])
+        for target, part in zip(results[:2], parts[:2], strict=True):
+            target[where] = part
+        for target, part in zip(results[2:], parts[2:], strict=True):
+            target += part
+    return results
+
+
+def check_recurrent_packing(layer: nn.Module, dim: int, index: int, seed: int = 0) -> list[str]:
+    """Return problems found in packing number `index`.
+
+    layer: an fp32 module, called with (x [B, T, dim], None, mask).
+    """
+    rng = random.Random(f"recurrent {seed} {index}")
+    n_rows, seq_len = rng.randint(1, 3), rng.choice([rng.randint(1, 48), rng.randint(49, 200)])
+    rows = [random_row(rng, seq_len) for _ in range(n_rows)]
+    positions = torch.tensor([row for row, _ in rows])
+    batch = {"input": positions, "positions": positions}
+    document_ids = read_document_ids(batch, "position_block_causal", None)
+    mask, spans = DocumentMask.from_documents(document_ids), [row_spans for _, row_spans in rows]
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    x, others, grad_out = torch.randn(3, n_rows, seq_len, dim, generator=generator)
+
+    problems = []
+    exact = copy.deepcopy(layer).double()
+    packed = run_layer(exact, x.double(), mask, grad_out.double())
+    alone = run_layer_alone(exact, x.double(), spans, grad_out.double())
+    names = ["output", "gradient of the input", *(name for name, _ in layer.named_parameters())]
+    for name, ours, theirs in zip(names, packed, alone, strict=True):
+        if not (ours - theirs).abs().max() <= FP64_TOLERANCE * max(1, theirs.abs().max()):
+            problems.append(
+                f"{name}: differs from documents alone by {(ours - theirs).abs().max():.1e}"
+            )
+
+    # One document of each row stays, and everything around it is cut and filled in another way.
+    is_start = torch.rand(x.shape[:2], generator=generator) < 0.3
+    is_own = torch.zeros_like(is_start)
+    for row, row_spans in enumerate(spans):
+        start, end = rng.choice(row_spans)
+        is_own[row, start:end] = True
+        is_start[row, start:end] = False
+        is_start[row, start] = True
+        is_start[row, end : end + 1] = True
+    other_mask = DocumentMask.from_documents(is_start.cumsum(1, dtype=torch.int32))
+    own = is_own.unsqueeze(-1)
+    grad_out = grad_out * own
+    before = run_layer(layer, x, mask, grad_out)
+    after = run_layer(layer, torch.where(own, x, others), other_mask, grad_out)
+    if before[1][~is_own].any():
+        problems.append("tokens of other documents have a gradient")
+    before[0], after[0] = before[0] * own, after[0] * own
+    for name, x_before, x_after in zip(names, before, after, strict=True):
+        if not torch.equal(x_before, x_after):
+            n_moved = int((x_before != x_after).sum())
+            problems.append(f"{name}: other documents change {n_moved} numbers")
+    if problems:
+        problems += [f"row {i}: positions {row}" for i, (row, _) in enumerate(rows)]
+    return problems
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from torchtitan.models.feed_forward import PROJECTION_STD, FeedForward, init_lin
 from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.moe.grouped_mm import grouped_linear
 from torchtitan.models.moe.utils import indices_padding_wrapper
-from torchtitan.numerics.linear import linear
+from torchtitan.numerics.linear import Linear, linear
 from torchtitan.tools.logging import logger, warn_once
 
 # ---- experts ----
@@ -357,9 +357,12 @@ class MoE(nn.Module):
         routing = {name: getattr(moe_args, name) for name in _ROUTER_ARGS}
         self.router = TokenChoiceTopKRouter(dim, num_experts, **routing)
         self.reorderer = TokenReorderer(num_experts, moe_args.top_k)
-        self.shared_experts = None
+        self.shared_experts = self.shared_gate = None
         if moe_args.num_shared_experts > 0:
-            self.shared_experts = FeedForward(dim, hidden_dim * moe_args.num_shared_experts)
+            shared_dim = moe_args.shared_expert_dim or hidden_dim * moe_args.num_shared_experts
+            self.shared_experts = FeedForward(dim, shared_dim)
+            if moe_args.shared_expert_gate:
+                self.shared_gate = Linear(dim, 1, bias=False)
         self.score_before_experts = moe_args.score_before_experts
 
         self.load_balance_coeff = coeff = moe_args.load_balance_coeff
@@ -400,6 +403,8 @@ class MoE(nn.Module):
             routed = (routed.float() * scores.unsqueeze(-1)).to(x.dtype)
         # Queue the shared experts first: the device is busy while the host waits for the experts' counts.
         shared = None if self.shared_experts is None else self.shared_experts(x)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
         routed = self.experts(routed, num_tokens_per_expert)
 
         out = take_rows(routed, places, pairs.unsqueeze(1), rows_have_gaps=share)
@@ -415,6 +420,8 @@ class MoE(nn.Module):
         self.router.init_weights(init_std)
         if self.shared_experts is not None:
             self.shared_experts.init_weights(init_std)
+        if self.shared_gate is not None:
+            init_linear(self.shared_gate, PROJECTION_STD)
         device = buffer_device or self.tokens_per_expert.device
         zeros = torch.zeros(self.router.num_experts, dtype=torch.float32, device=device)
         self.tokens_per_expert = zeros
