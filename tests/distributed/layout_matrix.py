@@ -155,6 +155,10 @@ _GATES_AND_SCALES = _FACTS | dict(
     layer_kinds={"partial": LayerKind(RoPEArgs(share=0.5)), "none": LayerKind(rope=None)},
     layer_types=("partial", "none") * 2,
 )  # fmt: skip
+_QWEN3_5 = _FACTS | dict(
+    linear_key_heads=4, linear_value_heads=8, linear_key_dim=8, linear_value_dim=12,
+    layer_types=("linear_attention", "full_attention") * 2,
+)  # fmt: skip
 # family -> (model.name, flavor, changes)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "debugmodel", _SIZES | {"n_kv_heads": 2}),
@@ -168,10 +172,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3, biases": ("llama3", "debugmodel", _BIASES),
     "olmo2": ("olmo", "debugmodel", _FACTS),
     "gemma3": ("gemma3", "debugmodel", _GEMMA3),
+    "qwen3_5": ("qwen3_5", "debugmodel", _QWEN3_5),
+    "qwen3_5 MoE": ("qwen3_5", "debugmodel_moe", _QWEN3_5 | {"moe_inter_dim": 32}),
     "gates and scales": ("causal_lm", "debugmodel", _GATES_AND_SCALES),
     "qwen3 MoE, two experts": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE | {"moe_args": _TWO}),
 }
-MOE_FAMILIES = ["qwen3 MoE", "qwen3 MoE, two experts", "deepseek_v3", "llama4", "gpt_oss"]
+MOE_FAMILIES = [
+    "qwen3_5 MoE",
+    "qwen3 MoE",
+    "qwen3 MoE, two experts",
+    "deepseek_v3",
+    "llama4",
+    "gpt_oss",
+]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
 # rows -> flags

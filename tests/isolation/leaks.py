@@ -67,7 +67,7 @@ def of_a_shard(starts: Tensor) -> Tensor:
 # ---- the delta rule ----
 
 
-def running_sum(q, k, v, g, beta, starts, chunk=64):
+def running_sum(q, k, v, g, beta, starts, chunk=64, **_):
     """The chunked rule with one sum of g over the chunk: right to rounding, but rounded with all documents."""
     heads = v.shape[2] // k.shape[2]
     q, k = (F.normalize(x, dim=-1, eps=0).repeat_interleave(heads, 2) for x in (q, k))

@@ -36,21 +36,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-# Types and cases that are refused until their family is there; what is accepted has to leave the sets.
-MISSING_TYPES = set("qwen3_5_text qwen3_5_moe_text qwen3_next".split())
-MISSING = {case for case, config in CASES.items() if config["model_type"] in MISSING_TYPES}
 WITH_EXPERTS = [case for case, config in CASES.items() if "num_experts_per_tok" in config]
-
-
-def skip_if_missing(case):
-    if case in MISSING:
-        pytest.skip("the family is not there yet")
-
-
-@pytest.mark.parametrize("case", sorted(MISSING))
-def test_family_that_is_listed_as_missing_is_refused(case):
-    with pytest.raises(ValueError, match="the Hugging Face config"):
-        from_hf_config(hf_config(case).to_dict())
 
 
 def opened(folder, reference):
@@ -68,7 +54,6 @@ def test_folder_gives_the_logits_of_each_document_alone_and_exports_open_there(
     case, is_fused, tmp_path
 ):
     """is_fused: one file with stacked experts, as transformers holds them; else files of the hub."""
-    skip_if_missing(case)
     reference = hf_model(case)
     with torch.no_grad():
         theirs = their_logits(reference)
@@ -111,7 +96,6 @@ def test_folder_gives_the_logits_of_each_document_alone_and_exports_open_there(
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_documents_alone_in_fp64(case):
     """Formulas are the same: no tolerance hides a wrong term."""
-    skip_if_missing(case)
     reference = hf_model_in_fp64(case)
     with casts_to_fp64():
         config, weights = reference.config.to_dict(), reference.state_dict()
@@ -137,7 +121,6 @@ def test_logits_and_gradients_are_those_of_documents_alone_in_fp64(case):
 @pytest.mark.parametrize("case", CASES)
 def test_three_adamw_steps_have_the_losses_and_weights_of_transformers(case):
     """Rows are one document each, because transformers trains packed ones only with full attention."""
-    skip_if_missing(case)
     reference = copy.deepcopy(hf_model(case))
     model, adapter = our_model(reference.config.to_dict(), reference.state_dict())
     is_tied = model.output.weight is model.tok_embeddings.weight
@@ -171,7 +154,6 @@ def test_three_adamw_steps_have_the_losses_and_weights_of_transformers(case):
 @pytest.mark.parametrize("case", CASES)
 def test_config_means_the_same_in_the_hubs_spelling_and_as_transformers_writes_it(case, tmp_path):
     """What transformers writes has every field, so a field that ours lacks has its default."""
-    skip_if_missing(case)
     config = hf_config(case)
     config.save_pretrained(tmp_path)
     match = from_hf_config(tmp_path)
@@ -256,7 +238,6 @@ def check_like_transformers(case, config, field, before=None):
 
 @pytest.mark.parametrize("case", CASES)
 def test_field_that_changes_transformers_logits_changes_ours_likewise_or_is_refused(case):
-    skip_if_missing(case)
     reference, whole_config = hf_model(case), hf_config(case).to_dict()
     before, n_changing = whole_rows(reference), 0
     fields = type(reference.config).__annotations__.keys()
@@ -270,10 +251,12 @@ def test_field_that_changes_transformers_logits_changes_ours_likewise_or_is_refu
 
 
 FLAT_YARN = {"rope_type": "yarn", "rope_theta": 1e3, **YARN_FIELDS}
-# transformers ignores one table where it has one for each kind of layer.
+# transformers ignores one table where it has one for each kind of layer, and takes a rope_theta of OLMo 3
+# for full attention only.
 QUIRKS = [
     ("olmo3", {"rope_parameters": FLAT_YARN}),
     ("gemma3, layers", {"rope_parameters": FLAT_YARN}),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}),
     ("gemma3, layers", {"rope_parameters": None, "rope_theta": 1e4}),
 ]
 
@@ -282,22 +265,8 @@ QUIRKS = [
 def test_rope_tables_that_transformers_reads_in_its_own_way_are_read_likewise_or_refused(
     case, change
 ):
-    skip_if_missing(case)
     config = {k: v for k, v in (CASES[case] | change).items() if v is not None}
     assert check_like_transformers(case, config, "rope")
-
-
-def test_one_rope_theta_of_olmo3_is_that_of_all_layers_as_in_transformers_4():
-    """transformers 5 gives layers with windows 5e5 then, whatever the file says."""
-    skip_if_missing("olmo3")
-    config = {key: value for key, value in CASES["olmo3"].items() if key != "rope_parameters"}
-    yarn = {"rope_type": "yarn", **YARN_FIELDS}
-    tables = {
-        "full_attention": yarn | {"rope_theta": 1e4},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    older = from_hf_config(config | {"rope_theta": 1e4, "rope_scaling": yarn})
-    assert older == from_hf_config(config | {"rope_parameters": tables})
 
 
 # ---- configs that no model here can express ----
@@ -345,7 +314,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "field", "value"), REFUSED)
 def test_config_that_cannot_be_expressed_is_refused_by_the_name_of_its_field(case, field, value):
-    skip_if_missing(case)
     from_hf_config(CASES[case])
     change = value if isinstance(value, dict) else {field: value}
     with pytest.raises(ValueError, match=f"it has {field} = "):
@@ -371,7 +339,6 @@ MULTIMODAL = [
 def test_text_model_is_read_from_the_folder_of_a_multimodal_model(
     outer, case, prefix, others, tmp_path
 ):
-    skip_if_missing(case)
     reference = hf_model(case)
     reference.save_pretrained(tmp_path)
     text = load_file(tmp_path / "model.safetensors")

@@ -99,7 +99,7 @@ def test_every_field_of_their_config_has_a_row_or_changes_nothing(model_type):
     of_all = transformers.PretrainedConfig().to_dict()
     acts_in_training_only = {name for name in config if name.endswith(("dropout", "pdrop"))}
     unknown = {name for name in config if name[0] != "_"} - known - set(of_all)
-    assert unknown == acts_in_training_only
+    assert unknown <= acts_in_training_only
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])

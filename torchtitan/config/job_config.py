@@ -438,6 +438,8 @@ class LoRA(Section):
     # Modules whose own weights are trained, such as embed_tokens; also "norms" and "biases"
     also_train: list[str] | str = field(default_factory=list)
     adapter_path: str | None = None  # Folder in PEFT's format with the initial adapters
+    # Store frozen linear layers and experts in 4 bits (QLoRA's NF4), quantized while they are loaded
+    base_format: Literal["nf4"] | None = None
 
     @staticmethod
     def names(setting: list[str] | str) -> list[str]:

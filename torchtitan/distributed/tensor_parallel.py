@@ -41,6 +41,7 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
+from torchtitan.numerics import nf4
 from torchtitan.numerics.linear import Linear, project
 from torchtitan.numerics.norm import RMSNorm
 from torchtitan.tools import host, torch_parts
@@ -63,14 +64,18 @@ def split_parameter(
 
     Raises ValueError, with `name`, for a dimension that the size of the axis does not divide.
     """
+    sizes = list(parameter.shape)
+    if parameter.dtype == torch.uint8:  # blocks of 4-bit numbers, which are not split
+        sizes[-1] //= nf4.BYTES
     for axis, dim in enumerate(dims):
-        if dim is not None and parameter.shape[dim] % mesh.size(axis):
+        if dim is not None and sizes[dim] % mesh.size(axis):
             axis_name = (mesh.mesh_dim_names or ("ep", "etp"))[axis]
             degree = _DEGREE_OF_AXIS.get(axis_name, f"the size of mesh axis {axis_name!r}")
             raise ValueError(
                 f"{degree} must divide dimension {dim} of {name}, got "
-                f"{mesh.size(axis)} with shape {list(parameter.shape)}; choose a divisor of "
-                f"{parameter.shape[dim]}"
+                f"{mesh.size(axis)} with shape {sizes}"
+                f"{f' (blocks of {nf4.BLOCK} numbers in 4 bits)' * (sizes != [*parameter.shape])}"
+                f"; choose a divisor of {sizes[dim]}"
             )
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.batch.mask import DocumentMask, Masks
+from torchtitan.config.job_config import ParameterGroup
 from torchtitan.models.decoder import Attention, Decoder
+from torchtitan.models.gated_delta import GatedDeltaNet
 from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.norm import head_norm, whole_norm
 from torchtitan.models.rope import RoPEArgs, apply_rotary_emb_to_halves, rotate_columns
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.numerics.delta_rule import multiplications_per_token
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class CausalLMArgs(MoEDecoderArgs):
         1 + query_scale * ln(1 + floor(p / query_scale_length)), after RoPE.
     layer_kinds: name -> facts of a kind of layer. layer_types: the name of each layer's kind; empty: all
         layers are of the first kind.
+    linear_*: sizes of `GatedDeltaNet`, for layers of a kind with this mixer.
     moe_enabled: layers have experts, except the `dense_layers`.
     hf_type: model_type in Hugging Face's config.json.
     """
@@ -64,6 +69,11 @@ class CausalLMArgs(MoEDecoderArgs):
     query_scale_length: int = 1
     layer_kinds: dict[str, LayerKind] = field(default_factory=lambda: {FULL_ATTENTION: LayerKind()})
     layer_types: tuple[str, ...] = ()
+    linear_key_heads: int = 16
+    linear_value_heads: int = 32
+    linear_key_dim: int = 128
+    linear_value_dim: int = 128
+    linear_conv_width: int = 4
     moe_enabled: bool = False
     moe_inter_dim: int = 768
     dense_layers: tuple[int, ...] = ()
@@ -73,6 +83,18 @@ class CausalLMArgs(MoEDecoderArgs):
         """Return the name and the facts of a layer's kind."""
         name = self.layer_types[layer_id] if self.layer_types else next(iter(self.layer_kinds))
         return name, self.layer_kinds[name]
+
+    @property
+    def n_linear_layers(self) -> int:
+        """The number of layers with linear attention."""
+        kinds = (self.kind_of(n)[1] for n in range(self.n_layers))
+        return sum(kind.mixer == "gated_delta" for kind in kinds)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        products = (self.n_layers - self.n_linear_layers) * self.n_heads * self.head_dims * seq_len
+        each = multiplications_per_token(self.linear_key_dim, self.linear_value_dim)
+        products += self.n_linear_layers * self.linear_value_heads * each
+        return get_moe_model_nparams_and_flops(self, model, self.head_dims, seq_len, products)
 
     def check(self) -> None:
         """Raise ValueError for layer types that don't fit, and a kernel that the windows don't work with."""
@@ -108,6 +130,16 @@ class CausalLM(Decoder):
         model_args.check()
         super().__init__(model_args)
 
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        """See `optim.groups`. Weight decay would pull states to another decay, and offset norms to scale 1."""
+        if not self.model_args.n_linear_layers:
+            return ()
+        return (
+            ParameterGroup(pattern=r"norm\.weight$|\.(A_log|dt_bias)$", weight_decay=0.0),
+            ParameterGroup(pattern=r"\.conv_[qkv]$", muon=False),
+        )
+
     def is_moe_layer(self, layer_id: int) -> bool:
         return self.model_args.moe_enabled and layer_id not in self.model_args.dense_layers
 
@@ -118,6 +150,16 @@ class CausalLM(Decoder):
     def build_attention(self, layer_id: int) -> nn.Module:
         args = self.model_args
         name, kind = args.kind_of(layer_id)
+        if kind.mixer == "gated_delta":
+            return GatedDeltaNet(
+                args.dim,
+                args.linear_key_heads,
+                args.linear_value_heads,
+                args.linear_key_dim,
+                args.linear_value_dim,
+                args.linear_conv_width,
+                args.norm_eps,
+            )
         norm = {False: None, True: head_norm, "whole": whole_norm}[args.qk_norm]
         return Attention(
             args.dim,
@@ -156,7 +198,8 @@ class CausalLM(Decoder):
     def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
         ropes = [args.layer_kinds[name].rope for name in self._table_sizes()]
-        parts = [rope.table(args.head_dim, length, args.rope_theta) for rope in ropes if rope]
+        how = args.head_dim, length, args.rope_theta, args.max_seq_len
+        parts = [rope.table(*how) for rope in ropes if rope]
         if args.query_scale and parts[0].device.type == "meta":
             parts.append(parts[0].new_empty(length, 1))
         elif args.query_scale:
@@ -164,8 +207,22 @@ class CausalLM(Decoder):
             parts.append(torch.log1p(steps).mul(args.query_scale).add(1)[:, None])
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
+    def check_rows(self, attention_masks: Any, row_len: int) -> None:
+        if not self.model_args.n_linear_layers:
+            return
+        masks = attention_masks.values() if isinstance(attention_masks, dict) else [attention_masks]
+        if any(
+            DocumentMask.from_mask(m).boundaries(row_len) is None for m in masks if m is not None
+        ):
+            raise ValueError(
+                "linear attention needs the boundaries of documents, which a mask of your own does not "
+                "have; give a mask from the model's get_attention_masks"
+            )
+
     def layer_masks(self, documents: DocumentMask) -> Masks:
         kinds = self.model_args.layer_kinds
+        if self.model_args.n_linear_layers and not documents.rows_are_documents:
+            documents = documents.with_lengths()  # for flash-linear-attention
         if not any(kind.window for kind in kinds.values()):
             return documents
         # Kinds with the same window share a mask, so that it is lowered once.

@@ -30,10 +30,7 @@ from torchtitan.models.hf_fields import (
     rope_table,
     write_rope,
 )
-from torchtitan.models.rope import (
-    LongRoPE,
-    RoPEArgs,
-)
+from torchtitan.models.rope import LongRoPE, RoPEArgs
 
 SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
 NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
@@ -49,16 +46,18 @@ BIASES = (
 DENSE: tuple[Row, ...] = (KV_HEADS, HEAD_DIM, Field("intermediate_size", "hidden_dim"))
 
 
-def every(n: int, field: str | None = None) -> Callable[[Config], list[str]]:
+def every(
+    n: int, field: str | None = None, others: str = SLIDING_ATTENTION
+) -> Callable[[Config], list[str]]:
     """Return the function for `Layers.types` of which each n-th layer has full attention.
 
-    field: HF's field with another n.
+    field: HF's field with another n. others: the type of the other layers.
     """
 
     def types(config: Config) -> list[str]:
         step = config.get(field) or n if field else n
         local = range(1, config["num_hidden_layers"] + 1)
-        return [SLIDING_ATTENTION if layer % step else FULL_ATTENTION for layer in local]
+        return [others if layer % step else FULL_ATTENTION for layer in local]
 
     return types
 
@@ -78,7 +77,7 @@ def _dense_layers(config: Config) -> tuple[int, ...]:
     return tuple(n for n in layers if n in only or (n + 1) % step != 0)
 
 
-# Rows for `dense_layers`, by the first layers, by each layer's name, and by Qwen's rule.
+# Rows for `dense_layers`, by the number of first layers, and by Qwen's rule.
 FIRST_DENSE = Field(
     "first_k_dense_replace",
     "dense_layers",
@@ -169,6 +168,8 @@ class Layers(Row):
         theta = ropes[FULL_ATTENTION].theta
         kinds, names = {}, []
         rotations = has_rope(config) if self.lacks_rope else [1] * n_layers
+        if len(rotations) != n_layers:
+            raise refusal(config, "no_rope_layers", f"it must have {n_layers} numbers")
         for name, rotates in zip(types, rotations, strict=True):
             rope = ropes.get(name, ropes[FULL_ATTENTION])
             if rope.theta == theta:
@@ -211,7 +212,7 @@ class Layers(Row):
         full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
         local = self.thetas[SLIDING_ATTENTION]
         if local == self.thetas[FULL_ATTENTION] != full["rope_theta"]:
-            kinds = " and ".join(self.thetas)  # transformers takes it for full attention only
+            kinds = " and ".join(self.thetas)  # transformers 5 takes it for full attention only
             raise refusal(config, "rope_theta", f"rope_parameters must have tables for {kinds}")
         local = config.get("rope_local_base_freq", local)
         return {
@@ -232,21 +233,20 @@ class Layers(Row):
         if self.lacks_rope:
             config["no_rope_layers"] = [int(kind.rope is not None) for _, kind in named]
         ropes = {name: kind.rope for name, kind in named if kind.rope is not None}
-        tables = {
-            name: write_rope(rope, args.rope_theta, args.max_seq_len)
-            for name, rope in ropes.items()
-        }
         if self.thetas is not None:
-            unused = {n: {"rope_type": "default", "rope_theta": t} for n, t in self.thetas.items()}
-            return config | {"rope_parameters": unused | tables}
-        name = next(iter(tables))
-        theta, table = tables[name].pop("rope_theta"), tables[name]
+            of_types = {name: RoPEArgs(theta) for name, theta in self.thetas.items()} | ropes
+            theta, length = args.rope_theta, args.max_seq_len
+            tables = {name: write_rope(rope, theta, length) for name, rope in of_types.items()}
+            return config | {"rope_parameters": tables}
+        rope = next(iter(ropes.values()), RoPEArgs())
+        table = write_rope(rope, args.rope_theta, args.max_seq_len)
+        theta = table.pop("rope_theta")
         if self.has_query_scale and args.query_scale:
             table["llama_4_scaling_beta"] = args.query_scale
-        if ropes[name].share != 1 or self.share != 1:
-            config["partial_rotary_factor"] = ropes[name].share
-        if isinstance(ropes[name].scaling, LongRoPE):
-            config[ORIGINAL_LENGTH] = table[ORIGINAL_LENGTH]
+        if rope.share != 1 or self.share != 1:
+            config["partial_rotary_factor"] = rope.share
+        if isinstance(rope.scaling, LongRoPE):
+            config[ORIGINAL_LENGTH] = rope.scaling.original_seq_len
         scaling = None if table["rope_type"] == "default" else table
         return config | {"rope_theta": theta, "rope_scaling": scaling}
 

@@ -28,7 +28,7 @@ TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
     "layers.*.attention_post_norm": _ALIKE,
     "layers.*.ffn_post_norm": _ALIKE,
     # attention, split by heads
-    "layers.*.attention": {"sinks": 0},
+    "layers.*.attention": {"sinks": 0, "conv_q": 0, "conv_k": 0, "conv_v": 0},
     "layers.*.attention.wq": _OUTPUTS,
     "layers.*.attention.wk": _OUTPUTS,
     "layers.*.attention.wv": _OUTPUTS,
@@ -36,6 +36,12 @@ TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
     "layers.*.attention.wo": _INPUTS,
     "layers.*.attention.q_norm": _ALIKE,
     "layers.*.attention.k_norm": _ALIKE,
+    # linear attention, split by key heads
+    "layers.*.attention.wz": _OUTPUTS,
+    "layers.*.attention.wb": _OUTPUTS,
+    "layers.*.attention.wa": _OUTPUTS,
+    "layers.*.attention.decay": {"A_log": 0, "dt_bias": 0},
+    "layers.*.attention.norm": _ALIKE,
     # latents that all heads share
     "layers.*.attention.wq_a": _ALIKE,
     "layers.*.attention.wq_b": _OUTPUTS,

@@ -43,7 +43,12 @@ def is_slow_product(x: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: x [..., K] times weight [M, K] transposed, plus bias [M]."""
+    """`F.linear`: x [..., K] times weight [M, K] transposed, plus bias [M]. See `nf4` for a uint8 weight."""
+    if weight.dtype == torch.uint8:
+        has_autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if has_autocast else x.dtype
+        product = torch.ops.torchtitan.nf4_mm(x.to(dtype), weight, None, False)
+        return product if bias is None else product + bias.to(dtype)
     if not is_slow_product(x):
         if bias is None and x.dim() > 1 and products.is_used(x, weight):
             product = torch.ops.torchtitan.mm(x.flatten(0, -2), weight.t())

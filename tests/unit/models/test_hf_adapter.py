@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan.checkpoint.hf import save_to_hf
+from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.distributed.dtensor import LocalShard
 from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter
 
@@ -211,6 +211,18 @@ def test_pieces_cut_through_heads_are_pieces_of_the_joined_tensor():
                 assert place.isnan().all()
                 place.copy_(piece.tensor)
     assert same(whole, joined_by_hand(ours))
+
+
+class JoinedModules(KeyMapAdapter):
+    from_hf_map = {"layers.{}.qkv": Fused(("layers.{}.wq.weight", "layers.{}.wk.weight"))}
+
+
+def test_joined_modules_are_saved_and_loaded_together_however_large_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan.checkpoint.hf._BYTES_PER_PART", 1)
+    ours = {f"layers.{n}.{name}.weight": torch.randn(3, 2) for n in (0, 1) for name in ("wq", "wk")}
+    save_to_hf(ours, JoinedModules(None, None), str(tmp_path / "export"))
+    read = {name: torch.zeros(3, 2) for name in ours}
+    assert same(load_from_hf(read, JoinedModules(None, None), str(tmp_path / "export")), ours)
 
 
 # ---- multimodal files, exact names, layers that predict a second token ----

@@ -2,25 +2,18 @@
 
 from typing import Any
 
+from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
 from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs, LayerKind
 from torchtitan.models.family import build_decoder_train_spec
-from torchtitan.models.hf_causal_lm import (
-    BLOCK_SPARSE_MOE,
-    DENSE,
-    HEAD_DIM,
-    MULTIMODAL,
-    VISION,
-    CausalLMAdapter,
-    Layers,
-)
+from torchtitan.models.hf_causal_lm import CausalLMAdapter, Layers
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.rope import RoPEArgs, YaRNArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
 _MIXTRAL_ROWS = (
     hf.KV_HEADS,
-    HEAD_DIM,
+    hf_lm.HEAD_DIM,
     hf.Field("intermediate_size", "moe_inter_dim"),
     hf.Field("num_local_experts", "moe_args.num_experts"),
     hf.TOP_K,
@@ -29,14 +22,21 @@ _MIXTRAL_ROWS = (
     Layers(theta=1e6),
 )
 _MIXTRAL_ARGS = hf.SOFTMAX_ROUTER | hf.NO_SHARED_EXPERTS | {"moe_args.route_norm": True}
-_INSIDE: dict[str, Any] = {"inside": ("mistral3",), "prefixes": MULTIMODAL, "left_out": VISION}
+_INSIDE: dict[str, Any] = {
+    "inside": ("mistral3",),
+    "prefixes": hf_lm.MULTIMODAL,
+    "left_out": hf_lm.VISION,
+}
 hf_types = {
     "ministral3": hf.HFType(
-        "Ministral3", (*DENSE, hf.SILU, Layers(has_query_scale=True)), **_INSIDE
+        "Ministral3", (*hf_lm.DENSE, hf.SILU, Layers(has_query_scale=True)), **_INSIDE
     ),
-    "mistral": hf.HFType("Mistral", (*DENSE, hf.SILU, Layers(window=4096)), **_INSIDE),
+    "mistral": hf.HFType("Mistral", (*hf_lm.DENSE, hf.SILU, Layers(window=4096)), **_INSIDE),
     "mixtral": hf.HFType(
-        "Mixtral", _MIXTRAL_ROWS, _MIXTRAL_ARGS | {"moe_enabled": True}, names=BLOCK_SPARSE_MOE
+        "Mixtral",
+        _MIXTRAL_ROWS,
+        _MIXTRAL_ARGS | {"moe_enabled": True},
+        names=hf_lm.BLOCK_SPARSE_MOE,
     ),
 }
 
@@ -53,14 +53,7 @@ def _ministral3(dim: int, n_layers: int, hidden_dim: int, **fields: Any) -> Caus
     return _mistral(dim, n_layers, hidden_dim, query_scale=0.1, query_scale_length=16384, **fields)
 
 
-_EXPERTS = MoEArgs(
-    num_experts=8,
-    num_shared_experts=0,
-    top_k=2,
-    score_func="softmax",
-    route_norm=True,
-    score_before_experts=False,
-)
+_EXPERTS = MoEArgs(8, 0, "softmax", route_norm=True, score_before_experts=False, top_k=2)
 
 
 def _mixtral(dim: int, n_layers: int, moe_inter_dim: int, **fields: Any) -> CausalLMArgs:

@@ -58,12 +58,17 @@ class StackedExperts(nn.Module):
         expert. Under expert parallelism E counts this rank's experts, and groups are padded.
         """
         parameters = self.local_parameters()
-        can_group = all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters)
+        has_autocast = torch.is_autocast_enabled(x.device.type)
+        cast_to = torch.get_autocast_dtype(x.device.type) if has_autocast else None
+        can_group = all(
+            p.dtype == torch.uint8 or p.shape[-1] * (cast_to or p.dtype).itemsize % 16 == 0
+            for p in parameters
+        )
         if self.use_grouped_mm and not can_group:
             warn_once(
                 logger,
                 f"experts of shape {list(parameters[0].shape[1:])} are computed one by one, because "
-                "the grouped kernel needs dim and hidden_dim to be multiples of 16 bytes",
+                "the grouped kernel needs dim, hidden_dim and lora.rank to be multiples of 16 bytes",
             )
         if not (self.use_grouped_mm and can_group):
             return run_for_loop(self._feed_forward, *parameters, x, num_tokens_per_expert)
@@ -135,10 +140,10 @@ def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    dtype = parameters[0].dtype
+    dtype = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
     if torch.is_autocast_enabled(x.device.type):  # autocast does not cast for this kernel
         dtype = torch.get_autocast_dtype(x.device.type)
-        parameters = [parameter.to(dtype) for parameter in parameters]
+        parameters = [p.to(dtype) if p.is_floating_point() else p for p in parameters]
     linear = partial(grouped_linear, offsets=offsets)
     return feed_forward(linear, x.to(dtype), *parameters).type_as(x)
 
