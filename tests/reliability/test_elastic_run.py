@@ -9,7 +9,7 @@ import pytest
 from tests.reliability import jobs
 from tests.reliability.pods import Pods
 from tests.unit.cluster.printed import documents
-from torchtitan.cluster.job import STOPPED
+from torchtitan.cluster.engines import STOPPED
 
 SECONDS = 240  # to wait for anything, on a busy machine
 SETTINGS = """

@@ -5,12 +5,14 @@
 | ENGINE | prints | use it with |
 |---|---|---|
 | kubernetes | TrainJob and ClusterTrainingRuntime of Kubeflow Trainer 2.3 | kubectl apply -f - |
-| jobset | JobSet; for RL with --servers, vLLM servers beside the trainer | kubectl apply -f - |
-| slurm | batch script; for RL with --servers, vLLM servers beside the trainer | sbatch |
+| jobset | JobSet | kubectl apply -f - |
+| slurm | batch script | sbatch |
 | torchrun | command to run on each node, the first of which is --head | ssh |
 | skypilot | task for managed jobs | sky jobs launch |
 | ray | command that submits the job to a Ray cluster, for Ray Train | bash |
 | verl | command that submits verl's main_ppo with our engine; other arguments are verl's settings | bash |
+
+With --servers, the first three start vLLM servers beside the trainer of an RL job.
 """
 
 import argparse
@@ -23,8 +25,8 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.cluster import kubernetes, ray, skypilot, slurm
-from torchtitan.cluster.job import NETWORKS, ClusterJob
+from torchtitan.cluster import engines
+from torchtitan.cluster.engines import NETWORKS, ClusterJob
 from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences
 from torchtitan.config import ConfigManager, JobConfig
@@ -32,15 +34,15 @@ from torchtitan.config.checks import check_ranks
 from torchtitan.tools.errors import ConfigError
 
 ENGINES: dict[str, Callable[[ClusterJob], str]] = {
-    "kubernetes": kubernetes.train_job,
-    "jobset": kubernetes.jobset,
-    "slurm": slurm.batch_script,
-    "torchrun": lambda job: _on_each_node(job),
-    "skypilot": skypilot.task,
-    "ray": ray.submit_training,
+    "kubernetes": engines.train_job,
+    "jobset": engines.jobset,
+    "slurm": engines.batch_script,
+    "torchrun": engines.on_each_node,
+    "skypilot": engines.sky_task,
+    "ray": engines.ray_training,
 }
 _ELASTIC = ("kubernetes", "jobset", "torchrun")
-_WITH_SERVERS = ("jobset", "slurm")
+_WITH_SERVERS = ("kubernetes", "jobset", "slurm")
 _NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # fits host names of pods, with what is appended
 
 
@@ -70,17 +72,18 @@ def main() -> None:
     add("--head", default="", help="for torchrun: host[:port] of the first node")
     add("--plan", action="store_true", help="take the fastest layout of `torchtitan plan`")
     add("--memory", type=float, default=80, help="for --plan: GiB of one GPU (default 80)")
-    if engine == "verl":
-        options, settings = parser.parse_known_args()
-        settings = [options.source, *settings] if options.source else settings
-        variables = _variables(options.env)
-        print(
-            ray.submit_verl(int(options.nodes), options.gpus_per_node, variables, settings), end=""
-        )
-        return
-    options, overrides = parser.options_and_overrides()
     with errors_as_sentences():
-        print(ENGINES[engine](_job_of(engine, options, overrides)), end="")
+        if engine == "verl":
+            options, settings = parser.parse_known_args()
+            settings = [options.source, *settings] if options.source else settings
+            nodes, gpus = _nodes_of(options.nodes, engine)[0], max(1, options.gpus_per_node)
+            own = ["model_engine=torchtitan", "trainer.resume_mode=auto"]
+            own += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}"]
+            variables, main_ppo = _variables(options.env), "verl.trainer.main_ppo"
+            text = engines.submit(".", variables, main_ppo, *own, *settings)
+        else:
+            text = ENGINES[engine](_job_of(engine, *parser.options_and_overrides()))
+    print(text, end="")
 
 
 def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> ClusterJob:
@@ -108,35 +111,13 @@ def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> C
         except ConfigError as error:
             raise ConfigError(f"on {nodes} nodes of {ranks} ranks: {error.sentence}") from error
     name = options.name or re.sub(r"[^a-z0-9]+", "-", Path(path).stem.lower()).strip("-")
-    if not re.fullmatch(_NAME, name):
-        raise ConfigError(
-            f"--name must be lower-case letters, digits and dashes, 40 at most, got {name!r}"
-        )
-    if fewest < most and config.training.global_batch_size < 0:
-        raise ConfigError(
-            "an elastic job needs training.global_batch_size, because otherwise the batch shrinks with the "
-            f"nodes, got {config.training.global_batch_size}; set it"
-        )
-    checkpoint = config.checkpoint
-    if options.max_restarts and not (checkpoint.enable and not checkpoint.load_only):
-        raise ConfigError(
-            f"a job that starts again --max-restarts = {options.max_restarts} times needs "
-            "checkpoint.enable, or each attempt begins at step 0, got checkpoint.enable = "
-            f"{checkpoint.enable}, checkpoint.load_only = {checkpoint.load_only}; add "
-            "--checkpoint.enable, or set --max-restarts 0"
-        )
-    if options.servers and (engine not in _WITH_SERVERS or not is_rl):
-        raise ConfigError(
-            f"--servers starts vLLM servers beside an RL job, with {' or '.join(_WITH_SERVERS)}, got "
-            f"{engine} and a TOML file {'with' if is_rl else 'without'} [rl]; set --servers 0"
-        )
-    if engine in ("kubernetes", "jobset"):
-        _check_pods(config, options)
-    if engine == "torchrun" and not options.head:
-        raise ConfigError("torchrun needs --head, host[:port] of the first node, got none; set it")
-    return ClusterJob(
-        name=name,
-        config=config,
+    environment = {"LOG_RANK": "all", "NCCL_DEBUG": "WARN"} | NETWORKS[options.network][0]
+    if options.gpus_per_node:
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    job = ClusterJob(
+        options,
+        name,
+        config,
         config_file=os.path.abspath(path),
         config_text=text,
         arguments=overrides,
@@ -144,17 +125,10 @@ def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> C
         min_nodes=fewest,
         max_nodes=most,
         gpus=options.gpus_per_node,
-        cpus=options.cpus,
-        max_restarts=options.max_restarts,
-        grace_seconds=options.grace_seconds,
-        variables=_variables(options.env),
-        network=options.network,
-        servers=options.servers,
-        image=options.image,
-        volume=options.volume,
-        accelerator=options.accelerator,
-        head=options.head,
+        environment=environment | _variables(options.env),
     )
+    _check(job, engine, is_rl)
+    return job
 
 
 def _nodes_of(text: str, engine: str) -> tuple[int, int]:
@@ -170,22 +144,46 @@ def _nodes_of(text: str, engine: str) -> tuple[int, int]:
     return low, high
 
 
-def _check_pods(config: JobConfig, options: argparse.Namespace) -> None:
-    if not options.image:
-        raise ConfigError(
-            "pods need --image, a container image with this package, got none; build one with the "
-            "project's Dockerfile and push it to your registry"
-        )
-    folder = config.job.dump_folder
-    if not options.volume and "://" not in folder:
-        raise ConfigError(
-            "pods need a folder that they share: --volume, the name of a PersistentVolumeClaim with access "
-            f"mode ReadWriteMany, or an address as job.dump_folder, got {folder!r}; set one"
-        )
+def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
+    config, options, folder = job.config, job.options, job.config.job.dump_folder
+    has_pods = engine in ("kubernetes", "jobset")
+    kind = f"a TOML file {'with' if is_rl else 'without'} [rl]"
+    rules = {
+        f"--name must be lower-case letters, digits and dashes, 40 at most, got {job.name!r}": (
+            not re.fullmatch(_NAME, job.name)
+        ),
+        "an elastic job needs training.global_batch_size, because otherwise the batch shrinks with the "
+        f"nodes, got {config.training.global_batch_size}; set it": (
+            job.min_nodes < job.max_nodes and config.training.global_batch_size < 0
+        ),
+        f"a job that starts again --max-restarts = {options.max_restarts} times needs checkpoint.enable, or "
+        f"each attempt begins at step 0, got checkpoint.enable = {config.checkpoint.enable}, "
+        f"checkpoint.load_only = {config.checkpoint.load_only}; add --checkpoint.enable, or set "
+        "--max-restarts 0": (
+            options.max_restarts and (not config.checkpoint.enable or config.checkpoint.load_only)
+        ),
+        f"--servers starts vLLM servers beside an RL job, with {', '.join(_WITH_SERVERS)}, got {engine} and "
+        f"{kind}; set --servers 0": options.servers and (engine not in _WITH_SERVERS or not is_rl),
+        f"ray runs training jobs, got {kind}; take verl, or another engine": (
+            engine == "ray" and is_rl
+        ),
+        "pods need --image, a container image with this package, got none; build one with the project's "
+        "Dockerfile and push it to your registry": has_pods and not options.image,
+        f"machines of {engine} come and go, and need a folder that stays: --volume, which all of them can "
+        f"write (ReadWriteMany), or an address as job.dump_folder, got {folder!r}; set one": (
+            (has_pods or engine == "skypilot") and not options.volume and "://" not in folder
+        ),
+        "torchrun needs --head, host[:port] of the first node, got none; set it": (
+            engine == "torchrun" and not options.head
+        ),
+    }
+    for sentence, is_broken in rules.items():
+        if is_broken:
+            raise ConfigError(sentence)
 
 
 def _variables(pairs: list[str]) -> dict[str, str]:
-    """Return the variables of NAME=VALUE options; NAME takes this process's value."""
+    """Return the variables of NAME=VALUE options."""
     if bad := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
         raise ConfigError(f"--env must be NAME=VALUE, got {bad[0]!r}")
     return dict(pair.split("=", 1) for pair in pairs)
@@ -201,12 +199,3 @@ def _planned(path: str, gpus: int, memory: float, overrides: list[str]) -> list[
         raise ConfigError(f"`torchtitan plan` found no layout of {gpus} GPUs; see above")
     words = shlex.split(done.stdout.partition("as flags:\n")[2].partition("\n")[0])
     return [f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)]
-
-
-def _on_each_node(job: ClusterJob) -> str:
-    """Return the command of each node, which has the job's TOML file at the same path."""
-    host, _, port = job.head.partition(":")
-    variables = [f"{name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    # torchrun compares --head with the node's own names and addresses.
-    command = job.torchrun(f"{host}:{port or 29400}", "", job.config_file, [])
-    return " ".join(["env", *variables, command.replace("python", sys.executable, 1)]) + "\n"
