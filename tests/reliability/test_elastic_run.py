@@ -35,12 +35,18 @@ _OWN = {"training.steps", "training.seq_len", "training.local_batch_size"}
 FLAGS = [flag for flag in jobs.TINY_JOB if flag.split("=")[0].removeprefix("--") not in _OWN]
 
 
-def manifest(capsys, tmp_path, nodes):
+def started_pods(capsys, tmp_path, engine, nodes, *more):
+    """Start the pods of a printed job, as many as its manifest asks for."""
     config_file = tmp_path / "elastic.toml"
     config_file.write_text(SETTINGS)
     options = [f"--config={config_file}", f"--nodes={nodes}", "--gpus-per-node=0"]
     options += ["--image=titan", "--volume=shared"]
-    return documents(capsys, "jobset", *options, *FLAGS)
+    config_map, jobset, *_ = documents(capsys, engine, *options, *FLAGS, *more)
+    spec = jobset["spec"]["template"]["spec"] if engine == "kubernetes" else jobset["spec"]
+    pods = Pods(tmp_path, config_map, spec["replicatedJobs"][0])
+    for index in range(spec["replicatedJobs"][0]["template"]["spec"]["completions"]):
+        pods.start(index)
+    return pods
 
 
 def wait_for(is_true, pods):
@@ -64,8 +70,7 @@ def newest_step(folder):
 
 @pytest.mark.slow
 def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(capsys, tmp_path):
-    config_map, jobset = manifest(capsys, tmp_path, "2:3")
-    pods = Pods(tmp_path, config_map, jobset["spec"]["replicatedJobs"][0])
+    pods = started_pods(capsys, tmp_path, "jobset", "2:3")
 
     def steps_on(n_ranks, n_steps):
         """Wait for an attempt on this many ranks and these steps of it; return the seconds to its first."""
@@ -78,8 +83,6 @@ def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(ca
         return seconds
 
     try:
-        for index in range(3):
-            pods.start(index)
         steps_on(3, 12)
         pods.kill(2)
         after_loss = steps_on(2, 12)
@@ -109,3 +112,35 @@ def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(ca
         # Another number of ranks sums in another order; fp32.
         assert loss == pytest.approx(expected[step][0], rel=2e-5), step
         assert norm == pytest.approx(expected[step][1], rel=1e-3), step
+
+
+@pytest.mark.slow
+def test_two_pods_of_a_train_job_wait_for_the_one_that_leaves_and_end_with_codes(capsys, tmp_path):
+    pods = started_pods(capsys, tmp_path, "kubernetes", 2)
+    try:
+        wait_for(lambda: newest_step(pods.volume) > 5, pods)
+        leaves = pods.processes.pop(1)
+        leaves.send_signal(signal.SIGTERM)  # as the kubelet does when the machine is drained
+        assert leaves.wait(SECONDS) == STOPPED
+        saved = newest_step(pods.volume)
+        assert pods.are_running()
+        pods.start(1)
+        wait_for(lambda: newest_step(pods.volume) > saved + 5, pods)
+        for process in pods.processes.values():
+            process.send_signal(signal.SIGTERM)
+        assert [p.wait(SECONDS) for p in pods.processes.values()] == [STOPPED] * 2
+    finally:
+        pods.kill_all()
+    steps = [step for step, _ in jobs.logged_steps(pods.volume / "outputs")]
+    assert steps == list(range(1, len(steps) + 1))  # nothing was lost, and nothing repeated
+    assert starts(pods.volume) == [2, 2]
+
+
+@pytest.mark.slow
+def test_pods_whose_data_are_missing_end_with_the_code_that_fails_the_job(capsys, tmp_path):
+    missing = "--training.dataset_path=/none.json"
+    pods = started_pods(capsys, tmp_path, "kubernetes", 2, missing)
+    try:
+        assert [p.wait(SECONDS) for p in pods.processes.values()] == [2] * 2
+    finally:
+        pods.kill_all()

@@ -173,6 +173,10 @@ def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
         f"write (ReadWriteMany), or an address as job.dump_folder, got {folder!r}; set one": (
             (has_pods or engine == "skypilot") and not options.volume and "://" not in folder
         ),
+        "ray runs a job in a copy of its folder, and needs an absolute path that all nodes share as "
+        f"job.dump_folder, got {folder!r}; set it": (
+            engine == "ray" and not os.path.isabs(folder) and "://" not in folder
+        ),
         "torchrun needs --head, host[:port] of the first node, got none; set it": (
             engine == "torchrun" and not options.head
         ),

@@ -4,8 +4,6 @@ import itertools
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +25,7 @@ _SECONDS_BETWEEN_LOOKS = 2.0  # at servers of which none answers
 class LostServerError(RunError):
     """A server does not answer. is_gone: there is no server, rather than one that fails."""
 
-    def __init__(self, message: str, is_gone: bool) -> None:
+    def __init__(self, message: str, is_gone: bool = True) -> None:
         super().__init__(message)
         self.is_gone = is_gone
 
@@ -85,7 +83,7 @@ class Servers:
         """Leave out servers whose process ended after the last update. Call it before a draw."""
         with self._lock:
             lost = [address for address, idle in self._ready.items() if _is_closed(idle)]
-            self._lose(lost, "was started again")
+            self._forget(lost, "it was started again")
 
     def call(self, request: Callable[[str], T]) -> T:
         """Return `request(address)` of a server that has the weights; of another one if a server is lost.
@@ -93,80 +91,68 @@ class Servers:
         Raises LostServerError if no server comes back in time, or each one fails at this request.
         """
         for _ in range(len(self.addresses()) + 1):
-            address = self._next()
+            with self._lock:
+                if not self._ready:
+                    self._load_any()
+                ready = list(self._ready)
+            address = ready[next(self._turns) % len(ready)]
             try:
                 return request(address)
             except LostServerError as error:
                 failure = error
                 with self._lock:
-                    self._lose([address], str(error))
+                    self._forget([address], str(error))
         raise failure
 
-    def _next(self) -> str:
-        with self._lock:
-            if not self._ready:
-                self._load_any()
-            ready = list(self._ready)
-        return ready[next(self._turns) % len(ready)]
-
     def _load_any(self) -> None:
-        addresses = self.addresses()
         if self._load is None:
             if not self._is_updated:
-                self.trust(addresses)
+                self.trust(self.addresses())
             if not self._ready:
-                problem = "connection refused"
-                if self._is_updated:
-                    problem = (
-                        "it ended or was started again, and rl.generator.weight_transfer leaves no files to "
-                        "load; start the run again"
-                    )
-                message = f"{self._setting} did not answer ({problem}); look at the server's log"
-                raise LostServerError(message, True)
+                problem = (
+                    "it ended or was started again, and rl.generator.weight_transfer leaves no files to load; "
+                    "start the run again"
+                    if self._is_updated
+                    else "connection refused"
+                )
+                raise LostServerError(
+                    f"{self._setting} did not answer ({problem}); look at the server's log"
+                )
             return
         deadline = time.monotonic() + self._timeout_seconds
-        threads = ThreadPoolExecutor(max(1, len(addresses)), "weights")
-        try:
-            while not self._ready:
+        while True:
+            addresses = self.addresses()
+            with ThreadPoolExecutor(max(1, len(addresses)), "weights") as threads:
                 failures = list(threads.map(self._try_to_load, addresses))
-                if not self._ready and time.monotonic() > deadline:
-                    raise LostServerError(
-                        f"no server of rl.generator.url = {self._setting!r} answered for "
-                        f"{self._timeout_seconds:g} s ({failures[-1] if failures else 'none named'}); look at "
-                        "the servers' logs, or raise rl.generator.timeout_seconds",
-                        True,
-                    )
-                if not self._ready:
-                    time.sleep(min(_SECONDS_BETWEEN_LOOKS, self._timeout_seconds / 4))
-        finally:
-            threads.shutdown(wait=False)
+            if self._ready:
+                return
+            if time.monotonic() > deadline:
+                raise LostServerError(
+                    f"no server of rl.generator.url = {self._setting!r} answered for "
+                    f"{self._timeout_seconds:g} s ({failures[-1] if failures else 'none named'}); look at "
+                    "the servers' logs, or raise rl.generator.timeout_seconds"
+                )
+            time.sleep(min(_SECONDS_BETWEEN_LOOKS, self._timeout_seconds / 4))
 
     def _try_to_load(self, address: str) -> Exception | None:
+        """Return why the server is left out, or None. Raises what a server answers that fails at the load."""
         assert self._load is not None
         try:
             idle = _connect(address)  # before the load: a restart after it closes this connection
-            if not _is_healthy(address):
-                raise OSError("it is starting, or its engine has failed")
             self._load(address)
-        except OSError as error:
-            return error
-        except LostServerError as error:
-            if not error.is_gone:
+        except (OSError, LostServerError) as error:
+            if not getattr(error, "is_gone", True):
                 raise
             return error
         self._ready[address] = idle
         return None
 
-    def _lose(self, addresses: list[str], reason: str) -> None:
-        for address in addresses:
-            if address in self._ready:
-                logger.warning("the server %s is left out: %s", address, reason)
-        self._forget(addresses)
-
-    def _forget(self, addresses: list[str]) -> None:
+    def _forget(self, addresses: list[str], reason: str = "") -> None:
         for address in addresses:
             if (idle := self._ready.pop(address, None)) is not None:
                 idle.close()
+                if reason:
+                    logger.warning("the server %s is left out: %s", address, reason)
 
 
 def _connect(address: str) -> socket.socket:
@@ -184,14 +170,3 @@ def _is_closed(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-def _is_healthy(address: str) -> bool:
-    """Return False if the server's /health says so; a server without this page is healthy."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{address}/health", timeout=10):
-            return True
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code < 500

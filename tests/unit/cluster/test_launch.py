@@ -33,6 +33,7 @@ url = "http://localhost:1"
 model = "policy"
 """
 )
+SHARED = "--job.dump_folder=/shared"
 PODS = ("--image=ghcr.io/me/titan:1", "--volume=shared")
 
 
@@ -166,7 +167,9 @@ def test_skypilot_reads_its_task(job, capsys, tmp_path):
 
 
 def test_ray_is_given_one_command_for_training_and_one_for_verl(job, capsys):
-    words = shlex.split(printed(capsys, "ray", f"--config={job}", "--nodes=3", "--env=A=b c"))
+    words = shlex.split(
+        printed(capsys, "ray", f"--config={job}", "--nodes=3", "--env=A=b c", SHARED)
+    )
     assert words[:4] == ["ray", "job", "submit", "--working-dir"]
     assert words[words.index("--") + 1 :][:3] == ["python", "-m", "torchtitan.cluster.ray"]
     assert '"A": "b c"' in words[words.index("--runtime-env-json") + 1]
@@ -222,6 +225,7 @@ def test_plan_adds_the_flags_of_the_fastest_layout(job, capsys, monkeypatch):
         ),
         ("slurm", ["--env=A"], "--env must be NAME=VALUE, got 'A'"),
         ("torchrun", [], "torchrun needs --head"),
+        ("ray", [], "ray runs a job in a copy of its folder.*got './outputs'"),
         ("slurm", ["--config=none.toml"], "--config must be the job's TOML file, got 'none.toml'"),
     ],
 )
