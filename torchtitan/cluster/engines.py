@@ -90,13 +90,11 @@ class ClusterJob:
 
         Dicts and lists become JSON, which is YAML. parts: whether to keep the lines in <name> ... </name>.
         """
-        server = shlex.join(
-            [
-                *("-m", "vllm.entrypoints.openai.api_server", "--host=0.0.0.0"),
-                *(f"--port={_SERVER_PORT}", f"--model={self.config.model.hf_assets_path}"),
-                *("--served-model-name=policy", f"--max-model-len={self.config.training.seq_len}"),
-                *(f"--tensor-parallel-size={self.ranks}", "--logprobs-mode=processed_logprobs"),
-            ]
+        server = (
+            f"-m vllm.entrypoints.openai.api_server --host=0.0.0.0 --port={_SERVER_PORT} "
+            f"--model={shlex.quote(self.config.model.hf_assets_path)} --served-model-name=policy "
+            f"--max-model-len={self.config.training.seq_len} --tensor-parallel-size={self.ranks} "
+            "--logprobs-mode=processed_logprobs"
         )
         known = vars(self.options) | vars(self) | {"ranks": self.ranks, "stopped": STOPPED}
         known |= {"server": server, "server_port": _SERVER_PORT} | values

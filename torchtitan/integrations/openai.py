@@ -185,7 +185,7 @@ class OpenAIGenerator(ForeignGenerator):
         if self._weight_transfer:
             if is_sender:
                 self._send(pairs, version)
-            return self._servers.update(None)
+            return self._servers.update(_has_no_files, now=False)
         previous, self._adapter = self._adapter, self._name_of(version) if self._run else ""
         if is_sender:
             if self._run:
@@ -274,6 +274,13 @@ def _write(pairs: Pairs, folder: str, hf_assets_path: str) -> None:
         json.dump(index, text)
 
 
+def _has_no_files(server: str) -> None:
+    raise RunError(
+        f"{server} ended or was started again, and rl.generator.weight_transfer leaves no files to load; start "
+        "the run again"
+    )
+
+
 def _post(
     url: str,
     message: dict[str, Any] | None,
@@ -304,5 +311,5 @@ def _post(
             break
         if number < tries:
             time.sleep(_SECONDS_BETWEEN_TRIES * number)
-    message = f"{url} did not answer ({problem}), tried {number} times; look at the server's log"
-    raise LostServerError(message, is_gone) if may_recover else RunError(message)
+    sentence = f"{url} did not answer ({problem}), tried {number} times; look at the server's log"
+    raise LostServerError(sentence, is_gone) if may_recover else RunError(sentence)

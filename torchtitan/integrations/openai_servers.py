@@ -45,24 +45,22 @@ class Servers:
         self._lock = threading.Lock()  # held while a server gets the weights
         self._turns = itertools.count()
         self._ready: dict[str, socket.socket] = {}
-        self._load: Callable[[str], None] | None = None
-        self._is_updated = False
+        self._load: Callable[[str], None] = lambda _: None  # before an update: any server will do
 
     def addresses(self) -> list[str]:
         return addresses_in(self._setting)
 
-    def update(self, load: Callable[[str], None] | None, *, now: bool = True) -> None:
+    def update(self, load: Callable[[str], None], *, now: bool = True) -> None:
         """Have all servers that answer load the weights, and wait until at least one has.
 
         load: has the server of an address load the weights; called again for a server that comes back.
-            None: servers get the weights in another way, and cannot come back.
-        now: False for a rank that waits for rank 0 to do it, in `share`.
+        now: False for a rank that waits for rank 0 to do it, in `share`, and for weights sent in another way.
         Raises what `load` raises, unless the server is gone.
         """
         with self._lock:
             self._forget(list(self._ready))
-            self._load, self._is_updated = load, True
-            if now and load is not None:
+            self._load = load
+            if now:
                 self._load_any()
 
     def share(self) -> None:
@@ -105,20 +103,6 @@ class Servers:
         raise failure
 
     def _load_any(self) -> None:
-        if self._load is None:
-            if not self._is_updated:
-                self.trust(self.addresses())
-            if not self._ready:
-                problem = (
-                    "it ended or was started again, and rl.generator.weight_transfer leaves no files to load; "
-                    "start the run again"
-                    if self._is_updated
-                    else "connection refused"
-                )
-                raise LostServerError(
-                    f"{self._setting} did not answer ({problem}); look at the server's log"
-                )
-            return
         deadline = time.monotonic() + self._timeout_seconds
         while True:
             addresses = self.addresses()
@@ -136,7 +120,6 @@ class Servers:
 
     def _try_to_load(self, address: str) -> Exception | None:
         """Return why the server is left out, or None. Raises what a server answers that fails at the load."""
-        assert self._load is not None
         try:
             idle = _connect(address)  # before the load: a restart after it closes this connection
             self._load(address)

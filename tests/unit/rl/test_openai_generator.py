@@ -284,10 +284,10 @@ def test_server_gets_adapters_alone(tmp_path):
             WeightSync(server.engine, generator).update()
 
 
-def generator_of(server, folder, reload_path="/reload"):
+def generator_of(server, folder, reload_path="/reload", **more):
     reload_url = reload_path and f"{server.url}{reload_path}"
     generator = OpenAIGenerator(
-        server.url, "toy", reload_url, str(folder), "nowhere", vocab_size=32
+        server.url, "toy", reload_url, str(folder), "nowhere", vocab_size=32, **more
     )
     generator.policy_version = 1
     return generator
@@ -404,8 +404,8 @@ def test_temporary_failures_are_retried_and_lasting_ones_raised(server, monkeypa
         answers_of(server)
     server.fails = []
     gone = SimpleNamespace(url="http://127.0.0.1:9")
-    with pytest.raises(RunError, match="did not answer .*refused.* look at the server's log"):
-        generator_of(gone, "unused").generate([[1]], SamplingConfig(seed=1))
+    with pytest.raises(RunError, match="no server .*answered for 0.1 s .*refused.*servers' logs"):
+        generator_of(gone, "unused", timeout_seconds=0.1).generate([[1]], SamplingConfig(seed=1))
 
 
 def test_failure_is_raised_before_slower_requests_end(server, monkeypatch):
