@@ -13,6 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.reliability import jobs
+from tests.unit.cluster.printed import printed
 from torchtitan.tools import launch
 
 TIMEOUT_SECONDS = 180
@@ -49,9 +50,8 @@ CONFIG = "torchtitan/models/llama3/train_configs/python_docs.toml"
 
 def written(engine, path, *flags):
     """Write what `torchtitan launch` prints for a job on CPUs to an executable file."""
-    command = [sys.executable, "-m", "torchtitan", "launch", engine, f"--config={CONFIG}"]
-    command += ["--gpus-per-node=0", "--cpus=1", *flags]
-    path.write_bytes(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    options = (f"--config={CONFIG}", "--gpus-per-node=0", "--cpus=1")
+    path.write_text(printed(engine, *options, *flags))
     path.chmod(0o755)
     return path
 

@@ -35,13 +35,13 @@ _OWN = {"training.steps", "training.seq_len", "training.local_batch_size"}
 FLAGS = [flag for flag in jobs.TINY_JOB if flag.split("=")[0].removeprefix("--") not in _OWN]
 
 
-def started_pods(capsys, tmp_path, engine, nodes, *more):
+def started_pods(tmp_path, engine, nodes, *more):
     """Start the pods of a printed job, as many as its manifest asks for."""
     config_file = tmp_path / "elastic.toml"
     config_file.write_text(SETTINGS)
     options = [f"--config={config_file}", f"--nodes={nodes}", "--gpus-per-node=0"]
     options += ["--image=titan", "--volume=shared"]
-    config_map, jobset, *_ = documents(capsys, engine, *options, *FLAGS, *more)
+    config_map, jobset, *_ = documents(engine, *options, *FLAGS, *more)
     spec = jobset["spec"]["template"]["spec"] if engine == "kubernetes" else jobset["spec"]
     pods = Pods(tmp_path, config_map, spec["replicatedJobs"][0])
     for index in range(spec["replicatedJobs"][0]["template"]["spec"]["completions"]):
@@ -69,8 +69,8 @@ def newest_step(folder):
 
 
 @pytest.mark.slow
-def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(capsys, tmp_path):
-    pods = started_pods(capsys, tmp_path, "jobset", "2:3")
+def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(tmp_path):
+    pods = started_pods(tmp_path, "jobset", "2:3")
 
     def steps_on(n_ranks, n_steps):
         """Wait for an attempt on this many ranks and these steps of it; return the seconds to its first."""
@@ -115,8 +115,8 @@ def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(ca
 
 
 @pytest.mark.slow
-def test_two_pods_of_a_train_job_wait_for_the_one_that_leaves_and_end_with_codes(capsys, tmp_path):
-    pods = started_pods(capsys, tmp_path, "kubernetes", 2)
+def test_two_pods_of_a_train_job_wait_for_the_one_that_leaves_and_end_with_codes(tmp_path):
+    pods = started_pods(tmp_path, "kubernetes", 2)
     try:
         wait_for(lambda: newest_step(pods.volume) > 5, pods)
         leaves = pods.processes.pop(1)
@@ -137,9 +137,9 @@ def test_two_pods_of_a_train_job_wait_for_the_one_that_leaves_and_end_with_codes
 
 
 @pytest.mark.slow
-def test_pods_whose_data_are_missing_end_with_the_code_that_fails_the_job(capsys, tmp_path):
+def test_pods_whose_data_are_missing_end_with_the_code_that_fails_the_job(tmp_path):
     missing = "--training.dataset_path=/none.json"
-    pods = started_pods(capsys, tmp_path, "kubernetes", 2, missing)
+    pods = started_pods(tmp_path, "kubernetes", 2, missing)
     try:
         assert [p.wait(SECONDS) for p in pods.processes.values()] == [2] * 2
     finally:

@@ -1,5 +1,7 @@
 """What `torchtitan launch` prints, called in this process."""
 
+import contextlib
+import io
 import sys
 
 import pytest
@@ -8,12 +10,12 @@ import yaml
 from torchtitan.commands import launch
 
 
-def printed(capsys, *arguments: str) -> str:
-    with pytest.MonkeyPatch.context() as patch:
+def printed(*arguments: object) -> str:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
         patch.setattr(sys, "argv", ["torchtitan launch", *map(str, arguments)])
         launch.main()
-    return capsys.readouterr().out
+    return text.getvalue()
 
 
-def documents(capsys, *arguments: str) -> list[dict]:
-    return list(yaml.safe_load_all(printed(capsys, *arguments)))
+def documents(*arguments: object) -> list[dict]:
+    return list(yaml.safe_load_all(printed(*arguments)))

@@ -70,9 +70,9 @@ def known_fields(document):
 @pytest.mark.parametrize(
     ("engine", "network"), [("kubernetes", "efa"), ("jobset", "infiniband"), ("jobset", "tcp")]
 )
-def test_manifests_have_only_fields_of_the_published_schemas(engine, network, rl_job, capsys):
+def test_manifests_have_only_fields_of_the_published_schemas(engine, network, rl_job):
     options = (f"--config={rl_job}", "--nodes=2:3", "--servers=2", f"--network={network}")
-    found = documents(capsys, engine, *options, *PODS)
+    found = documents(engine, *options, *PODS)
     kinds = [document["kind"] for document in found]
     # Kubeflow's webhook refuses a TrainJob whose runtime is not there yet.
     expected = {"kubernetes": ["ConfigMap", "ClusterTrainingRuntime", "TrainJob"]}
@@ -84,10 +84,10 @@ def test_manifests_have_only_fields_of_the_published_schemas(engine, network, rl
     assert known_fields(wrong) != wrong  # so that the comparison sees a wrong key
 
 
-def test_jobset_of_rl_has_servers_that_are_started_again_and_known_to_the_trainer(rl_job, capsys):
+def test_jobset_of_rl_has_servers_that_are_started_again_and_known_to_the_trainer(rl_job):
     options = (f"--config={rl_job}", "--nodes=3", *PODS, "--servers=2")
-    *_, jobset = documents(capsys, "jobset", *options)
-    _, runtime, _ = documents(capsys, "kubernetes", *options)
+    *_, jobset = documents("jobset", *options)
+    _, runtime, _ = documents("kubernetes", *options)
     assert runtime["spec"]["template"]["spec"] == jobset["spec"]
     spec = jobset["spec"]
     assert spec["successPolicy"]["targetReplicatedJobs"] == ["node"]
@@ -105,8 +105,8 @@ def test_jobset_of_rl_has_servers_that_are_started_again_and_known_to_the_traine
     )
 
 
-def test_pods_that_end_are_treated_as_the_trainers_exit_codes_mean(job, capsys):
-    *_, jobset = documents(capsys, "jobset", f"--config={job}", "--nodes=3", *PODS)
+def test_pods_that_end_are_treated_as_the_trainers_exit_codes_mean(job):
+    *_, jobset = documents("jobset", f"--config={job}", "--nodes=3", *PODS)
     spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
 
     def action(code):
@@ -124,8 +124,8 @@ def test_pods_that_end_are_treated_as_the_trainers_exit_codes_mean(job, capsys):
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 600
 
 
-def test_the_config_travels_with_the_manifest_word_for_word(job, capsys):
-    config_map, _ = documents(capsys, "jobset", f"--config={job}", "--nodes=3", *PODS)
+def test_the_config_travels_with_the_manifest_word_for_word(job):
+    config_map, _ = documents("jobset", f"--config={job}", "--nodes=3", *PODS)
     assert config_map["data"] == {"job.toml": JOB}
     assert config_map["metadata"]["name"] == "my-job"
 
@@ -133,32 +133,32 @@ def test_the_config_travels_with_the_manifest_word_for_word(job, capsys):
 # ---- the other engines ----
 
 
-def test_script_for_slurm_is_bash_with_every_place_filled(job, rl_job, capsys):
+def test_script_for_slurm_is_bash_with_every_place_filled(job, rl_job):
     for options in ([job, "--nodes=3"], [rl_job, "--nodes=3", "--servers=1"]):
-        script = printed(capsys, "slurm", "--config", *options)
+        script = printed("slurm", "--config", *options)
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
         assert not re.search(r"@[A-Z_]+@", script)
     assert "#SBATCH --nodes=4" in script and "WORLD_SIZE=24" in script
     assert '--rl.generator.url="$urls"' in script
 
 
-def test_skypilot_recovers_from_lost_machines_and_stops_alone(job, capsys):
+def test_skypilot_recovers_from_lost_machines_and_stops_alone(job):
     options = [f"--config={job}", "--nodes=3", "--volume=shared"]
-    task = yaml.safe_load(printed(capsys, "skypilot", *options))
+    task = yaml.safe_load(printed("skypilot", *options))
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]}
     assert task["resources"] == {"job_recovery": recovery, "accelerators": "H100:8"}
     subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
 
 
 @pytest.mark.slow
-def test_skypilot_reads_its_task(job, capsys, tmp_path):
+def test_skypilot_reads_its_task(job, tmp_path):
     """Needs skypilot, in an environment of its own."""
     pytest.importorskip("sky")
     from sky import Task
 
     path = tmp_path / "task.yaml"
     path.write_text(
-        printed(capsys, "skypilot", f"--config={job}", "--nodes=3", "--image=titan", "--volume=v")
+        printed("skypilot", f"--config={job}", "--nodes=3", "--image=titan", "--volume=v")
     )
     task = Task.from_yaml(str(path))
     (resources,) = task.resources
@@ -166,25 +166,23 @@ def test_skypilot_reads_its_task(job, capsys, tmp_path):
     assert resources.job_recovery["recover_on_exit_codes"] == [STOPPED]
 
 
-def test_ray_is_given_one_command_for_training_and_one_for_verl(job, capsys):
-    words = shlex.split(
-        printed(capsys, "ray", f"--config={job}", "--nodes=3", "--env=A=b c", SHARED)
-    )
+def test_ray_is_given_one_command_for_training_and_one_for_verl(job):
+    words = shlex.split(printed("ray", f"--config={job}", "--nodes=3", "--env=A=b c", SHARED))
     assert words[:4] == ["ray", "job", "submit", "--working-dir"]
     assert words[words.index("--") + 1 :][:3] == ["python", "-m", "torchtitan.cluster.ray"]
     assert '"A": "b c"' in words[words.index("--runtime-env-json") + 1]
-    words = shlex.split(printed(capsys, "verl", "--nodes=2", "algorithm.adv_estimator=gae", "+a=1"))
+    words = shlex.split(printed("verl", "--nodes=2", "algorithm.adv_estimator=gae", "+a=1"))
     assert words[-3] == "trainer.n_gpus_per_node=8"
     assert words[-2:] == ["algorithm.adv_estimator=gae", "+a=1"]
 
 
-def test_plan_adds_the_flags_of_the_fastest_layout(job, capsys, monkeypatch):
+def test_plan_adds_the_flags_of_the_fastest_layout(job, monkeypatch):
     layout = plan.Layout(replicas=1, shards=12, tp=2, pp=1, cp=1, rows=2)
     fastest = plan.Planned(layout, 1, None, plan.Bound(1, 0, 0, 0, 1.0, 0.5))
     stdout = f"the table\n\n{plan.winner_of([fastest])}\n"
     done = subprocess.CompletedProcess([], 0, stdout=stdout)
     monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: done)
-    script = printed(capsys, "slurm", f"--config={job}", "--nodes=3", "--plan")
+    script = printed("slurm", f"--config={job}", "--nodes=3", "--plan")
     for flag in ("parallelism.tensor_parallel_degree=2", "training.global_batch_size=24"):
         assert f" --{flag}" in script
 
@@ -231,7 +229,7 @@ def test_plan_adds_the_flags_of_the_fastest_layout(job, capsys, monkeypatch):
 )
 def test_job_that_the_engine_cannot_run_is_refused(engine, arguments, message, job, capsys):
     with pytest.raises(SystemExit) as exit_:
-        printed(capsys, engine, f"--config={job}", "--nodes=3", *arguments)
+        printed(engine, f"--config={job}", "--nodes=3", *arguments)
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -240,5 +238,5 @@ def test_job_that_the_engine_cannot_run_is_refused(engine, arguments, message, j
 
 def test_unknown_engine_is_refused(capsys):
     with pytest.raises(SystemExit):
-        printed(capsys, "nomad", "--nodes=1")
+        printed("nomad", "--nodes=1")
     assert "ENGINE must be one of kubernetes, jobset" in capsys.readouterr().err
