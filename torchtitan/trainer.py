@@ -406,7 +406,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
     engine.save()  # waits for the files, because async_mode is off
-    checkpointer.async_mode = usual_mode
+    checkpointer.async_mode, checkpointer.has_stopped = usual_mode, True
     logger.warning(
         f"stopped after step {engine.step} of {engine.num_steps}: {reason}; its "
         "checkpoint is whole, and the same command goes on",

@@ -77,6 +77,7 @@ class CheckpointManager:
     purge_thread = property(lambda self: self._retention.thread)
     purge_queue = property(lambda self: self._retention.queue)
     enable_staging = property(lambda self: self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
+    has_stopped = False  # True after the save of a run that ends before its last step
 
     def __init__(
         self,

@@ -49,6 +49,9 @@ class Job(Section):
     save_config_file: str | None = None
     # Module with a dataclass JobConfig, whose sections and fields extend or replace the built-in ones
     custom_config_module: str = ""
+    # Exit code of a run that a signal or the time limit ended after a save. Engines that start a job again
+    # unless its exit code is 0 need another one, such as 75
+    stopped_exit_code: Annotated[int, Range(0, 125)] = 0
 
 
 @dataclass
