@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from torchtitan.numerics import delta_rule_fla as fla
 
 _GROUP = 16  # chunks that are computed together; forward keeps one state for each group
+_LEAST_EXPONENT = -80.0  # exp of it is 1e-35, far below the rounding of any sum with it
 _EPS = 1e-6  # inside the root of the L2 norm
 
 _library = library.Library("torchtitan", "FRAGMENT")
@@ -73,11 +74,13 @@ def gated_delta_rule(
     cu_seqlens: `VarlenMetadata.cu_seq_q` of the same documents. With it, flash-linear-attention is used
         where it is supported (see `numerics.delta_rule_fla`), unless a state is given or returned.
     return_state: without it the state is None.
-    chunk: tokens per chunk, a power of two; None is 32 on CPUs, where it is the fastest, and else 64.
+    chunk: tokens per chunk, a power of two; None is the fastest on CPUs (16, or 32 for keys of more than 64
+        numbers), and else 64.
     """
     if cu_seqlens is not None and state is None and not return_state and fla.is_supported(q, v):
         return fla.gated_delta_rule(q, k, v, g, beta, cu_seqlens), None
-    chunk = chunk or (32 if q.device.type == "cpu" else 64)
+    if chunk is None:
+        chunk = 64 if q.device.type != "cpu" else 16 if q.shape[-1] <= 64 else 32
     out, last, _ = torch.ops.torchtitan.gated_delta_rule(q, k, v, g, beta, starts, state, chunk)
     return out, last if return_state else None
 
@@ -189,8 +192,9 @@ def _decays(g: Tensor, documents: _Documents) -> tuple[Tensor, Tensor]:
     """Return D [n, B, Hv, C, C] and c [n, B, Hv, C] of g [n, B, Hv, C]."""
     sums = _decay_sums(g, documents)
     gaps = sums.unsqueeze(-1) - sums.unsqueeze(-2)
-    # Masked before exp, which would overflow for j > i.
-    decays = gaps.masked_fill_(~documents.pairs.unsqueeze(2), -math.inf).exp_()
+    # Masked before exp, which would overflow for j > i. CPUs are slow at results that are no normal numbers.
+    pairs = documents.pairs.unsqueeze(2)
+    decays = gaps.masked_fill_(~pairs, 0).clamp_(min=_LEAST_EXPONENT).exp_().mul_(pairs)
     return decays, sums.masked_fill(~documents.is_carried.unsqueeze(2), -math.inf).exp()
 
 
