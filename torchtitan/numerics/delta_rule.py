@@ -140,11 +140,12 @@ def _inverse(lower: Tensor) -> Tensor:
     [[a, 0], [l, b]]^-1 = [[a^-1, 0], [-b^-1 l a^-1, b^-1]].
     """
     size = lower.shape[-1]
-    # contiguous: the copy below goes through views of `inverse`
-    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).repeat(
-        *lower.shape[:-2], 1, 1
-    )
-    width = 1
+    rows = torch.arange(size, device=lower.device).unsqueeze(1)
+    eye = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    # The blocks of two. contiguous: the copy below goes through views of `inverse`
+    is_left = (rows % 2 == 1) & (rows == rows.mT + 1)
+    inverse = torch.where(is_left, -lower, eye).contiguous()
+    width = 2
     while width < size:
 
         def blocks(x: Tensor, row: int, column: int, width: int = width) -> Tensor:
