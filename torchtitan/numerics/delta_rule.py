@@ -125,6 +125,16 @@ def multiplications_per_token(key_dim: int, value_dim: int, chunk: int = 64) -> 
     return in_chunk + 3 * key_dim * value_dim
 
 
+def scratch_bytes(k: Tensor, v: Tensor, is_backward: bool, chunk: int = 64) -> int:
+    """Return about how many bytes the operator takes beside its results; k and v as in `gated_delta_rule`."""
+    n = min(_GROUP, -(-v.shape[1] // chunk)) * v.shape[0] * v.shape[2]
+    key_dim, value_dim = k.shape[-1], v.shape[-1]
+    # As measured: tensors [C, C], of keys and of values, and of states.
+    pairs, wide, states = (9, 12, 2) if is_backward else (9, 6, 1)
+    each = (pairs * chunk + wide * (key_dim + value_dim)) * chunk + states * key_dim * value_dim
+    return n * each * _dtype(v).itemsize
+
+
 # ---- parts of a chunk ----
 
 
