@@ -128,7 +128,9 @@ def estimate_step(
         model_args = derive_model_args(*args)
         model_args.n_layers = n_layers or model_args.n_layers
         if kinds := getattr(model_args, "layer_types", ()):
-            model_args.layer_types = (*itertools.islice(itertools.cycle(kinds), model_args.n_layers),)
+            model_args.layer_types = (
+                *itertools.islice(itertools.cycle(kinds), model_args.n_layers),
+            )
         return model_args
 
     def join_fake_group(world_size: int, _mode: str) -> None:
@@ -165,15 +167,10 @@ def estimate_from_depths(
     """Like `estimate_step`, extrapolated linearly from two depths; None estimates the model itself."""
     if depths is None:
         return estimate_step(job_config, rank, gpus_per_node)
-    n_layers = model_args_of(job_config).n_layers
+    spec = resolve_job(_config_to_estimate(job_config), builds_data=False).train_spec
+    n_layers = spec.model_args[job_config.model.flavor].n_layers
     low, high = (estimate_step(job_config, rank, gpus_per_node, depth) for depth in depths)
     return low.towards(high, (n_layers - depths[0]) / (depths[1] - depths[0]))
-
-
-def model_args_of(job_config: JobConfig) -> Any:
-    """Return the args of the job's flavor."""
-    spec = resolve_job(_config_to_estimate(job_config), builds_data=False).train_spec
-    return spec.model_args[job_config.model.flavor]
 
 
 def bytes_of_states(job_config: JobConfig) -> int:

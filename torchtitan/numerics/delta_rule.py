@@ -130,7 +130,7 @@ def scratch_bytes(k: Tensor, v: Tensor, is_backward: bool, chunk: int = 64) -> i
     n = min(_GROUP, -(-v.shape[1] // chunk)) * v.shape[0] * v.shape[2]
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     # As measured: tensors [C, C], of keys and of values, and of states.
-    pairs, wide, states = (9, 12, 2) if is_backward else (9, 6, 1)
+    pairs, wide, states = (10, 10, 2) if is_backward else (4, 4, 1)
     each = (pairs * chunk + wide * (key_dim + value_dim)) * chunk + states * key_dim * value_dim
     return n * each * _dtype(v).itemsize
 
@@ -344,8 +344,9 @@ def _forward(
             n = len(written)
             reads = reads.view(n, q.shape[0], v.shape[2], chunk, -1)
             out[:, first : first + n * chunk] = _join(reads, q.shape[1] - first)
-            current = inner[-1]
-    return out, current.clone().view_as(last), states
+            current = inner[-1].clone()
+            del chunks, written, inner, reads  # before the next group's are made
+    return out, current.view_as(last), states
 
 
 def _outputs(q: Tensor, v: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -380,7 +381,9 @@ def _backward(
             parts, current = _chunks_backward(chunks, states[group].flatten(0, 1), grad, current)
             for target, part in zip(grads, parts, strict=True):
                 target[:, first : first + n * chunk] = _join(part, q.shape[1] - first)
-    return *grads, current.clone().view_as(grad_state)
+            current = current.clone()
+            del chunks, grad, parts, part  # before the next group's are made
+    return *grads, current.view_as(grad_state)
 
 
 def _chunks_backward(

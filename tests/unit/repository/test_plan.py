@@ -10,6 +10,7 @@ import torch
 
 import torchtitan.models.attention_cpu  # noqa: F401 (registers its operators)
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.job_config import Model
 from torchtitan.config.pipeline_layout import modules_of_stages
 from torchtitan.estimate.bounds import Bound, Machine, bound_of, depths_of, without_memory
 from torchtitan.estimate.plan import (
@@ -110,6 +111,15 @@ def test_rehearsed_depths_fill_all_stages_alike(schedule, less, option):
         sizes.append(layers[0])
     # Whole periods of what selective checkpointing repeats.
     assert (sizes[1] - sizes[0]) % (int(option) if option.isdigit() else 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "period"), [("qwen3_5", "9B", 4), ("llama3", "8B", 2)]
+)
+def test_rehearsed_depths_differ_by_all_kinds_of_layers(family, flavor, period):
+    config = JobConfig(model=Model(name=family, flavor=flavor))
+    low, high = depths_of(config)
+    assert (low, high - low) == (4, period)
 
 
 def test_bound_of_a_step_is_its_longer_part_and_the_bubble():
