@@ -777,7 +777,7 @@ def test_failed_write_leaves_no_folder_and_no_byte_that_fills_the_disk(tmp_path,
 def test_save_that_cannot_begin_leaves_the_whole_checkpoint_that_it_would_replace(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
-    no_room = mock.patch.object(folder, "_write_synced", side_effect=OSError("disk full"))
+    no_room = mock.patch.object(folder.storage, "write_text", side_effect=OSError("disk full"))
     with no_room, pytest.raises(RuntimeError, match="step-1 could not be written.*disk full"):
         run.manager.save(1)
     run.counter.step = 7
