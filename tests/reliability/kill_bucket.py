@@ -44,7 +44,10 @@ def start(variant: Variant, folder: Path, bucket: str) -> jobs.Job:
     own = {}
     if "machines" in variant.name:  # each rank has a disk of its own
         own = {1: [f"--job.dump_folder={folder}/of_rank_1"]}
-    arguments = [f"--job.dump_folder={folder}/outputs", f"--checkpoint.folder=s3://{BUCKET}/{bucket}"]
+    arguments = [
+        f"--job.dump_folder={folder}/outputs",
+        f"--checkpoint.folder=s3://{BUCKET}/{bucket}",
+    ]
     return jobs.start(
         [*variant.arguments, *arguments],
         folder / "logs",

@@ -256,7 +256,7 @@ def own_share(names: list[str]) -> list[str]:
 def recorded_hashes(folder: str) -> dict[str, str]:
     """Return file name -> SHA-256; empty if the folder has no hash file. ValueError if it is damaged."""
     path, entries = storage.join(folder, HASHES_FILE), []
-    if storage.is_file(path):
+    if storage.exists(path):
         with open_file(path, errors="replace") as file:
             header, *lines = file.read().splitlines() or [""]
         entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]

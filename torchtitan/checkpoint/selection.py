@@ -210,8 +210,7 @@ def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Fac
     """
 
     def read() -> Facts:
-        is_there = storage.names_in(path) if storage.is_address(path) else os.path.isdir(path)
-        if not is_there:
+        if not storage.is_folder(path):
             error = FileNotFoundError if in_hf is None else ValueError
             raise error(f"{key} must be a folder with a checkpoint, got {path!r}; correct the path")
         facts = _read(path, verify, in_hf=bool(in_hf))

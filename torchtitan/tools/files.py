@@ -43,8 +43,13 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}; convert it to UTF-8") from None
 
 
-def regular_file(path: str | os.PathLike[str]) -> str:
-    """Return `path`, for a library that opens it; raises OSError for a path that `open_file` refuses."""
+def regular_file(path: str | os.PathLike[str]) -> Any:
+    """Return `path`, or a file at an address, for a library that opens it.
+
+    Raises OSError for a path that `open_file` refuses.
+    """
+    if storage.is_address(path):
+        return storage.RangedFile(os.fspath(path))
     os.close(open_descriptor(path, os.O_RDONLY))
     return os.fspath(path)
 

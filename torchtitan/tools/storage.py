@@ -124,11 +124,15 @@ def stat(path: str) -> Stat | None:
     if not is_address(path):
         found = os.stat(path) if os.path.isfile(path) else None
         return found and Stat(found.st_size, found.st_mtime_ns)
-    try:
-        about = _call(path, lambda fs, name: fs.info(name))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    about = _about(path)
     return _stat(about) if about["type"] == "file" else None
+
+
+def _about(address: str) -> dict[str, Any]:
+    try:
+        return _call(address, lambda fs, name: fs.info(name))
+    except (FileNotFoundError, NotADirectoryError):
+        return {"type": "nothing"}
 
 
 def _stat(about: dict[str, Any]) -> Stat:
@@ -138,6 +142,15 @@ def _stat(about: dict[str, Any]) -> Stat:
 
 def is_file(path: str) -> bool:
     return os.path.isfile(path) if not is_address(path) else stat(path) is not None
+
+
+def is_folder(path: str) -> bool:
+    return os.path.isdir(path) if not is_address(path) else _about(path)["type"] == "directory"
+
+
+def exists(path: str) -> bool:
+    """True for a file, also for a pipe or a device on a disk, which `open_file` refuses."""
+    return os.path.exists(path) if not is_address(path) else stat(path) is not None
 
 
 def names_in(folder: str) -> list[str]:
@@ -225,17 +238,25 @@ def sweep(address: str) -> None:
 
 @lru_cache(_BLOCKS_KEPT)
 def _block(address: str, found: Stat, number: int) -> bytes:
-    return _range(address, number * _BLOCK, min((number + 1) * _BLOCK, found.st_size))
+    return read_ranges([(address, number * _BLOCK, min((number + 1) * _BLOCK, found.st_size))])[0]
 
 
-def _range(address: str, start: int, end: int) -> bytes:
-    data = _call(address, lambda fs, name: fs.cat_file(name, start=start, end=end))
-    if len(data) != end - start:
-        reason = (
-            f"has become shorter while it was read: {len(data)} bytes at {start}, not {end - start}"
-        )
-        raise StorageError(errno.EIO, reason, address)
-    return data
+def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
+    """Return the bytes of each (address, start, end), at addresses of one store, several at a time."""
+    if not ranges:
+        return []
+    addresses, starts, ends = map(list, zip(*ranges, strict=True))
+
+    def work(fs: Any, _: str) -> list[bytes]:
+        names = [fs._strip_protocol(address) for address in addresses]
+        return fs.cat_ranges(names, starts, ends, on_error="raise")
+
+    parts = _call(addresses[0], work)
+    for part, (address, start, end) in zip(parts, ranges, strict=True):
+        if len(part) != end - start:
+            reason = f"has {len(part)} bytes at {start} now, not {end - start}; do not change it meanwhile"
+            raise StorageError(errno.EIO, reason, address)
+    return parts
 
 
 class RangedFile(io.RawIOBase):
@@ -262,7 +283,7 @@ class RangedFile(io.RawIOBase):
         if start >= end:
             return b""
         if end - start >= _BLOCK:
-            return _range(self.address, start, end)
+            return read_ranges([(self.address, start, end)])[0]
         first, last = start // _BLOCK, (end - 1) // _BLOCK
         blocks = b"".join(_block(self.address, self.found, n) for n in range(first, last + 1))
         return blocks[start - first * _BLOCK : end - first * _BLOCK]
@@ -324,8 +345,10 @@ def fetched(path: str) -> str:
     if not files:
         raise FileNotFoundError(errno.ENOENT, "there are no files of a Hugging Face model", path)
     copy = _in_cache("fetched", repr((resolved(path), sorted(files.items()))))
+    from torchtitan.tools.files import open_file
+
     os.makedirs(os.path.dirname(copy), exist_ok=True)
-    with open(f"{copy}.lock", "a") as lock:
+    with open_file(f"{copy}.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the machine fetches, others wait
         if not os.path.isdir(copy):
             size = sum(found.st_size for found in files.values())
