@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,8 @@ class Server:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.port}"
         self.environment = ENVIRONMENT | {"AWS_ENDPOINT_URL": self.url}
+        # moto's buckets outlive the server.
+        urllib.request.urlopen(f"{self.url}/moto-api/reset", data=b"").close()
         self.client().create_bucket(Bucket=BUCKET)
 
     def _answer(self, environ: dict[str, Any], start_response: Callable) -> Any:

@@ -185,8 +185,12 @@ def _remove_weights(folder: str) -> None:
         is_shards = entry.name == "sharded"
         if is_shards and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
-        elif is_shards or any(fnmatchcase(entry.name, pattern) for pattern in WEIGHT_FILES):
+        elif is_shards or _is_weight_file(entry.name):
             os.unlink(entry.path)
+
+
+def _is_weight_file(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
@@ -268,7 +272,7 @@ def recorded_hashes(folder: str) -> dict[str, str]:
 
 
 def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = None) -> None:
-    """Copy a finished folder to `address`, replacing what is there. Collective over `group`.
+    """Copy a finished folder to `address`, replacing the weights there. Collective over `group`.
 
     Each rank copies its own `.distcp` files, from its own disk; rank 0 copies the others. Where rank 0's
     files cannot be seen, on other machines, the rank's files are removed afterwards.
@@ -279,7 +283,7 @@ def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = N
 
     def begin() -> set[str]:
         mark_unfinished(address)  # first: what is there no longer counts
-        for name in storage.find(address).keys() - {UNFINISHED_MARKER}:
+        for name in filter(_is_weight_file, storage.names_in(address)):
             storage.delete(storage.join(address, name))
         storage.sweep(address)
         own = {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}

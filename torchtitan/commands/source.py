@@ -15,13 +15,20 @@ from torchtitan.adapters.peft_files import CONFIG_FILE
 from torchtitan.checkpoint.folder import Contents, contents_of, list_steps
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.job_config import ActivationCheckpoint, Compile, LRScheduler, Parallelism
+from torchtitan.config.job_config import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Compile,
+    LRScheduler,
+    Parallelism,
+)
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import find_train_spec
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.objective.scoring import without_training
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.step.runner import on_error
+from torchtitan.tools import storage
 from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.events import FILE_NAME, exit_code
 from torchtitan.tools.files import open_file
@@ -56,7 +63,7 @@ def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]
     The config is read from the first of these: `config_file`, the source if it is a TOML file, the
     source's config.json, the config that its run recorded. Raises UnknownModelError without any of them.
     """
-    source = source or ("" if config_file else RUN_FOLDER)
+    source = _on_disk(source or ("" if config_file else RUN_FOLDER))
     if os.path.isfile(source) and not config_file:
         config_file = source
     flags = [f"--job.config_file={config_file}"] if config_file else []
@@ -83,7 +90,7 @@ def _recorded_config(source: str) -> dict[str, Any]:
             if not config["job"]["custom_config_module"]:
                 config = {section: values for section, values in config.items() if section in own}
             return _without_none(config)
-    if not path.exists():
+    if not path.exists() and not storage.is_address(source):
         raise UnknownModelError(
             f"SOURCE must be a file or folder, and {source!r} is none; correct the path"
         )
@@ -120,6 +127,12 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _on_disk(source: str) -> str:
+    """Return the source; of a Hugging Face folder at an address, the copy on this disk."""
+    is_hf = storage.is_address(source) and storage.is_file(storage.join(source, "config.json"))
+    return storage.fetched(source) if is_hf else source
+
+
 def _is_peft(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, CONFIG_FILE))
 
@@ -130,19 +143,22 @@ def weights_in(source: str | None, config: JobConfig) -> str:
     A TOML file stands for the run in its job.dump_folder. config: that of the source's job. Raises
     ValueError if there are no weights.
     """
-    source = source or RUN_FOLDER
+    source = _on_disk(source or RUN_FOLDER)
     if os.path.isfile(source):
         source = config.job.dump_folder
     if contents_of(source) != Contents.UNKNOWN or _is_peft(source):
         return source
-    found = []
-    for folder in (source, os.path.join(source, config.checkpoint.folder)):
-        found += [step.path for step in list_steps(folder) if step.is_finished][-1:]
+    found, uploaded = [], config.checkpoint.folder
+    is_uploaded = storage.is_address(uploaded)
+    own = storage.join(source, Checkpoint.folder if is_uploaded else uploaded)
+    for folder in (source, own, *[uploaded] * is_uploaded):
+        if not (found and storage.is_address(folder)):  # what is on the disk comes first
+            found += [step.path for step in list_steps(folder) if step.is_finished][-1:]
     exported = os.path.join(source, MODEL_FOLDER)  # without adapters, which are merged there
     if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
         found.append(exported)
     if found:
-        return max(found, key=os.path.getmtime)
+        return max(found, key=os.path.getmtime) if len(found) > 1 else found[0]
     raise ValueError(
         f"SOURCE must be a step folder of a run, a folder of such, or a folder with Hugging Face "
         f"safetensors files, and {source!r} is none; train with --checkpoint.enable to get "

@@ -101,7 +101,7 @@ class Run:
     Without a dataloader every save is due.
     """
 
-    def __init__(self, folder, model=None, dataloader=None, adapter=None, seed=0, **config):
+    def __init__(self, dump_folder, model=None, dataloader=None, adapter=None, seed=0, **config):
         torch.manual_seed(seed)
         self.model = Net() if model is None else model
         self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
@@ -117,7 +117,7 @@ class Run:
             states={"train_state": self.counter},
             checkpoint_config=Checkpoint(**(settings | config)),
             sd_adapter=adapter,
-            base_folder=str(folder),
+            base_folder=str(dump_folder),
         )
 
     def train(self, steps: int = 1) -> None:
