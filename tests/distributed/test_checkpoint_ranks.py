@@ -1,11 +1,13 @@
 """Checkpoints of sharded models on gloo ranks."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -24,6 +26,7 @@ from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.errors import RunError
 
 
 class Position(Stateful):
@@ -51,7 +54,7 @@ class NetAdapter(StateDictAdapter):
 class Run:
     """A sharded model with optimizer and checkpoint manager. The same seed on every rank."""
 
-    def __init__(self, folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
+    def __init__(self, dump_folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
@@ -70,7 +73,7 @@ class Run:
             states={},
             checkpoint_config=Checkpoint(enable=True, **({"interval": 1} | config)),
             sd_adapter=NetAdapter(None, None),
-            base_folder=folder,
+            base_folder=dump_folder,
         )
 
     def train(self, steps: int = 1) -> None:
@@ -276,3 +279,32 @@ def test_all_ranks_hear_of_what_fails_on_one_of_them_and_of_another_model(tmp_pa
         assert "step-4 could not be written" in of_export and "disk full" in of_export
         assert "holds no whole checkpoint yet" in of_export
         assert not is_loaded
+
+
+def upload_from_two_disks(folder: str, async_mode: str) -> None:
+    disk, bucket = f"{folder}/disk-{dist.get_rank()}", f"{folder}/bucket"
+    os.environ["XDG_CACHE_HOME"] = f"{disk}/cache"
+    run = Run(disk, async_mode=async_mode, folder=f"file://{bucket}")
+    run.train()
+    run.manager.save(1)
+    run.train()
+    saved = run.everything()
+    run.manager.save(2)
+    run.manager.close()
+    assert find_damage(f"file://{bucket}/step-2") is None
+    own = Path(f"{disk}/checkpoint/step-2")
+    assert own.exists() == (dist.get_rank() == 0)  # rank 1 sees no file of rank 0, and keeps none
+    other = Run(disk, seed=1, folder=f"file://{bucket}")
+    assert other.manager.load()
+    assert_same(other.everything(), saved)
+    with contextlib.suppress(FileNotFoundError):
+        Path(f"{bucket}/step-2/{HASHES_FILE}").unlink()  # as if the upload had been interrupted
+    third = Run(disk, seed=2, folder=f"file://{bucket}")
+    assert third.manager.load() and third.manager.newest_step() == 1
+    with pytest.raises(RunError, match="ranks see different files.*torchtitan export"):
+        run.manager.save_hf(f"file://{bucket}/hf")
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_machines_without_a_shared_folder_meet_in_the_bucket(tmp_path, async_mode):
+    run_ranks(upload_from_two_disks, 2, str(tmp_path), async_mode)

@@ -3,6 +3,7 @@
 A model is read and written part by part, because converting a part needs memory for its copies.
 """
 
+import errno
 import os
 import shutil
 from collections import Counter, defaultdict
@@ -345,6 +346,13 @@ def _write_over_ranks(
         enable_consolidation=False,
     )
     dcp.save(tensors, storage_writer=writer, checkpoint_id=None)
+    if len({*all_ranks(tuple(sorted(os.listdir(sharded))))}) > 1:
+        raise OSError(
+            errno.ENOENT,
+            "ranks see different files there, and joining them needs a folder that all machines share; "
+            "export the last checkpoint with `torchtitan export` on one machine",
+            sharded,
+        )
     rank, n_ranks, n_files = dist.get_rank(), dist.get_world_size(), max(file_index.values())
 
     def join_own_files() -> dict[str, Any]:
