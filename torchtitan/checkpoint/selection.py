@@ -6,7 +6,6 @@ taken if every rank has all of its files.
 
 import os
 from collections.abc import Collection
-from functools import partial
 from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.folder import (
@@ -94,7 +93,7 @@ class Selection:
             chosen, folders = self.newest(folder, verify), self._folders
         else:
             folders, copies = from_rank_zero(lambda: self._named_step(folder, step, verify))
-            whole = (facts for facts in copies[:-1] if self._problem_of(facts) is None)
+            whole = (facts for facts in copies[:-1] if self._problem_of(facts, folder) is None)
             chosen = next(whole, None) or copies[-1].require_whole()
         if chosen is None:
             return None
@@ -121,7 +120,7 @@ class Selection:
             folders, facts = from_rank_zero(lambda: self._newest_step(folder, verify, problems))
             if not problems and folders == self._folders:
                 return self._newest
-            if facts is None or (problem := self._problem_of(facts)) is None:
+            if facts is None or (problem := self._problem_of(facts, folder)) is None:
                 break
             problems[facts.path] = problem
         damaged = {path: why for path, why in problems.items() if why != _ELSEWHERE}
@@ -152,17 +151,24 @@ class Selection:
             return self._newest
         return from_rank_zero(lambda: self._named_step(folder, step, False)[1][0])
 
-    def _problem_of(self, facts: Facts) -> str | None:
-        """Return why a step cannot be loaded, or None. Collective."""
+    def _problem_of(self, facts: Facts, folder: str) -> str | None:
+        """Return why a step cannot be loaded, or None. folder: the run's, on this rank's disk. Collective."""
         if self._bucket and not storage.is_address(facts.path):
             try:
                 names = from_rank_zero(lambda: [*recorded_hashes(facts.path)])
             except ValueError as error:
                 return str(error)
+            if not names:  # this run writes hashes; without them a part of a step would look whole
+                return f"{HASHES_FILE} is missing"
+            own = os.path.join(folder, os.path.basename(facts.path))
+
+            def found_in(place: str) -> set[str]:
+                return {name for name in names if os.path.isfile(os.path.join(place, name))}
+
             # Machines may have disks of their own. What no rank has is missing, says `find_damage`.
-            path_of = partial(os.path.join, facts.path)
-            lacking = all_ranks({name for name in names if not os.path.isfile(path_of(name))})
-            if any(lacking) and not set.intersection(*lacking):
+            of_ranks = all_ranks((found_in(facts.path), found_in(own)))
+            has_all = all(len(readable) == len(names) for readable, _ in of_ranks)
+            if not has_all and len(set().union(*(kept for _, kept in of_ranks))) == len(names):
                 return _ELSEWHERE
         return facts.find_damage()
 

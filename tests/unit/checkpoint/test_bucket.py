@@ -123,6 +123,20 @@ def test_damaged_copy_is_passed_over_wherever_it_is(bucket, tmp_path, damage):
         other.manager.load(step=2)
 
 
+def test_step_whose_hashes_are_lost_is_not_loaded_nor_uploaded_over_the_whole_one(bucket, tmp_path):
+    run = run_with(bucket, tmp_path / "a")
+    run.train_and_save(1, 2)
+    (tmp_path / "a/checkpoint/step-2" / HASHES_FILE).unlink()
+    other = run_with(bucket, tmp_path / "a", seed=1)
+    assert other.manager.load()
+    other.manager.close()
+    assert_same(run.everything(), other.everything())  # from the bucket
+    assert (bucket / "step-2" / HASHES_FILE).exists()
+    (bucket / "step-2" / HASHES_FILE).unlink()
+    other = run_with(bucket, tmp_path / "a", seed=1)
+    assert other.manager.load() and other.counter.step == 1
+
+
 def test_step_that_a_listing_shows_too_early_does_not_count(bucket, tmp_path, monkeypatch):
     run = run_with(bucket, tmp_path / "a")
     run.train_and_save(1, 2)
