@@ -7,6 +7,7 @@ and optimizer state after three steps have to be those of one process.
 
 import dataclasses
 import hashlib
+import re
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ import torch
 from tests.distributed.training_runs import DealtRows
 from tests.reliability.jobs import flags_in
 from torchtitan.distributed.tied_copies import FIRST, name_in_whole_model, trained_copies_in
+from torchtitan.models.causal_lm import CausalLM, CausalLMArgs, LayerKind
+from torchtitan.models.family import build_decoder_train_spec
+from torchtitan.models.llama3 import Llama3StateDictAdapter
 from torchtitan.models.moe import MoEArgs
+from torchtitan.models.rope import LinearRoPE, RoPEArgs
 from torchtitan.testing.gloo import run_ranks
 
 STEPS = 3
@@ -136,6 +141,24 @@ _BIASES = _SIZES | dict(n_kv_heads=2, attention_bias=True, mlp_bias=True)
 _QWEN3_MOE = _HEADS | {"moe_inter_dim": 32}
 _TWO = MoEArgs(num_experts=2, num_shared_experts=1, score_func="softmax", use_grouped_mm=False)
 _MIXED = _DEEPSEEK | dict(n_layers=2, n_dense_layers=1)
+_FACTS = _HEADS | dict(hidden_dim=128)
+_GEMMA3 = _FACTS | dict(
+    logits_cap=3.0, softmax_scale=0.3, embedding_scale=8.0,
+    layer_kinds={
+        "local": LayerKind(RoPEArgs(theta=1e3), window=7),
+        "global": LayerKind(RoPEArgs(theta=1e5, scaling=LinearRoPE(8.0))),
+    },
+    layer_types=("local", "global") * 2,
+)  # fmt: skip
+_GATES_AND_SCALES = _FACTS | dict(
+    attention_gate=True, query_scale=0.1, query_scale_length=4, residual_scale=0.5, logits_divisor=2.0,
+    layer_kinds={"partial": LayerKind(RoPEArgs(share=0.5)), "none": LayerKind(rope=None)},
+    layer_types=("partial", "none") * 2,
+)  # fmt: skip
+_QWEN3_5 = _FACTS | dict(
+    linear_key_heads=4, linear_value_heads=8, linear_key_dim=8, linear_value_dim=12,
+    layer_types=("linear_attention", "full_attention") * 2,
+)  # fmt: skip
 # family -> (model.name, flavor, changes)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama3", "debugmodel", _SIZES | {"n_kv_heads": 2}),
@@ -147,9 +170,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3, tied": ("qwen3", "debugmodel", _QWEN3 | {"enable_weight_tying": True}),
     "one dense layer, one of experts": ("deepseek_v3", "debugmodel", _MIXED),
     "llama3, biases": ("llama3", "debugmodel", _BIASES),
+    "olmo2": ("olmo", "debugmodel", _FACTS),
+    "gemma3": ("gemma3", "debugmodel", _GEMMA3),
+    "qwen3_5": ("qwen3_5", "debugmodel", _QWEN3_5),
+    "qwen3_5 MoE": ("qwen3_5", "debugmodel_moe", _QWEN3_5 | {"moe_inter_dim": 32}),
+    "gates and scales": ("causal_lm", "debugmodel", _GATES_AND_SCALES),
     "qwen3 MoE, two experts": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE | {"moe_args": _TWO}),
 }
-MOE_FAMILIES = ["qwen3 MoE", "qwen3 MoE, two experts", "deepseek_v3", "llama4", "gpt_oss"]
+MOE_FAMILIES = [
+    "qwen3_5 MoE",
+    "qwen3 MoE",
+    "qwen3 MoE, two experts",
+    "deepseek_v3",
+    "llama4",
+    "gpt_oss",
+]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
 # rows -> flags
@@ -163,7 +198,7 @@ BATCHES = {
 }
 REPLAYED = ", experts replayed"  # behind an entry of BATCHES: batches say which experts to take
 # Windows, sinks and chunks are beyond sdpa: whole rows of these families go through flex.
-_WITHOUT_SDPA = {"llama4", "gpt_oss"}
+_WITHOUT_SDPA = {"llama4", "gpt_oss", "gemma3"}
 
 
 @dataclasses.dataclass
@@ -184,11 +219,18 @@ def register_tiny(family: str) -> str:
     from torchtitan.protocols import train_spec
 
     model_name, flavor, changes = FAMILIES[family]
-    name = f"tiny_{family.replace(' ', '_').replace(',', '')}"
+    name = f"tiny_{re.sub('[^a-z0-9]+', '_', family.lower())}"
     if name not in train_spec._extra_train_specs:
-        spec = train_spec.get_train_spec(model_name)
+        if model_name == "causal_lm":
+            spec = build_decoder_train_spec(
+                CausalLM, {flavor: CausalLMArgs()}, Llama3StateDictAdapter
+            )
+        else:
+            spec = train_spec.get_train_spec(model_name)
         args = dataclasses.replace(spec.model_args[flavor], **changes)
-        shallow = dataclasses.replace(args, n_layers=3 if family == "llama4" else 2)
+        n_layers = 3 if family == "llama4" else 2
+        fewer = {"layer_types": args.layer_types[:n_layers]} if hasattr(args, "layer_types") else {}
+        shallow = dataclasses.replace(args, n_layers=n_layers, **fewer)
         flavors = {"tiny": args, "shallow": shallow}
         train_spec.register_train_spec(
             name, dataclasses.replace(spec, model_args=flavors, build_tokenizer_fn=None)

@@ -117,3 +117,37 @@ def _experts_sharded():
 
 def test_sharded_experts_are_taken_apart_and_put_together_like_whole_ones():
     assert run_ranks(_experts_sharded, 4) == [[]] * 4
+
+
+class Joined(KeyMapAdapter):
+    from_hf_map = {"layers.{}.qkv": Fused(("layers.{}.q", "layers.{}.v"), rows=(1, 2), n_groups=4)}
+
+
+def _rows_sharded():
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    ours = {"layers.0.q": torch.randn(8, 6), "layers.0.v": torch.randn(16, 6)}
+    torch.distributed.broadcast(ours["layers.0.q"], 0)
+    torch.distributed.broadcast(ours["layers.0.v"], 0)
+    expected, mistakes = Joined(None, None).to_hf(ours), []
+    for placements in (
+        [Shard(0), Replicate()],
+        [Replicate(), Shard(0)],
+        [Shard(1), Shard(0)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+    ):
+        sharded = {n: distribute_tensor(t, grid, placements) for n, t in ours.items()}
+        files = Joined(None, None).to_hf(sharded)
+        back = Joined(None, None).from_hf(files)
+        for name, tensor in [*expected.items(), *ours.items()]:
+            value = (files | back)[name].full_tensor()
+            if not torch.equal(value, tensor):
+                mistakes.append((placements, name))
+        if (to := back["layers.0.v"].to_local().shape[1]) != sharded["layers.0.v"].to_local().shape[
+            1
+        ]:
+            mistakes.append((placements, "columns", to))
+    return mistakes
+
+
+def test_sharded_rows_are_joined_per_head_and_split_again():
+    assert run_ranks(_rows_sharded, 4) == [[]] * 4

@@ -79,6 +79,41 @@ def test_every_layout_gives_the_numbers_of_one_process(name, one_process, tmp_pa
     check(name, ALL[name], one_process, str(tmp_path))
 
 
+FOUR_BITS = (
+    "--lora.base_format=nf4",
+    "--model.args=dim=128, {}",  # a rank's part of a row has at least one block of 64 numbers
+)
+SIZES = {
+    "llama3": "n_heads=8",
+    "qwen3, tied": "head_dim=32",
+    "qwen3 MoE": "head_dim=32, moe_inter_dim=128",
+}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP casts integers")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FSDP 2, accumulation 2, full AC",
+        "TP 2, whole logits, op AC",
+        pytest.param("PP 2, ZBVZeroBubble", marks=pytest.mark.slow),
+        pytest.param("TP 2, EP 2", marks=pytest.mark.slow),
+        pytest.param("DDP 2", marks=pytest.mark.slow),
+    ],
+)
+def test_base_in_4_bits_gives_the_numbers_of_one_process(name, tmp_path):
+    (case,) = QUICK.get(name, [DENSE])
+    flags = (*FLAGS, FOUR_BITS[0], FOUR_BITS[1].format(SIZES[case[0]]))
+    layouts = [ONE_PROCESS, BY_NAME[name]]
+    if not needs_four_layers(BY_NAME[name]):
+        layouts = list(map(shallow, layouts))
+    one, other = (measure(each, [case], str(tmp_path), flags)[0] for each in layouts)
+    assert one.losses[-1] < one.losses[0]
+    assert other.hashes == one.hashes, "initial weights differ"
+    for kind, difference in differences(other, one).items():
+        assert difference <= TOLERANCES[kind], f"{kind} differs by {difference:.1e}"
+
+
 @pytest.mark.slow
 def test_base_in_float8_gives_the_numbers_of_one_process(tmp_path):
     pytest.importorskip("torchao")

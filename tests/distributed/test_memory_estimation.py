@@ -10,7 +10,7 @@ import torch
 from torchtitan.config import ConfigManager
 from torchtitan.estimate.device import why_not
 from torchtitan.estimate.memory_tracker import OTHER, PARAMETERS, MemoryTracker
-from torchtitan.estimate.step import num_params_of
+from torchtitan.estimate.step import bytes_of_states
 
 CONFIG = "torchtitan/models/llama3/train_configs/debug_model.toml"
 # A process of its own: the stand-in for a device has to be there before torch.
@@ -115,8 +115,7 @@ def test_job_with_a_second_model_is_estimated_without_it(loss, monkeypatch, capl
     flags += "--model.converters=lora --checkpoint.enable --checkpoint.last_save_peft".split()
     flags += ["--checkpoint.save_peft_interval=2"]
     config = ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags])
-    plain = ConfigManager().parse_args([f"--job.config_file={CONFIG}"])
-    assert num_params_of(config) == num_params_of(plain)
+    assert bytes_of_states(config) > 0
     assert f"loss.name = '{loss}' is left out" in caplog.text
 
 
@@ -134,3 +133,21 @@ def test_tracker_counts_storages_once_until_they_are_freed():
         weight.untyped_storage().resize_(0)
         assert tracker.live.total() == 0
     assert tracker.peak == {PARAMETERS: 400, OTHER: 400}
+
+
+@pytest.mark.parametrize("base", ["full training", "adapters", "adapters, 4 bits"])
+def test_states_of_a_model_are_its_parameters_and_three_times_what_trains(base, monkeypatch):
+    monkeypatch.setenv("NGPU", "1")
+    flags = [f"--job.config_file={CONFIG}"]
+    flags += ["--model.converters=lora"] if "adapters" in base else []
+    flags += ["--lora.base_format=nf4"] if "4 bits" in base else []
+    # Of the debug model: 6 layers, 16 heads of 16, feed-forwards of 768.
+    matrices, norms = 6 * (4 * DIM * DIM + 3 * DIM * 768), (2 * 6 + 1) * DIM
+    tables, rank = 2 * VOCABULARY * DIM, 8
+    adapters = 6 * rank * (4 * 2 * DIM + 3 * (DIM + 768))
+    expected = {
+        "full training": 16 * (matrices + norms + tables),
+        "adapters": 2 * (matrices + norms + tables) + 16 * adapters,
+        "adapters, 4 bits": matrices * 36 // 64 + 2 * (norms + tables) + 16 * adapters,
+    }
+    assert bytes_of_states(ConfigManager().parse_args(flags)) == expected[base]

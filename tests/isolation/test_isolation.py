@@ -8,6 +8,7 @@ B rows, T tokens, H query heads, K key/value heads, D head size, V vocabulary en
 """
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from tests.isolation.leaks import LEAKS
 from tests.isolation.packings import (
     EOS_ID,
     LARGEST_FIRST_POSITION,
@@ -29,7 +31,9 @@ from tests.isolation.packings import (
 from torchtitan.batch.documents import document_starts, read_document_ids
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.models import gated_delta
 from torchtitan.models.attention import attend, build_inner_attention
+from torchtitan.models.gated_delta import GatedDeltaNet
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.testing import isolation
 from torchtitan.testing.isolation import KERNELS, run_alone, run_packed
@@ -105,6 +109,31 @@ def problems_of(n_packings, device="cpu"):
 
 def test_sixty_packings_of_the_certificate_are_isolated_bitwise():
     assert problems_of(60) == []
+
+
+def recurrent_problems(layer, n_packings):
+    """Yield problems that the certificate finds in a layer with a recurrent state."""
+    for index in range(n_packings):
+        yield from isolation.check_recurrent_packing(layer, 16, index)
+
+
+def test_forty_packings_through_linear_attention_are_isolated_bitwise():
+    assert [*recurrent_problems(isolation.small_delta_net(), 40)] == []
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_certificate_reports_a_leak_of_linear_attention(leak, monkeypatch):
+    for name, broken in LEAKS[leak].items():
+        if name == "forward":
+            forward = GatedDeltaNet.forward
+            monkeypatch.setattr(
+                GatedDeltaNet,
+                name,
+                lambda self, *x, broken=broken, forward=forward: broken(partial(forward, self))(*x),
+            )
+        else:
+            monkeypatch.setattr(gated_delta, name, broken(getattr(gated_delta, name)))
+    assert next(recurrent_problems(isolation.small_delta_net(), 40), None)
 
 
 def attend_causal(q, k, v, document_ids):

@@ -1,3 +1,3 @@
 import pytest
 
-pytest.register_assert_rewrite("tests.reference.comparison")
+pytest.register_assert_rewrite("tests.reference.families")

@@ -1,4 +1,4 @@
-"""Seven chat templates: short re-creations of published formats, with {% generation %} marks.
+"""Chat templates: short re-creations of published formats, with {% generation %} marks.
 
 The marks are around the text that the model writes, through the token that ends its turn.
 """
@@ -15,18 +15,36 @@ class Format(NamedTuple):
     control: tuple[str, ...]  # further special tokens
 
 
-CHATML = r"""
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+def turns(
+    header: str, end: str, gap: str = "", begin: str = "", last: str = "", **roles: str
+) -> str:
+    """Return the template of a format whose turns are a header, the content, `end` and `gap`.
+
+    header: with {} for the role. last: ends the last turn of a chat that is no prompt, behind `end`.
+    roles: names of roles that differ from those of the messages.
+    """
+    return rf"""
+{{{{- {begin!r} }}}}
+{{%- for message in messages %}}
+    {{%- set role = {roles!r}.get(message.role, message.role) %}}
+    {{{{- {header!r}.replace('{{}}', role) }}}}
+    {{%- set last = {last!r} if loop.last and not add_generation_prompt else '' %}}
+    {{%- if message.role == 'assistant' %}}
+        {{%- generation %}}{{{{- message.content + {end!r} + last }}}}{{%- endgeneration %}}
+    {{%- else %}}
+        {{{{- message.content + {end!r} + last }}}}
+    {{%- endif %}}
+    {{{{- {gap!r} }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- {header!r}.replace('{{}}', {roles.get("assistant", "assistant")!r}) }}}}{{%- endif %}}
 """
+
+
+CHATML = turns("<|im_start|>{}\n", "<|im_end|>", gap="\n")
+KIMI_K2 = turns("<|im_{}|>{}<|im_middle|>", "<|im_end|>")
+MINIMAX_M2 = turns("]~b]{}\n", "[e~[", gap="\n", begin="]~!b[", assistant="ai")
+# The headers are ordinary text, not tokens.
+OLMO_2 = turns("<|{}|>\n", "<|endoftext|>", gap="\n", begin="<|endoftext|>")
 
 # Tools are listed in the first user's message, their results have the role ipython.
 LLAMA_3 = r"""
@@ -142,6 +160,75 @@ QWEN_3 = r"""
         {{- '<think>\n\n</think>\n\n' }}
     {%- endif %}
 {%- endif %}
+"""
+
+# Calls are written as tags. Every reply after the last question has thinking, which may be empty.
+QWEN_3_5 = QWEN_3.replace(
+    """{{- '<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+            {{- tool_call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}""",
+    """{{- '<tool_call>\\n<function=' + tool_call.function.name + '>\\n' }}
+            {%- for name, value in tool_call.function.arguments.items() %}
+                {{- '<parameter=' + name + '>\\n' }}{{- value }}{{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}""",
+).replace("and (loop.last or reasoning)", "")
+assert "<function=" in QWEN_3_5
+
+# No token ends a turn: the model writes the first token of the next header.
+GLM_4 = r"""
+{{- '[gMASK]<sop>' }}
+{%- set headers = {'tool': '<|observation|>'} %}
+{%- for message in messages %}
+    {%- if loop.first or messages[loop.index0 - 1].role != 'assistant' %}
+        {{- headers.get(message.role, '<|' + message.role + '|>') }}
+    {%- endif %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+        {%- set content = message.content if message.content is string else '' %}
+        {{- '\n<think>' + (message.reasoning_content or '') + '</think>\n' + content | trim }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n<tool_call>' + call.function.name }}
+            {%- for name, value in call.function.arguments.items() %}
+                {{- '\n<arg_key>' + name + '</arg_key>\n<arg_value>' }}{{- value }}{{- '</arg_value>' }}
+            {%- endfor %}
+            {{- '\n</tool_call>' }}
+        {%- endfor %}
+        {%- if not loop.last %}
+            {%- set next = messages[loop.index0 + 1].role %}
+            {{- headers.get(next, '<|' + next + '|>') }}
+        {%- endif %}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '\n' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and (not messages or messages[-1].role != 'assistant') %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
+# The system's text stands in the first user's turn, and texts are trimmed.
+GEMMA_3 = r"""
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set first_prefix = messages[0]['content'] + '\n\n' %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set first_prefix = '' %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'assistant' %}
+        {{- '<start_of_turn>model\n' }}
+        {%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}
+    {%- else %}
+        {{- '<start_of_turn>' + message['role'] + '\n' + (first_prefix if loop.first else '') }}
+        {{- message['content'] | trim + '<end_of_turn>' }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}
 """
 
 # No header before a reply: "[/INST]" ends the user's text.
@@ -293,6 +380,54 @@ FORMATS = {
         QWEN_3,
         {"eos_token": "<|im_end|>"},
         ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
+    ),
+    "qwen_3_5": Format(
+        QWEN_3_5,
+        {"eos_token": "<|im_end|>"},
+        ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
+    ),
+    "glm_4": Format(
+        GLM_4,
+        {"eos_token": "<|endoftext|>"},
+        (
+            "[gMASK]",
+            "<sop>",
+            *(f"<|{role}|>" for role in ("system", "user", "assistant", "observation")),
+        ),
+    ),
+    "gemma_3": Format(
+        GEMMA_3, {"bos_token": "<bos>", "eos_token": "<eos>"}, ("<start_of_turn>", "<end_of_turn>")
+    ),
+    "kimi_k2": Format(
+        KIMI_K2,
+        {"bos_token": "[BOS]", "eos_token": "[EOS]"},
+        (
+            "<|im_end|>",
+            "<|im_middle|>",
+            *(f"<|im_{role}|>" for role in ("system", "user", "assistant")),
+        ),
+    ),
+    "minimax_m2": Format(MINIMAX_M2, {"bos_token": "]~!b[", "eos_token": "[e~["}, ("]~b]",)),
+    "olmo_2": Format(OLMO_2, {"eos_token": "<|endoftext|>"}, ()),
+    "granite": Format(
+        turns("<|start_of_role|>{}<|end_of_role|>", "<|end_of_text|>", gap="\n"),
+        {"eos_token": "<|end_of_text|>"},
+        ("<|start_of_role|>", "<|end_of_role|>"),
+    ),
+    "phi_4": Format(
+        turns("<|im_start|>{}<|im_sep|>", "<|im_end|>"),
+        {"eos_token": "<|im_end|>"},
+        ("<|im_start|>", "<|im_sep|>"),
+    ),
+    "phi_4_mini": Format(
+        turns("<|{}|>", "<|end|>", last="<|endoftext|>"),
+        {"eos_token": "<|endoftext|>"},
+        ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
+    ),
+    "seed_oss": Format(
+        turns("<seed:bos>{}\n", "<seed:eos>"),
+        {"eos_token": "<seed:eos>"},
+        ("<seed:bos>",),
     ),
     "mistral": Format(MISTRAL, {"bos_token": "<s>", "eos_token": "</s>"}, ()),
     "deepseek": Format(

@@ -1,25 +1,34 @@
-"""Every family against its class in transformers on the same random weights, fp32.
+"""Every family against its class in transformers on the same random weights; see `families`.
 
-Our arguments are read from transformers' config, so that sizes stand here once.
+Our arguments are read from config.json, so that sizes stand in one table.
 """
 
+import copy
 import dataclasses
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
-from tests.reference.comparison import (
+from tests.reference.families import (
+    CASES,
     VOCAB,
-    check_packed_equals_separate,
-    check_three_adamw_steps,
-    load_into,
-    logits_of,
-    perturb_norms_and_biases,
-    random_tokens,
+    YARN_FIELDS,
+    args_for_rows,
+    build_hf_model,
+    casts_to_fp64,
+    hf_config,
+    hf_model,
+    hf_model_in_fp64,
+    our_logits,
+    our_model,
+    their_logits,
+    tokens_and_positions,
 )
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.models.llama3 import Llama3StateDictAdapter, TransformerModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
@@ -27,161 +36,50 @@ from torchtitan.protocols.train_spec import get_train_spec
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SIZES = dict(
-    vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=48, max_position_embeddings=256,
-)  # fmt: skip
-# Small, so that slow pairs of a head turn visibly within 40 positions, too.
-THETA = {"rope_type": "default", "rope_theta": 1000.0}
-# As in Llama 3.1, squeezed so that 40 positions meet all three bands.
-BANDS = dict(
-    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
-    high_freq_factor=4.0, original_max_position_embeddings=64,
-)  # fmt: skip
-LLAMA3 = dict(num_hidden_layers=2, head_dim=8, rms_norm_eps=1e-5, rope_parameters=BANDS)
-QWEN = dict(num_hidden_layers=2, rms_norm_eps=1e-6, rope_parameters=THETA)
-QWEN_EXPERTS = dict(
-    num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
-)
-# The original length is longer than any text here: YaRN holds below it, too.
-YARN = dict(
-    rope_type="yarn", rope_theta=100.0, factor=8.0, beta_fast=4, beta_slow=1, mscale=0.7,
-    mscale_all_dim=0.7, original_max_position_embeddings=64,
-)  # fmt: skip
-DEEPSEEK = dict(
-    num_hidden_layers=3, num_key_value_heads=4, moe_intermediate_size=24, first_k_dense_replace=1,
-    kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=8,
-    n_shared_experts=2, num_experts_per_tok=3, routed_scaling_factor=2.5, rms_norm_eps=1e-6,
-    initializer_range=0.1,  # experts' scores differ, and outputs are of order 1
-    rope_parameters=YARN,
-)  # fmt: skip
-GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}
-# Layers 1 and 3 have experts; layer 2 has no RoPE and sees past the chunks of 8 tokens.
-LLAMA4 = dict(
-    num_hidden_layers=4, head_dim=8, intermediate_size=24, intermediate_size_mlp=64,
-    num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2,
-    no_rope_layers=[1, 1, 0, 1], attention_chunk_size=8, rms_norm_eps=1e-5, rope_parameters=THETA,
-    pad_token_id=None, use_qk_norm=True, attn_temperature_tuning=False,
-)  # fmt: skip
-# Small enough that 40 positions have ten different temperatures.
-TUNED = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.3}
-GPT_OSS_YARN = dict(
-    rope_type="yarn", rope_theta=1000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0,
-    truncate=False, original_max_position_embeddings=256,
-)  # fmt: skip
-GPT_OSS = dict(
-    num_hidden_layers=4, head_dim=16, num_local_experts=8, num_experts_per_tok=4,
-    sliding_window=8, swiglu_limit=1.5, rms_norm_eps=1e-5, rope_parameters=GPT_OSS_YARN,
-)  # fmt: skip
-TIED = {"tie_word_embeddings": True}
-V3 = "deepseek_v3, grouped, latent queries"
-# name -> class in transformers, its arguments
-CASES = {
-    "llama3": ("Llama", LLAMA3),
-    "llama3, tied": ("Llama", LLAMA3 | TIED),
-    "llama3, biased": ("Llama", LLAMA3 | {"attention_bias": True, "mlp_bias": True}),
-    "llama3, wide heads": ("Llama", LLAMA3 | TIED | {"head_dim": 16}),
-    "qwen2": ("Qwen2", QWEN),
-    "qwen2, tied": ("Qwen2", QWEN | TIED),
-    "qwen3": ("Qwen3", QWEN | {"head_dim": 16}),
-    "qwen3, tied": ("Qwen3", QWEN | TIED | {"head_dim": 16}),
-    "qwen3_moe": ("Qwen3Moe", QWEN | QWEN_EXPERTS | {"head_dim": 16}),
-    V3: ("DeepseekV3", DEEPSEEK | GROUPS | {"norm_topk_prob": True}),
-    "deepseek_v3, direct queries": (
-        "DeepseekV3",
-        DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    ),
-    "deepseek_v2": ("DeepseekV2", DEEPSEEK | GROUPS | {"topk_method": "group_limited_greedy"}),
-    "llama4": ("Llama4", LLAMA4 | {"use_qk_norm": False}),
-    "llama4, normed": ("Llama4", LLAMA4),
-    "llama4, tuned": ("Llama4", LLAMA4 | TUNED),
-    "llama4, two experts": (
-        "Llama4",
-        LLAMA4 | TUNED | {"use_qk_norm": False, "num_experts_per_tok": 2},
-    ),
-    "gpt_oss": ("GptOss", GPT_OSS),
-}
-PACKED = ["llama3", "qwen2", "qwen3", V3, "llama4", "llama4, normed", "llama4, tuned", "gpt_oss"]
-DOCUMENTS = {"attn_mask_type": "position_block_causal"}
-# Of experts sums are longer.
-TOLERANCE = {"DeepseekV3": 2e-5, "DeepseekV2": 2e-5, "GptOss": 2e-5}
-
-
-def hf_config(case):
-    cls, arguments = CASES[case]
-    config_cls = getattr(transformers, f"{cls}{'Text' if cls == 'Llama4' else ''}Config")
-    attention = {"attn_implementation": "eager"} if cls == "GptOss" else {}
-    return config_cls(**SIZES | arguments, **attention)
-
-
-def hf_model(case):
-    cls, _ = CASES[case]
-    is_llama4 = cls == "Llama4"
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{cls}ForCausalLM")(hf_config(case)).float().eval()
-    if cls not in ("Llama4", "GptOss"):
-        perturb_norms_and_biases(model)
-        return model
-    with torch.no_grad():  # away from ones and zeros, which would hide a mistake
-        for name, parameter in model.named_parameters():
-            if is_llama4:
-                parameter.add_((0.1 if "norm" in name else 0.05) * torch.randn_like(parameter))
-            elif any(part in name for part in ("norm", "bias", "sinks", "router")):
-                parameter.copy_(("norm" in name) + 0.5 * torch.randn_like(parameter))
-            elif "experts" in name:
-                parameter.mul_(10)  # large enough to reach the limit
-    return model
-
-
-def loaded(reference, weights, **changes):
-    """Return our model of a config of transformers, with these weights, and their adapter."""
-    match = from_hf_config(reference.config.to_dict())
-    spec = get_train_spec(match.family)
-    if match.family in ("llama4", "gpt_oss"):
-        changes = {"attn_type": "flex"} | changes
-    args = dataclasses.replace(match.model_args, max_seq_len=64, **changes)
-    model = spec.model_cls(args)
-    adapter = spec.state_dict_adapter(args, None).spelled_like(weights)
-    # Only the routers of DeepSeek-V3 have a bias in files.
-    has_bias = any("correction_bias" in name for name in weights)
-    biases = [name for name in model.state_dict() if name.endswith("expert_bias")]
-    return load_into(model, adapter, weights, lacking=[] if has_bias else biases)
+WITH_EXPERTS = [case for case, config in CASES.items() if "num_experts_per_tok" in config]
 
 
 def opened(folder, reference):
-    auto, attention = transformers.AutoModelForCausalLM, reference.config._attn_implementation
-    return auto.from_pretrained(folder, attn_implementation=attention).eval()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._experts_implementation = "eager"
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, config=config, attn_implementation="eager").eval()
 
 
 @pytest.mark.parametrize(
-    ("case", "is_fused"), [*((case, False) for case in CASES), ("qwen3_moe", True), (V3, True)]
+    ("case", "is_fused"),
+    [*((case, False) for case in CASES), *((case, True) for case in WITH_EXPERTS)],
 )
-def test_folder_gives_the_logits_of_hugging_face_and_exports_open_there(case, is_fused, tmp_path):
-    """is_fused: with stacked experts, as transformers holds them, in place of the hub's files."""
-    reference, tolerance = hf_model(case), TOLERANCE.get(CASES[case][0], 1e-5)
-    reference.save_pretrained(tmp_path, save_original_format=not is_fused)
-    files = load_file(tmp_path / "model.safetensors")
+def test_folder_gives_the_logits_of_each_document_alone_and_exports_open_there(
+    case, is_fused, tmp_path
+):
+    """is_fused: one file with stacked experts, as transformers holds them; else files of the hub."""
+    reference = hf_model(case)
+    with torch.no_grad():
+        theirs = their_logits(reference)
+    how = {} if is_fused else {"max_shard_size": "20KB"}
+    reference.save_pretrained(tmp_path, save_original_format=not is_fused, **how)
+    files = {}
+    for path in tmp_path.glob("*.safetensors"):
+        files |= load_file(path)
     assert ("lm_head.weight" in files) != reference.config.tie_word_embeddings
     match = from_hf_config(tmp_path)
-    spec = get_train_spec(match.family)
-    args = dataclasses.replace(match.model_args, **DOCUMENTS, attn_type="varlen")
+    spec, args = get_train_spec(match.family), args_for_rows(match)
     model = spec.model_cls(args)
     with torch.no_grad():
         model.init_weights()
     load_from_hf(model.state_dict(), spec.state_dict_adapter(args, None), str(tmp_path))
-    tokens = random_tokens(2, 40)
-    with torch.no_grad():
-        ours = logits_of(model, tokens, torch.arange(40).expand(2, -1))
-        theirs = reference(tokens).logits
+    largest = theirs.abs().max()
     assert theirs.std() > 0.1, "logits too small for the tolerance to tell anything"
-    assert (ours - theirs).abs().max() <= tolerance
+    with torch.no_grad():
+        assert (our_logits(model) - theirs).abs().max() <= 1e-5 * largest
     for assets, name in ((tmp_path, "copied_config"), (None, "config_from_args")):
         adapter = spec.state_dict_adapter(args, assets and str(assets))
         save_to_hf(model.state_dict(), adapter, str(tmp_path / name))
         export = opened(tmp_path / name, reference)
         assert export.dtype == torch.float32
         with torch.no_grad():
-            assert (export(tokens).logits - theirs).abs().max() <= 1e-5, name
+            assert (their_logits(export) - theirs).abs().max() <= 1e-6 * largest, name
     exported = adapter.spelled_like(files).to_hf(model.state_dict())
     assert exported.keys() == files.keys()
     for name, tensor in files.items():
@@ -196,68 +94,305 @@ def test_folder_gives_the_logits_of_hugging_face_and_exports_open_there(case, is
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_config_in_memory_and_in_its_file_say_the_same(case, tmp_path):
+def test_logits_and_gradients_are_those_of_documents_alone_in_fp64(case):
+    """Formulas are the same: no tolerance hides a wrong term."""
+    reference = hf_model_in_fp64(case)
+    with casts_to_fp64():
+        config, weights = reference.config.to_dict(), reference.state_dict()
+        match, changes = from_hf_config(config), {"attn_type": "flex"}
+        if case in WITH_EXPERTS:  # the kernel for all experts refuses fp64
+            changes["moe_args"] = dataclasses.replace(
+                match.model_args.moe_args, use_grouped_mm=False
+            )
+        model, adapter = our_model(config, weights, torch.float64, **changes)
+        ours, theirs = our_logits(model), their_logits(reference)
+        factors = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(3))
+        for logits in (ours, theirs):
+            (logits * factors).sum().backward()
+    assert ours.dtype == theirs.dtype == torch.float64
+    assert (ours - theirs).abs().max() <= 1e-12
+    gradients = adapter.to_hf({name: p.grad for name, p in model.named_parameters()})
+    for name, parameter in reference.named_parameters():
+        error = (gradients[name] - parameter.grad).abs().max()
+        assert error <= 1e-12 * max(1, parameter.grad.abs().max()), name
+    reference.zero_grad()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_adamw_steps_have_the_losses_and_weights_of_transformers(case):
+    """Rows are one document each, because transformers trains packed ones only with full attention."""
+    reference = copy.deepcopy(hf_model(case))
+    model, adapter = our_model(reference.config.to_dict(), reference.state_dict())
+    is_tied = model.output.weight is model.tok_embeddings.weight
+    assert is_tied == reference.config.tie_word_embeddings
+    batch = torch.randint(2, VOCAB, (2, 34), generator=torch.Generator().manual_seed(2))
+    tokens, labels = batch[:, :-1], batch[:, 1:].flatten()
+    positions = torch.arange(33).expand(2, -1)
+    masks = model.get_attention_masks(tokens, None, {"positions": positions})
+
+    def losses(model, logits_of):
+        # With AdamW's own eps, a gradient that is a rounding error makes a step of full size.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        for _ in range(3):
+            loss = F.cross_entropy(logits_of().flatten(0, 1), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    theirs = [*losses(reference, lambda: reference(tokens, use_cache=False).logits)]
+    ours = [*losses(model, lambda: model(tokens, masks, positions))]
+    assert theirs[2] < theirs[0]
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    weights = adapter.to_hf(model.state_dict())
+    for name, tensor in reference.state_dict().items():
+        if name in weights:
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4, msg=name)
+    assert weights.keys() | {"lm_head.weight"} >= reference.state_dict().keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_means_the_same_in_the_hubs_spelling_and_as_transformers_writes_it(case, tmp_path):
+    """What transformers writes has every field, so a field that ours lacks has its default."""
     config = hf_config(case)
     config.save_pretrained(tmp_path)
-    match = from_hf_config(config.to_dict())
-    assert from_hf_config(tmp_path / "config.json") == match
+    match = from_hf_config(tmp_path)
+    assert from_hf_config(config.to_dict()) == match
     assert match.flavor is None
+    assert from_hf_config(CASES[case]).model_args == match.model_args
     older = json.loads((tmp_path / "config.json").read_text())
+    if (
+        "rope_type" not in older["rope_parameters"]
+    ):  # by kind of layer; `CASES` has an older spelling
+        return
     rope = older.pop("rope_parameters")
-    older["rope_theta"] = rope.pop("rope_theta")
+    for name in {"rope_theta", "partial_rotary_factor"} & {*rope}:
+        older[name] = rope.pop(name)
     older["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     assert from_hf_config(older) == match
 
 
-@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-@pytest.mark.parametrize("case", PACKED)
-def test_packed_documents_have_the_log_probs_of_documents_alone(case, attn_type):
-    reference = hf_model(case)
-    model, _ = loaded(reference, reference.state_dict(), attn_type=attn_type, **DOCUMENTS)
-    check_packed_equals_separate(reference, model, TOLERANCE.get(CASES[case][0], 1e-5))
+# ---- fields of config.json ----
+
+# Tied weights are compared by the folders above; no group, or one of two experts, has no third expert.
+NOT_CHANGED = [("tie_word_embeddings", True), ("tie_word_embeddings", False)]
+NOT_CHANGED += [("topk_group", 0), ("topk_group", 1)]
+OTHER_TEXTS = {"silu": "gelu", "gelu_pytorch_tanh": "silu"}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "llama4, two experts"])
-def test_three_adamw_steps_have_the_losses_of_hugging_face(case):
+def changed_fields(content, path=()):
+    """Yield (path, another value) for the fields of a config, also in its tables."""
+    for name, value in content.items():
+        others = []
+        if isinstance(value, dict):
+            yield from changed_fields(value, (*path, name))
+        elif isinstance(value, bool):
+            others = [not value]
+        elif isinstance(value, int):
+            others = [value + 1, value - 1]
+        elif isinstance(value, float):
+            others = [value * 1.5 + 0.1, 1]
+        elif isinstance(value, list):
+            others = [value[1:] + value[:1]]
+        elif value is None:
+            others = [7, 0.5, True]
+        elif value in OTHER_TEXTS:
+            others = [OTHER_TEXTS[value]]
+        for other in others:
+            if (name, other) not in NOT_CHANGED:
+                yield (*path, name), other
+
+
+@torch.no_grad()
+def whole_rows(model):
+    """Return the logits of rows of one document each, of our model or transformers'."""
+    tokens, _ = tokens_and_positions()
+    if not isinstance(model, Decoder):
+        return model(tokens, use_cache=False).logits
+    return model(tokens, model.get_attention_masks(tokens, None))
+
+
+def check_like_transformers(case, config, field, before=None):
+    """Check that our model of a config has transformers' logits, or that `field` is refused.
+
+    before: return False, and check nothing, if transformers has no such model with the weights of `case`, or
+        has these logits for it, too.
+    """
+    weights = hf_model(case).state_dict()
+    try:
+        other = build_hf_model(config)
+        other.load_state_dict(weights)
+        theirs = whole_rows(other)
+    except Exception:
+        return False
+    if before is not None and not (theirs - before).abs().max() > 1e-5:
+        return False
+    try:
+        ours, _ = our_model(config, weights, attn_type="flex", attn_mask_type="causal")
+    except ValueError as error:
+        assert field in str(error)
+        return True
+    assert (whole_rows(ours) - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    return True
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_field_that_changes_transformers_logits_changes_ours_likewise_or_is_refused(case):
+    reference, whole_config = hf_model(case), hf_config(case).to_dict()
+    before, n_changing = whole_rows(reference), 0
+    fields = type(reference.config).__annotations__.keys()
+    for path, value in changed_fields({k: v for k, v in whole_config.items() if k in fields}):
+        table = config = copy.deepcopy(whole_config)
+        for name in path[:-1]:
+            table = table[name]
+        table[path[-1]] = value
+        n_changing += check_like_transformers(case, config, path[-1], before)
+    assert n_changing
+
+
+FLAT_YARN = {"rope_type": "yarn", "rope_theta": 1e3, **YARN_FIELDS}
+# transformers ignores one table where it has one for each kind of layer, and takes a rope_theta of OLMo 3
+# for full attention only.
+QUIRKS = [
+    ("olmo3", {"rope_parameters": FLAT_YARN}),
+    ("gemma3, layers", {"rope_parameters": FLAT_YARN}),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}),
+    ("gemma3, layers", {"rope_parameters": None, "rope_theta": 1e4}),
+]
+
+
+@pytest.mark.parametrize(("case", "change"), QUIRKS)
+def test_rope_tables_that_transformers_reads_in_its_own_way_are_read_likewise_or_refused(
+    case, change
+):
+    config = {k: v for k, v in (CASES[case] | change).items() if v is not None}
+    assert check_like_transformers(case, config, "rope")
+
+
+# ---- configs that no model here can express ----
+
+NOT_SCALED = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+# case, the field that the message has to name, a value that cannot be expressed
+REFUSED = [
+    ("llama", "model_type", "mamba"),
+    ("llama", "hidden_act", "relu"),
+    ("llama", "num_key_value_heads", 3),
+    ("llama", "rope_type", NOT_SCALED),
+    ("deepseek_v3", "topk_method", "greedy"),
+    ("qwen3_5", "attn_output_gate", False),
+    ("qwen3_5", "output_gate_type", "sigmoid"),
+    ("qwen3_5", "layer_types", ["mamba"] * 4),
+    ("qwen3_5", "linear_num_key_heads", 3),
+    ("qwen3_5", "hidden_act", "relu"),
+    ("qwen3_5", "rope_type", NOT_SCALED),
+    ("qwen3_next", "hidden_act", "relu"),
+    ("glm4_moe", "hidden_act", "relu"),
+    ("glm4_moe", "rope_type", NOT_SCALED),
+    ("gemma3", "use_bidirectional_attention", True),
+    ("gemma3", "hidden_activation", "relu"),
+    ("mistral", "hidden_act", "relu"),
+    ("mistral", "rope_type", NOT_SCALED),
+    ("ministral3", "rope_type", NOT_SCALED),
+    ("mixtral", "router_jitter_noise", 0.1),
+    ("olmo2", "hidden_act", "relu"),
+    ("olmo2", "rope_type", NOT_SCALED),
+    ("olmo3", "layer_types", ["chunked_attention"] * 4),
+    ("olmoe", "clip_qkv", 0.6),
+    ("smollm3", "hidden_act", "relu"),
+    ("seed_oss", "hidden_act", "relu"),
+    ("granite", "hidden_act", "relu"),
+    ("phi3", "rope_type", NOT_SCALED),
+    ("phi3", "hidden_act", "relu"),
+    ("minimax_m2", "scoring_func", "softmax"),
+    ("minimax_m2", "use_routing_bias", False),
+    ("minimax_m2", "use_qk_norm", False),
+    ("minimax_m2", "qk_norm_type", "per_head"),
+    ("minimax_m2", "router_jitter_noise", 0.1),
+    ("qwen2_moe", "hidden_act", "relu"),
+]
+
+
+@pytest.mark.parametrize(("case", "field", "value"), REFUSED)
+def test_config_that_cannot_be_expressed_is_refused_by_the_name_of_its_field(case, field, value):
+    from_hf_config(CASES[case])
+    change = value if isinstance(value, dict) else {field: value}
+    with pytest.raises(ValueError, match=f"it has {field} = "):
+        from_hf_config(CASES[case] | change)
+
+
+# ---- folders of multimodal models ----
+
+# model_type of the folder, its text model, prefix of the text model's tensors, further tensors
+VISION = {"model.visual.x.weight": torch.ones(3)}
+MULTIMODAL = [
+    ("qwen3_5", "qwen3_5", "model.language_model.", VISION | {"mtp.fc.weight": torch.ones(3)}),
+    ("qwen3_5_moe", "qwen3_5_moe", "model.language_model.", VISION),
+    ("gemma3", "gemma3", "model.language_model.", {"model.vision_tower.x": torch.ones(3)}),
+    ("gemma3", "gemma3", "language_model.model.", {"vision_tower.x": torch.ones(3)}),
+    ("mistral3", "ministral3", "model.language_model.", {"model.vision_tower.x": torch.ones(3)}),
+    ("mistral3", "ministral3", "language_model.model.", {"vision_tower.x": torch.ones(3)}),
+    ("llama4", "llama4", "language_model.model.", {"vision_model.x": torch.ones(3)}),
+]
+
+
+@pytest.mark.parametrize(("outer", "case", "prefix", "others"), MULTIMODAL)
+def test_text_model_is_read_from_the_folder_of_a_multimodal_model(
+    outer, case, prefix, others, tmp_path
+):
     reference = hf_model(case)
-    model, adapter = loaded(reference, reference.state_dict())
-    is_tied = model.output.weight is model.tok_embeddings.weight
-    assert is_tied == reference.config.tie_word_embeddings
-    lr = 1e-3 if case.startswith("deepseek") else 1e-2
-    theirs, ours = check_three_adamw_steps(reference, model, lr)
-    if case == "gpt_oss":
-        ours = adapter.to_hf(ours)
-        assert ours.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
+    reference.save_pretrained(tmp_path)
+    text = load_file(tmp_path / "model.safetensors")
+    head = "language_model.lm_head." if prefix.startswith("language") else "lm_head."
+
+    def nested(name):
+        name = name.replace("lm_head.", head)
+        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    files = {nested(name): tensor for name, tensor in text.items()}
+    save_file(files | others, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    match = from_hf_config(tmp_path)
+    config = {
+        "model_type": outer,
+        "text_config": json.loads((tmp_path / "config.json").read_text()),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {}}))
+    assert from_hf_config(tmp_path) == match
+
+    spec, args = get_train_spec(match.family), args_for_rows(match)
+    model = spec.model_cls(args)
+    with torch.no_grad():
+        model.init_weights()
+    adapter = spec.state_dict_adapter(args, None)
+    load_from_hf(model.state_dict(), adapter, str(tmp_path))
+    plain, _ = our_model(CASES[case], text)
+    assert torch.equal(our_logits(model), our_logits(plain))
+    written = adapter.spelled_like(files | others).to_hf(model.state_dict())
+    assert written.keys() == files.keys()
+    assert adapter.spelled_like(text).to_hf(model.state_dict()).keys() == text.keys()
+
+
+@pytest.mark.parametrize("outer", ["kimi_k2", "kimi_k25"])
+def test_kimi_k2_is_a_deepseek_v3(outer):
+    inner = CASES["deepseek_v3"] | {"model_type": "kimi_k2"}
+    config = inner if outer == "kimi_k2" else {"model_type": outer, "text_config": inner}
+    assert from_hf_config(config) == from_hf_config(CASES["deepseek_v3"])
+
+
+# ---- what the cases above would not see ----
 
 
 def test_yarn_and_correction_bias_matter_here():
     """Otherwise the tests above would not see them."""
-    reference, tokens = hf_model(V3), random_tokens(2, 40)
-    weights = reference.state_dict()
+    config, weights = CASES["deepseek_v3"], hf_model("deepseek_v3").state_dict()
     without_bias = {n: t * (0 if "correction" in n else 1) for n, t in weights.items()}
     models = [
-        loaded(reference, weights),
-        loaded(reference, without_bias),
-        loaded(reference, weights, rope_factor=1),
+        our_model(config, weights),
+        our_model(config, without_bias),
+        our_model(config, weights, rope_factor=1),
     ]
     with torch.no_grad():
-        first, *others = (model(tokens) for model, _ in models)
+        first, *others = (our_logits(model) for model, _ in models)
     assert all((other - first).abs().max() > 0.01 for other in others)
-
-
-def test_weights_of_the_multimodal_class_are_read_without_its_images():
-    reference = hf_model("llama4")
-    text = reference.state_dict()
-    files = {f"language_model.{name}": tensor for name, tensor in text.items()}
-    files["vision_model.layernorm_pre.weight"] = torch.ones(3)
-    files["multi_modal_projector.linear_1.weight"] = torch.ones(3)
-    model, adapter = loaded(reference, files)
-    written = adapter.to_hf(model.state_dict())
-    assert written.keys() == {name for name in files if name.startswith("language_model.")}
-    _, plain = loaded(reference, text)
-    assert plain.to_hf(model.state_dict()).keys() == text.keys()
 
 
 # ---- the adapter of llama3 by hand ----

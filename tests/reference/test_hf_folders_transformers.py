@@ -14,9 +14,11 @@ from torchtitan.checkpoint.hf_assets import write_model_files
 from torchtitan.config.job_config import Checkpoint, Job, JobConfig, Model, Training
 from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
 from torchtitan.engine import TrainingEngine
-from torchtitan.models.hf_config import differing, from_hf_config
+from torchtitan.models.hf_config import NOT_READ, differing, from_hf_config, hf_types
+from torchtitan.models.hf_fields import ALL_TYPES
 
 transformers = pytest.importorskip("transformers")
+CONFIG_MAPPING = transformers.CONFIG_MAPPING
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 ASSETS = Path(__file__).parents[1] / "assets/tokenizer"
@@ -85,6 +87,19 @@ def test_two_descriptions_of_rope_that_differ_are_refused(family, scaling):
         with pytest.raises(ValueError, match=r"partial_rotary_factor = 0.5, but whole heads"):
             from_hf_config(config)
         del where["partial_rotary_factor"]
+
+
+@pytest.mark.parametrize("model_type", hf_types())
+def test_every_field_of_their_config_has_a_row_or_changes_nothing(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {model_type}")
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    _, hf_type = hf_types()[model_type]
+    known = NOT_READ.union(*(row.fields for row in (*ALL_TYPES, *hf_type.rows)))
+    of_all = transformers.PretrainedConfig().to_dict()
+    acts_in_training_only = {name for name in config if name.endswith(("dropout", "pdrop"))}
+    unknown = {name for name in config if name[0] != "_"} - known - set(of_all)
+    assert unknown <= acts_in_training_only
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])

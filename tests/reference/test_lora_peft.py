@@ -150,6 +150,69 @@ def test_twenty_steps_give_the_losses_and_gradients_of_peft(family, flags, tmp_p
             assert relative(again, theirs(input_ids=tokens).logits) <= TOLERANCE
 
 
+def rounded_to_4_bits(weight):
+    """Return the weight with each number rounded to QLoRA's nearest value times the scale of 64 numbers."""
+    values = [0.0, *(torch.special.ndtri(torch.linspace(0.9677083, 0.5, 9).double())[:-1])]
+    values += [*(-torch.special.ndtri(torch.linspace(0.9677083, 0.5, 8).double())[:-1])]
+    values = torch.tensor(values).double()
+    blocks = weight.double().view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    distance = (blocks / largest)[:, :, None] - values / values.abs().max()
+    rounded = (values / values.abs().max())[distance.abs().argmin(-1)] * largest
+    return rounded.view_as(weight).to(weight.dtype)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+def test_base_in_4_bits_gives_the_numbers_of_peft_on_rounded_weights(family, tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "moe_intermediate_size": 64}
+    folder = base_folder(tmp_path, family, **sizes)
+    in_4_bits = "--lora.base_format=nf4"
+
+    def peft_on_rounded(adapters, **options):
+        model = peft_model(folder, adapters, **options)
+        for name, weight in model.named_parameters():
+            is_matrix = ".layers." in name and weight.ndim > 1 and ".lora_" not in name
+            if is_matrix and not name.endswith(".mlp.gate.weight"):  # a router
+                weight.data = rounded_to_4_bits(weight.data)
+        return model
+
+    with engine_of(folder, in_4_bits) as engine:
+        base = [p for p in engine.model_parts[0].layers.parameters() if not p.requires_grad]
+        routers = [torch.float32] * (family == "qwen3_moe")
+        assert {p.dtype for p in base if p.ndim > 1} == {torch.uint8, *routers}
+        randomize(engine)
+        engine.save_peft(tmp_path / "start")
+        theirs = peft_on_rounded(tmp_path / "start", is_trainable=True)
+        trained = [p for p in theirs.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+        # peft trains the gates and ups of experts as one adapter, so later losses differ.
+        for step in range(3 if family == "llama3" else 1):
+            tokens = batch(step)
+            labels = torch.cat([tokens[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
+            n_valid = ROWS * (SEQ_LEN - 1)
+            loss = engine.forward_backward_step(
+                input_dict={"input": tokens}, labels=labels, global_valid_tokens=n_valid
+            ).item()
+            assert loss == pytest.approx(step_of_peft(theirs, optimizer, tokens)[0], rel=TOLERANCE)
+            engine.optim_step()
+        tokens = batch(9)
+        (ours,) = engine.forward_step({"input": tokens})
+        engine.save_peft(tmp_path / "end")
+        engine.save_hf(tmp_path / "merged")
+        engine.save(str(tmp_path / "step"))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        str(tmp_path / "merged"), attn_implementation="eager"
+    )
+    for model in (peft_on_rounded(tmp_path / "end"), merged.eval()):
+        with torch.no_grad():
+            assert relative(ours, model(input_ids=tokens).logits) <= 4 * TOLERANCE
+    with engine_of(folder, in_4_bits) as engine:
+        engine.load(str(tmp_path / "step"))
+        assert torch.equal(engine.forward_step({"input": tokens})[0], ours)
+    with engine_of(folder) as engine, pytest.raises(ValueError, match="trained on another base"):
+        engine.load(str(tmp_path / "step"))
+
+
 def test_experts_adapters_of_peft_for_transformers_5_load(tmp_path):
     """It wraps the two parameters that hold the experts of a layer there."""
     folder = base_folder(tmp_path, "qwen3_moe")

@@ -6,7 +6,7 @@ import pytest
 
 from scripts import architecture
 from tests.torch_alone import run_with_torch_alone
-from torchtitan.models import _supported_models
+from torchtitan.models import module_paths
 
 pytestmark = pytest.mark.long
 
@@ -56,8 +56,8 @@ def test_import_of_trainer_is_no_command_line():
 def test_train_specs_of_families_load_neither_compiler_nor_dtensor():
     modules = loaded_modules(
         "import importlib\n"
-        f"for family in {sorted(_supported_models)}:\n"
-        "    importlib.import_module(f'torchtitan.models.{family}').get_train_spec()"
+        f"for path in {sorted(module_paths.values())}:\n"
+        "    importlib.import_module(path).get_train_spec()"
     )
     assert "torchtitan.models.decoder" in modules
     assert "torch.distributed.tensor" not in modules

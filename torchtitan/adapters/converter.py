@@ -10,6 +10,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.common import guess
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts, RouterGate, StackedExperts
+from torchtitan.numerics import nf4
 from torchtitan.numerics.linear import Linear
 from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.errors import ConfigError
@@ -29,7 +30,15 @@ class LoRAConverter(ModelConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         self.options, self._converters = job_config.lora, job_config.model.converters
         training = job_config.training
-        self._casts_all = parallel_dims.uses_fsdp
+        self._casts_all, self._dtype = parallel_dims.uses_fsdp, TORCH_DTYPE_MAP[training.dtype]
+        ranks = parallel_dims.fsdp_gradient_divide_factor
+        gathers = self._casts_all and (ranks > 1 or training.enable_cpu_offload)
+        if self.options.base_format and gathers and torch.__version__ < "2.12":
+            raise ConfigError(
+                f"lora.base_format = {self.options.base_format!r} with FSDP on {ranks} ranks, or with "
+                f"training.enable_cpu_offload, needs torch 2.12 or newer, got {torch.__version__}, whose "
+                "FSDP casts integers; upgrade it"
+            )
         # Without FSDP, tensor and pipeline parallelism compute in training.dtype, without autocast.
         has_autocast = not (parallel_dims.tp_enabled or parallel_dims.pp_enabled)
         self._frozen_dtype: torch.dtype | None = None
@@ -50,7 +59,6 @@ class LoRAConverter(ModelConverter):
             scale = alpha / (rank**0.5 if options.use_rslora else rank)
             add_adapter(module, weight_name, rank, scale, options.dropout)
         self._train_whole(model, targets)
-        self._cast_frozen(model)
         for module in model.modules():
             if hasattr(module, "load_balance_coeff"):
                 module.load_balance_coeff = None
@@ -60,6 +68,7 @@ class LoRAConverter(ModelConverter):
             f"LoRA: {len(targets)} weights have adapters; {n_trained:,} of {n_all:,} parameters "
             f"train ({100 * n_trained / max(n_all, 1):.2f} %)"
         )
+        self._store_frozen(model)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Do nothing after an optimizer step."""
@@ -113,22 +122,48 @@ class LoRAConverter(ModelConverter):
             elif BIASES in wanted and isinstance(getattr(module, "bias", None), nn.Parameter):
                 module.bias.requires_grad_(True)
 
-    def _cast_frozen(self, model: nn.Module) -> None:
-        """Cast frozen weights now to the dtype that FSDP or autocast would cast them to each step."""
-        if self._frozen_dtype is None:
-            return
+    def _store_frozen(self, model: nn.Module) -> None:
+        """Cast frozen weights now to the dtype that FSDP or autocast would cast them to each step, and
+        store matrices of linear layers and experts in `lora.base_format`."""
         replaced: dict[nn.Parameter, nn.Parameter] = {}
-        for module in model.modules():
+        n_quantized = 0
+        for module_name, module in model.named_modules():
             # Autocast casts only operands of matrix products; routers and fp32 heads don't use autocast.
-            is_cast = type(module) is Linear or isinstance(module, StackedExperts)
+            has_experts = isinstance(module, StackedExperts)
+            is_cast = type(module) is Linear or has_experts
             for name, parameter in list(module.named_parameters(recurse=False)):
                 is_plain = not hasattr(parameter.data, "__tensor_flatten__")
-                if parameter.requires_grad or not is_plain or not (self._casts_all or is_cast):
+                if parameter.requires_grad or not is_plain:
                     continue
-                if parameter not in replaced:  # keeps tied parameters tied
-                    cast = parameter.detach().to(self._frozen_dtype)
-                    replaced[parameter] = nn.Parameter(cast, requires_grad=False)
-                module.register_parameter(name, replaced[parameter])
+                is_matrix = is_cast and parameter.ndim == (3 if has_experts else 2)
+                if self.options.base_format is not None and is_matrix:
+                    if parameter.shape[-1] % nf4.BLOCK:
+                        raise ConfigError(
+                            f"lora.base_format = {self.options.base_format!r} needs rows of a multiple of "
+                            f"{nf4.BLOCK} numbers, got {list(parameter.shape)} in {module_name}.{name}; "
+                            "remove it"
+                        )
+                    stored = nn.Parameter(nf4.quantize(parameter), requires_grad=False)
+                    module.register_parameter(name, stored)
+                    module.in_4_bits = (*getattr(module, "in_4_bits", ()), name)
+                    module.dtype_of_4_bits = self._frozen_dtype or self._dtype
+                    n_quantized += parameter.numel()
+                elif self._frozen_dtype is not None and (self._casts_all or is_cast):
+                    if parameter not in replaced:  # keeps tied parameters tied
+                        cast = parameter.detach().to(self._frozen_dtype)
+                        replaced[parameter] = nn.Parameter(cast, requires_grad=False)
+                    module.register_parameter(name, replaced[parameter])
+        if self.options.base_format is None:
+            return
+        if not n_quantized:
+            raise ConfigError(
+                f"lora.base_format = {self.options.base_format!r} found no linear layer of "
+                "torchtitan.numerics.linear that is frozen; remove it"
+            )
+        gib = n_quantized * nf4.BYTES / nf4.BLOCK / 2**30
+        logger.info(
+            f"LoRA: {n_quantized:,} frozen numbers are stored in 4 bits, {gib:.2f} GiB in all"
+        )
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:

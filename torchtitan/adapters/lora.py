@@ -33,6 +33,7 @@ from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.numerics.linear import Linear, linear
 from torchtitan.numerics.low_rank import LowRank
+from torchtitan.numerics.nf4 import dequantize
 from torchtitan.tools.torch_parts import name_without_wrappers
 
 # A name in the config is one or more adjacent dotted components of a layer's name ("self_attn.q_proj"),
@@ -42,6 +43,7 @@ _SPELLINGS = dict(
     for pair in (
         "self_attn=attention q_proj=wq k_proj=wk v_proj=wv o_proj=wo q_a_proj=wq_a q_b_proj=wq_b "
         "kv_a_proj_with_mqa=wkv_a kv_b_proj=wkv_b gate_proj=w1 up_proj=w3 down_proj=w2 "
+        "linear_attn=attention in_proj_z=wz in_proj_b=wb in_proj_a=wa out_proj=wo "
         "mlp=feed_forward moe=feed_forward shared_expert=shared_experts lm_head=output "
         "input_layernorm=attention_norm post_attention_layernorm=ffn_norm embed_tokens=tok_embeddings"
     ).split()
@@ -179,6 +181,14 @@ def adapted_weights(parts: Iterable[nn.Module]) -> Iterator[Adapted]:
                 yield Adapted(prefix + weight_name, prefix + a, prefix + b, scale)
 
 
+def quantized_weights(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.dtype]]:
+    """Yield the names of weights in 4 bits, and the dtype that they are computed in."""
+    for part in parts:
+        for long_name, module in part.named_modules():
+            for name in getattr(module, "in_4_bits", ()):
+                yield name_without_wrappers(f"{long_name}.") + name, module.dtype_of_4_bits
+
+
 def adapter_names(adapted: Iterable[Adapted]) -> set[str]:
     """Return the names of all A and B matrices."""
     return {name for one in adapted for name in (one.a, one.b)}
@@ -244,22 +254,28 @@ def merged(
     """Return a state dict without adapters, with W + scale * B A in place of W.
 
     entries: the parts' state dict. Collective: A and B are gathered.
-    dtype: of the merged weights; None keeps each weight's dtype. The sum is rounded once.
+    dtype: of the merged weights; None keeps each weight's dtype, and for weights in 4 bits the dtype that
+        they are computed in. The sum is rounded once.
     """
-    result = dict(entries)
+    result, parts = dict(entries), list(parts)
     if not any("lora_a" in name for name in entries):  # quicker than a walk through the modules
         return result
+    in_4_bits = dict(quantized_weights(parts))
     for weight_name, a_name, b_name, scale in adapted_weights(parts):
         a, b = (whole_tensor(result.pop(name)) for name in (a_name, b_name))
         weight = result[weight_name]
+        own_dtype = in_4_bits.pop(weight_name, weight.dtype)
+        if weight.dtype == torch.uint8:
+            weight = with_local(weight, dequantize(local_tensor(weight)))
         local, shape, offsets = local_tensor(weight), weight.shape, (0,) * weight.ndim
         if is_dtensor(weight):
             shape, offsets = local_shape_and_offsets(shape, weight.device_mesh, weight.placements)
         *experts, rows, columns = (slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
         kind = torch.promote_types(local.dtype, torch.float32)
         product = b[(*experts, rows)].to(kind) @ a[(*experts, ..., columns)].to(kind)
-        total = (local.to(kind) + scale * product).to(dtype or local.dtype)
-        if is_dtensor(weight):
-            total = with_local(weight, total)
-        result[weight_name] = total
+        total = (local.to(kind) + scale * product).to(dtype or own_dtype)
+        result[weight_name] = with_local(weight, total)
+    for name, own_dtype in in_4_bits.items():
+        numbers = dequantize(local_tensor(result[name]), dtype or own_dtype)
+        result[name] = with_local(result[name], numbers)
     return result

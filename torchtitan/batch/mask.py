@@ -179,6 +179,25 @@ class DocumentMask:
     def with_part(self, part: ContextPart | None) -> "DocumentMask":
         return replace(self, part=part)
 
+    def starts_of_rows(self, n_rows: int, seq_len: int, device: torch.device) -> Tensor:
+        """Return the column where each token's document begins, int [B, T], for whole rows.
+
+        Raises ValueError if the boundaries are unknown, as of a client's BlockMask.
+        """
+        boundaries = self.boundaries(seq_len)
+        if boundaries is None:
+            raise ValueError(
+                "linear attention needs the boundaries of documents, which a "
+                f"{type(self.lowered).__name__} of your own does not have; give a mask from the model's "
+                "get_attention_masks"
+            )
+        boundaries = boundaries.to(device)
+        if boundaries.dim() == 2:
+            return boundaries.expand(n_rows, -1)
+        tokens = torch.arange(n_rows * seq_len, device=device)
+        document = torch.searchsorted(boundaries, tokens, right=True) - 1
+        return boundaries[document].view(n_rows, seq_len) % seq_len
+
     def boundaries(self, seq_len: int) -> Tensor | None:
         """Return `starts` [B, T] ([1, T] zeros if each row is one document), or the 1-D cumulative document
         lengths of the flattened rows; None if the boundaries are unknown.

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,9 @@ from torchtitan.checkpoint.states import (
     saved_shapes,
     shapes_of,
 )
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor, with_local
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.numerics import nf4
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten, to_template
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import regular_file, save_tensors
@@ -77,12 +77,12 @@ def load_from_hf(
     reader = _open_reader(adapter, path, names, from_quantized)
     metadata, saved = reader.read_metadata(), saved_shapes(reader)
     adapter = adapter.spelled_like(saved)
-    parts = list(_parts_of(state_dict))
+    parts = list(_parts_of(state_dict, adapter))
 
     def shapes_here() -> tuple[int, Shapes]:
         shapes: Shapes = {}
         for part in parts:
-            hf_part = adapter.to_hf(part)
+            hf_part = adapter.to_hf(_numbers_of(part))
             if not from_quantized:
                 dcp.check_same_kinds(hf_part, metadata)
             shapes |= shapes_of(hf_part)
@@ -106,18 +106,32 @@ def load_from_hf(
     _check_config(difference or {}, chosen_args, path)
     loaded = {}
     for part in parts:
-        hf_part = adapter.to_hf(part)
+        numbers = _numbers_of(part)
+        hf_part = adapter.to_hf(numbers)
         with dcp.one_error(f"The safetensors files in {path} could not be read"):
             dcp.load(hf_part, storage_reader=reader)
         for name, tensor in adapter.from_hf(hf_part).items():
             if name in state_dict:
-                target = loaded[name] = state_dict[name]
+                loaded[name] = state_dict[name]
+                target = numbers.get(name, state_dict[name])
                 ours, theirs = local_tensor(target), local_tensor(tensor)
                 if (ours.data_ptr(), ours.stride()) != (theirs.data_ptr(), theirs.stride()):
                     target.copy_(tensor)
+                if target is not state_dict[name]:
+                    local_tensor(state_dict[name]).copy_(nf4.quantize(ours))
     if kept := sorted(state_dict.keys() - loaded.keys()):
         logger.warning(f"Not in {path}, so left unchanged: {shorten(kept)}")
     return loaded
+
+
+def _numbers_of(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the part with uninitialised fp32 tensors in place of matrices in 4 bits."""
+    return {
+        name: with_local(tensor, nf4.empty_numbers(local_tensor(tensor)))
+        if tensor.dtype == torch.uint8
+        else tensor
+        for name, tensor in part.items()
+    }
 
 
 def _open_reader(
@@ -191,7 +205,11 @@ def _check_ignored(
         logger.info(f"Tensors that the model does not use, so not read: {_counted(useless)}")
     if not untrained:
         return
-    parts = f"{path} has parts that are not trained, so not read: {_counted(untrained)}"
+    n_bytes = sum(
+        entries[name].size.numel() * entries[name].properties.dtype.itemsize for name in untrained
+    )
+    counted = f"{_counted(untrained)}, {n_bytes:,} bytes"
+    parts = f"{path} has parts that are not trained, so not read: {counted}"
     if untrained_weights == "drop":
         logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
     elif untrained_weights == "refuse":
@@ -234,24 +252,27 @@ def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
                 )
 
 
-def _parts_of(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the entries in parts of bounded size; entries of one module stay in one part.
+def _parts_of(
+    state_dict: dict[str, Any], adapter: BaseStateDictAdapter
+) -> Iterator[dict[str, Any]]:
+    """Yield the entries with an HF name in parts of bounded size that the adapter can translate.
 
     Ranks that share tensors get the same parts, because adapters gather some tensors.
     """
     part: dict[str, Any] = {}
     n_bytes = 0
-    for _, entries in groupby(state_dict.items(), lambda item: item[0].rpartition(".")[0]):
+    for names in adapter.groups_of(state_dict):
         if n_bytes >= _BYTES_PER_PART:
             yield part
             part, n_bytes = {}, 0
-        for name, tensor in entries:
-            part[name] = tensor
+        for name in names:
+            part[name] = tensor = state_dict[name]
             n_ranks = 1  # assume equal shards, so every rank counts the same bytes
             if is_dtensor(tensor):
                 for axis, placement in enumerate(tensor.placements):
                     n_ranks *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
-            n_bytes += tensor.nbytes // n_ranks
+            itemsize = 4 if tensor.dtype == torch.uint8 else tensor.itemsize
+            n_bytes += itemsize * nf4.num_numbers(tensor) // n_ranks
     if part:
         yield part
 
@@ -270,7 +291,7 @@ def save_to_hf(
     dtype: casts floating-point tensors, if not None. untrained: untrained parts of the loaded model, to
     be copied. Tensors go to the files of the index in `hf_assets_path`, else to files of at most 5 GB.
     """
-    adapter = adapter.for_export(untrained is not None)
+    adapter = adapter.for_export(untrained.all_names if untrained else ())
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
     unnamed = {  # a bias of zeros has no effect
         name
@@ -290,7 +311,7 @@ def save_to_hf(
     from_rank_zero(lambda: start_writing(folder))
 
     def parts() -> Iterator[dict[str, Any]]:
-        for part in _parts_of(state_dict):
+        for part in _parts_of(state_dict, adapter):
             tensors = adapter.to_hf(part)
             yield tensors if dtype is None else cast_weights(tensors, dtype)
 

@@ -43,6 +43,8 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Fields of a model's config.json that do not apply to an export: exported weights are not
 # quantized, and code that stood beside the model's files is not copied.
 _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
+# Numbers of layers for multi-token prediction.
+_MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def check_files(folder: str) -> tuple[list[str], list[str]]:
@@ -94,10 +96,15 @@ def are_quantized(names: Iterable[str]) -> bool:
 
 
 class UntrainedParts(NamedTuple):
-    """folder: the loaded model's folder. names: file name -> names of the untrained tensors in it."""
+    """Parts of the loaded model that an export copies.
+
+    folder: the loaded model's. names: file name -> names of the untrained tensors in it. all_names: of all
+    tensors in the folder.
+    """
 
     folder: str
     names: dict[str, list[str]]
+    all_names: list[str]
 
     def copy_to(self, folder: str) -> dict[str, str]:
         """Copy the tensors to separate files, listed in the index; return name -> SHA-256. Collective."""
@@ -139,7 +146,8 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
         for file_name in check_files(folder)[0]:
             with safe_open(regular_file(path_inside(folder, file_name)), framework="pt") as file:
                 names[file_name] = list(file.keys())
-        adapter = adapter.spelled_like([name for in_file in names.values() for name in in_file])
+        all_names = [name for in_file in names.values() for name in in_file]
+        adapter = adapter.spelled_like(all_names)
         for file_name, in_file in names.items():
             names[file_name] = [name for name in in_file if adapter.holds_untrained_part(name)]
             if are_quantized(names[file_name]):
@@ -148,7 +156,7 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
         logger.warning(f"The export has no copy of parts that are not trained: {error}")
         return None
     names = {file_name: in_file for file_name, in_file in names.items() if in_file}
-    return UntrainedParts(folder, names) if names else None
+    return UntrainedParts(folder, names, all_names) if names else None
 
 
 def write_model_files(
@@ -230,12 +238,13 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
             continue
         config = read_json_object(path)
         left_out = [key for key in _NOT_EXPORTED if config.pop(key, None)]
-        if not has_untrained_parts and config.get("num_nextn_predict_layers"):
-            config["num_nextn_predict_layers"] = 0
-            left_out.append("num_nextn_predict_layers")
         if not has_untrained_parts and "text_config" in config:
             left_out += sorted(config.keys() - {"text_config"})
             config = {k: v for k, v in config["text_config"].items() if k != "architectures"}
+        for name in _MTP_FIELDS:
+            if not has_untrained_parts and config.get(name):
+                config[name] = 0
+                left_out.append(name)
         if left_out:
             logger.info(f"Fields of {path} that do not apply to the export, left out: {left_out}")
         # Add fields that only transformers 4 or only 5 writes, so both versions can read the file.

@@ -302,7 +302,7 @@ def check_same_model(
     """Raise ValueError unless `wanted`, of all ranks, and `saved` have the same names and shapes."""
     keys = "model.name and model.flavor"
     if any(".lora_" in name for name in (*wanted, *saved)):
-        keys = "model.converters and [lora] (rank, rank_pattern, target_modules, also_train)"
+        keys = "model.converters and [lora] (rank, rank_pattern, target_modules, also_train, base_format)"
     remedy = remedy or f"Set {keys} to the saved model, or load another checkpoint"
     differences = {
         "not in the checkpoint": sorted(wanted.keys() - saved.keys()),

@@ -258,7 +258,7 @@ class Training(Section):
     # the attention mask keeps documents apart
     mask_boundary_loss: bool | None = None
     # Compute the loss in the output projection, with the logits of this many tokens at a time; 0: of all
-    # tokens; -1: 1,024 on a CPU and 4,096 elsewhere, but 0 if the vocabulary is smaller than 32,768
+    # tokens; -1: 1,024 on a CPU and 4,096 elsewhere, but 0 if the vocabulary is smaller than 16,384
     loss_chunk: Annotated[int, Range(-1, 10**12)] = -1
     gc_freq: NumSteps = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles
@@ -437,6 +437,8 @@ class LoRA(Section):
     # Modules whose own weights are trained, such as embed_tokens; also "norms" and "biases"
     also_train: list[str] | str = field(default_factory=list)
     adapter_path: str | None = None  # Folder in PEFT's format with the initial adapters
+    # Store frozen linear layers and experts in 4 bits (QLoRA's NF4), quantized while they are loaded
+    base_format: Literal["nf4"] | None = None
 
     @staticmethod
     def names(setting: list[str] | str) -> list[str]:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 import torchtitan.numerics.low_rank  # noqa: F401  registers linear_with_low_rank
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.device_reads import reading_contexts
+from torchtitan.numerics import nf4
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
@@ -30,6 +31,7 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default: 2,
     torch.ops.torchtitan.mm.default: 1,
     torch.ops.torchtitan.linear_with_low_rank.default: 1,
+    torch.ops.torchtitan.nf4_mm.default: 1,
 } | {packet.default: 1 for packet in torch_parts.members("low_precision_products")}
 
 
@@ -155,7 +157,11 @@ def _context_fn(
             if op not in saved_ops:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             if op in _PRODUCTS:
-                if tuple(args[_PRODUCTS[op]].shape) in recomputed_shapes:
+                right = args[_PRODUCTS[op]]
+                shape = tuple(right.shape)
+                if right.dtype == torch.uint8:  # stored [N, ...]
+                    shape = nf4.count(shape[-1]), shape[-2]
+                if shape in recomputed_shapes:
                     return CheckpointPolicy.PREFER_RECOMPUTE
                 num_products[ctx.is_recompute] += 1
                 if num_products[ctx.is_recompute] % 2 == 0:

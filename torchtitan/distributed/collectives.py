@@ -96,3 +96,16 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sum x over a group; every rank uses the sum, so backward sums the gradients over the group, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return OPS.wait_tensor(OPS.all_reduce(grad.contiguous(), "sum", ctx.group)), None

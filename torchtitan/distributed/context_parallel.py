@@ -59,13 +59,14 @@ class TokenShards:
     place_of_chunk: Tensor
     mesh: DeviceMesh
     group_name: str
+    rank: int = 0  # of this process in the axis
 
     @classmethod
     def from_chunks(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
         """Return the shards for `chunks`, a tensor in host memory."""
         place_of_chunk = chunks.flatten().argsort()
         on_device = (to_device(x, mesh.device_type) for x in (chunks, place_of_chunk))
-        return cls(*on_device, mesh, mesh.get_group().group_name)
+        return cls(*on_device, mesh, mesh.get_group().group_name, mesh.get_local_rank())
 
     @property
     def cp(self) -> int:
@@ -164,6 +165,10 @@ class ContextPart:
         parts = self.shards.by_rank(x.movedim(2, 0)).unflatten(0, (self.shards.cp, -1))
         parts = self._exchange(parts)  # [cp, T/cp, B, heads/cp, ...]
         return parts.permute(2, 0, 3, 1, *range(4, parts.dim())).flatten(1, 2)
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        """Return the rows of a weight [heads * n, ...] that belong to the heads of `tokens_to_heads`."""
+        return weight.unflatten(0, (self.shards.cp, -1))[self.shards.rank]
 
     def _exchange(self, parts: Tensor) -> Tensor:
         """Send part p of [cp, ...] to rank p; part r of the result comes from rank r."""

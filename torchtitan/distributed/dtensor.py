@@ -55,9 +55,18 @@ def whole_tensor(x: Tensor) -> Tensor:
 
 
 def with_local(x: Tensor, local: Tensor) -> Tensor:
-    """Return a DTensor of x's shape and placements that holds another local tensor."""
+    """Return a DTensor of x's placements that holds another local tensor, or a plain x's `local`.
+
+    The shape is x's; if `local` has another last dim than x's part, the last dim changes in proportion.
+    """
+    if not is_dtensor(x):
+        return local
+    shape, stride, own = x.shape, x.stride(), x.to_local().shape
+    if local.shape[-1:] != own[-1:]:
+        shape = torch.Size((*shape[:-1], shape[-1] * local.shape[-1] // own[-1]))
+        stride = torch.empty(shape, device="meta").stride()
     return type(x).from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        local, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride
     )
 
 

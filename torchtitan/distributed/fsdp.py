@@ -97,6 +97,11 @@ def apply_fsdp(
         )
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    elif dp_mesh.size() == 1:
+        # FSDP would copy frozen weights that need neither a gather nor a cast.
+        is_final = {param_dtype, torch.uint8}
+        frozen = {p for p in model.parameters() if not p.requires_grad and p.dtype in is_final}
+        options["ignored_params"] = frozen
 
     keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
     policies = {"default": not keeps, "always": True, "never": False}
@@ -122,6 +127,12 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     }
     blocks = list(model.layers.values())
+    exact = [x for block in blocks for x in block.modules() if getattr(x, "keeps_fp32", False)]
+    if exact:
+        # A unit of their own, because FSDP casts all parameters of a unit to one dtype. Compiled blocks
+        # can't call its hooks: the model's forward gathers it, and the end of backward reduces it.
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(exact, reshard_after_forward=False, **(options | {"mp_policy": policy}))
     for block in blocks:
         if ep_degree > 1 and block.moe_enabled:
             experts = block.moe.experts
@@ -135,6 +146,8 @@ def apply_fsdp(
     if norm is not None and output is not None:
         fully_shard([norm, output], reshard_after_forward=reshard_last, **options)
     fully_shard(model, **options)
+    if exact:
+        model.register_forward_pre_hook(lambda *_: exact[0].unshard())
     disable_fsdp_gradient_division(model)
     if ep_degree > 1:
         _prefetch_in_order(embeddings, blocks, output)
@@ -225,8 +238,9 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
     freed = [group for group in groups if torch_parts.fsdp_forward_mesh(group) is not None]
     total = 0
     for parameter in (p for group in freed for p in torch_parts.fsdp_params(group)):
-        gathered = torch_parts.fsdp_dtypes(parameter).param_dtype
-        dtype = gathered or torch_parts.fsdp_shard(parameter).dtype
+        dtype = torch_parts.fsdp_shard(parameter).dtype
+        if dtype.is_floating_point:
+            dtype = torch_parts.fsdp_dtypes(parameter).param_dtype or dtype
         total += math.prod(torch_parts.fsdp_size(parameter)) * dtype.itemsize
     return total
 

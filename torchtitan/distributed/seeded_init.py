@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.distributed.dtensor import is_dtensor, local_shape_and_offsets, local_tensor
+from torchtitan.distributed.dtensor import (
+    is_dtensor,
+    local_shape_and_offsets,
+    local_tensor,
+    with_local,
+)
 from torchtitan.distributed.tied_copies import name_in_whole_model
+from torchtitan.numerics import nf4
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger, warn_once
 
@@ -109,14 +115,17 @@ class seeded_init(torch_parts.DispatchMode):
         draw = f"{self._seed}/{name}/{self._num_draws[name]}"
         key = int.from_bytes(hashlib.blake2b(draw.encode(), digest_size=8).digest(), "little")
         self._num_draws[name] += 1
-        local = local_tensor(tensor)
+        local = stored = local_tensor(tensor)
+        if stored.dtype == torch.uint8:
+            local = nf4.empty_numbers(stored)
+            tensor = with_local(tensor, local)
         values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
         flat = values.view(-1)
         start = 0
         for index in _global_index_chunks(tensor, local):
             flat[start : start + index.numel()] = transform(_uniform(index, key))
             start += index.numel()
-        local.copy_(values)
+        stored.copy_(nf4.quantize(values) if stored.dtype == torch.uint8 else values)
         return True
 
 

@@ -41,8 +41,9 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import async_tensor_parallel
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.sequence_parallel import SequenceShards, join_shards
+from torchtitan.numerics import nf4
 from torchtitan.numerics.linear import Linear, project
-from torchtitan.numerics.norm import RMSNorm, rms_norm
+from torchtitan.numerics.norm import RMSNorm
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
@@ -63,14 +64,18 @@ def split_parameter(
 
     Raises ValueError, with `name`, for a dimension that the size of the axis does not divide.
     """
+    sizes = list(parameter.shape)
+    if parameter.dtype == torch.uint8:  # blocks of 4-bit numbers, which are not split
+        sizes[-1] //= nf4.BYTES
     for axis, dim in enumerate(dims):
-        if dim is not None and parameter.shape[dim] % mesh.size(axis):
+        if dim is not None and sizes[dim] % mesh.size(axis):
             axis_name = (mesh.mesh_dim_names or ("ep", "etp"))[axis]
             degree = _DEGREE_OF_AXIS.get(axis_name, f"the size of mesh axis {axis_name!r}")
             raise ValueError(
                 f"{degree} must divide dimension {dim} of {name}, got "
-                f"{mesh.size(axis)} with shape {list(parameter.shape)}; choose a divisor of "
-                f"{parameter.shape[dim]}"
+                f"{mesh.size(axis)} with shape {sizes}"
+                f"{f' (blocks of {nf4.BLOCK} numbers in 4 bits)' * (sizes != [*parameter.shape])}"
+                f"; choose a divisor of {sizes[dim]}"
             )
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
@@ -87,7 +92,8 @@ def distribute_modules(
 ) -> None:
     """Split the model's parameters over a 1-D mesh, in place, by the rows of `plan`; see `apply_tp`.
 
-    plan: module name (`*` stands for a layer's number) -> row; rows without a module are ignored.
+    plan: module name (`*` stands for a layer's number) -> row; rows without a module are ignored. A
+        module's own `tensor_parallel_row` comes first.
 
     Parameters that are DTensors already are unchanged. Other parameters, if not on the meta device,
     must have the same values on every rank. Modules that share a parameter still share it afterwards.
@@ -131,7 +137,8 @@ def distribute_modules(
 def _find_row(
     plan: Mapping[str, Row], name: str, module: nn.Module, parameters: Mapping[str, Any]
 ) -> Row:
-    row = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), {})
+    found = (plan[pattern] for pattern in plan if fnmatchcase(name, pattern))
+    row = getattr(module, "tensor_parallel_row", None) or next(found, {})
     if missing := [key for key in parameters if key not in row]:
         raise ValueError(
             f"the tensor-parallel plan does not say how to split {', '.join(missing)} of {name!r}, a "
@@ -173,9 +180,9 @@ def _compute_locally(name: str, module: nn.Module) -> None:
 # ---- modules that compute with this rank's part of their parameters ----
 
 
-class LocalRMSNorm(nn.RMSNorm):
+class LocalRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.normalized_shape, local_parameter(self.weight), self.eps)
+        return self.normalize(x, local_parameter(self.weight))
 
 
 class LocalLinear(Linear):
@@ -206,6 +213,7 @@ class VocabularyOutput(nn.Linear):
 
     keeps_shards: bool = True
     in_fp32: bool = False
+    cap: float | None = None
     low_rank: Callable[..., Any] | None = None
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
@@ -214,7 +222,8 @@ class VocabularyOutput(nn.Linear):
         low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)
         if head is not None:
             head = functools.partial(head, group=mesh.get_group())
-        logits = project(head, h, weight, bias, in_fp32=self.in_fp32, low_rank=low_rank)
+        how = {"in_fp32": self.in_fp32, "low_rank": low_rank, "cap": self.cap}
+        logits = project(head, h, weight, bias, **how)
         if head is not None:
             return logits
         if self.keeps_shards:

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchtitan.numerics.nf4 import num_numbers
+
 PARAMETERS = "parameters and buffers"
 GRADIENTS = "gradients"
 OPTIMIZER_STATE = "optimizer state"
@@ -80,6 +82,11 @@ class MemoryTracker(TorchDispatchMode):
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.device.type == self.device_type:
                 self._count(value.untyped_storage())
+        if getattr(func, "_opname", "") == "nf4_mm" and result.device.type == self.device_type:
+            numbers = num_numbers(args[1]) * result.itemsize  # inside the operator
+            self.live[OTHER] += numbers
+            self._update_peak()
+            self.live[OTHER] -= numbers
         return result
 
     def _count(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:

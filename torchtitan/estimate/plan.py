@@ -30,8 +30,6 @@ from torchtitan.estimate.device import prepare_device
 
 # Share of GPU memory to use, and GiB to leave to the allocator, CUDA and NCCL: see docs/estimate.md.
 USABLE, RESERVED_GIB = 0.9, 1.0
-# Bytes per parameter of the parameter, its gradient and two moments in fp32.
-BYTES_OF_STATES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +105,9 @@ def _divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-def least_states(num_params: int, layout: Layout) -> float:
-    """Return the bytes of states on one rank, as if all stages had equally many parameters."""
-    return num_params * BYTES_OF_STATES / (layout.shards * layout.cp * layout.tp * layout.pp)
+def least_states(n_bytes: int, layout: Layout) -> float:
+    """Return a rank's share of the bytes of states, as if all stages had equally many parameters."""
+    return n_bytes / (layout.shards * layout.cp * layout.tp * layout.pp)
 
 
 def plan_of(
@@ -136,8 +134,11 @@ def plan_of(
     two = fullest_first(2)
     growth = max(two[0].peak - one[0].peak, 1)
     most = 1 + int((usable - one[0].peak) / growth)
-    rows = max(n for n in _divisors(layout.rows) if n <= most)
-    return rows, {1: one, 2: two}.get(rows) or fullest_first(rows)
+    for rows in reversed([n for n in _divisors(layout.rows) if n <= most]):
+        found = {1: one, 2: two}.get(rows) or fullest_first(rows)
+        if found[0].peak <= usable:  # the peak may grow faster than from one row to two
+            break
+    return rows, found
 
 
 def table_of(plans: list[Planned], memory_gib: float) -> str:
@@ -191,13 +192,14 @@ def main() -> None:
     os.environ["LOCAL_RANK"], os.environ["NGPU"] = "0", str(args.gpus)
     prepare_device()
     from torchtitan.commands.source import errors_as_sentences, job_of
-    from torchtitan.estimate.step import estimate_from_depths, num_params_of
+    from torchtitan.estimate.step import bytes_of_states, estimate_from_depths
     from torchtitan.tools.errors import ConfigError
 
     with errors_as_sentences():
         base = job_of(args.source, args.config, config_args)
-        num_params = num_params_of(base)
-    base.model.converters = []  # no quantization: the peak is that of bf16
+        # No 8-bit products: the peak is that of bf16. Adapters stay.
+        base.model.converters = [name for name in base.model.converters if name == "lora"]
+        states_of_model = bytes_of_states(base)
     if base.compile.applies_to("model"):
         machine = without_memory(machine)
     training = base.training
@@ -214,7 +216,7 @@ def main() -> None:
     # Low tensor and pipeline degrees first: with high degrees ranks wait most for each other.
     candidates.sort(key=lambda layout: (layout.tp * layout.pp, layout.replicas))
     for layout in candidates:
-        states = least_states(num_params, layout)
+        states = least_states(states_of_model, layout)
         if states > usable:
             _tell(f"{layout.name}: states alone take {states / 2**30:.0f} GiB")
             continue

@@ -20,6 +20,7 @@ from torchtitan import build
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError
 from torchtitan.config.job_config import Checkpoint, Loss, Parallelism
+from torchtitan.distributed import ParallelDims
 from torchtitan.engine import TrainingEngine
 from torchtitan.estimate.memory_tracker import (
     GRADIENTS,
@@ -167,14 +168,20 @@ def estimate_from_depths(
     return low.towards(high, (n_layers - depths[0]) / (depths[1] - depths[0]))
 
 
-def num_params_of(job_config: JobConfig) -> int:
-    """Return the parameter count of the job's model. Raises ConfigError for an unknown model."""
+def bytes_of_states(job_config: JobConfig) -> int:
+    """Return the bytes of the parameters, and of the gradients and two moments of those that train.
+
+    Of the whole model, after conversion. Raises ConfigError for an unknown model.
+    """
     config = _config_to_estimate(job_config)
-    config.parallelism = Parallelism()  # the count does not depend on the layout
+    config.parallelism = Parallelism(
+        always_fsdp=True
+    )  # which stores frozen weights as trained jobs do
     spec = resolve_job(config, builds_data=False).train_spec
-    with torch.device("meta"):
-        model = spec.model_cls(spec.model_args[config.model.flavor])
-    return sum(parameter.numel() for parameter in model.parameters())
+    args = build.derive_model_args(config, spec)
+    dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1, always_fsdp=True)
+    model, _ = build.build_on_meta(config, spec, args, dims)
+    return sum(p.nbytes * (4 if p.requires_grad else 1) for p in model.parameters())
 
 
 def _run_step(engine: TrainingEngine) -> Iterator[str]:

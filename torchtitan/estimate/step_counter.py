@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from torchtitan.numerics.delta_rule import multiplications_per_token
+from torchtitan.numerics.nf4 import num_numbers
+
 # Part of an operator's name -> the kind of collective. Without recv, which sends nothing.
 _KINDS = {
     "allgather": "all-gather",
@@ -163,10 +166,22 @@ class StepCounter(TorchDispatchMode):
             pairs = int((_seen(keys, window) - _seen(keys - queries, window)).sum())
             products = 5 if is_backward else 2  # backward computes the scores again
             self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
+        elif name.startswith("gated_delta_rule"):
+            is_backward = name.endswith("backward")  # which computes the forward again
+            _, k, v = args[2:5] if is_backward else args[:3]
+            each = multiplications_per_token(k.shape[-1], v.shape[-1])
+            products = 3 if is_backward else 1
+            self.counts.flops["attention"] += products * 2 * v[..., 0].numel() * each
         elif name == "linear_with_low_rank":
             (n, n_inputs), n_outputs, rank = args[0].shape, args[1].shape[1], args[3].shape[-2]
             flops = 2 * n * (n_inputs * n_outputs + rank * (n_inputs + n_outputs))
             self.counts.flops["matrix products"] += flops
+        elif name == "nf4_mm":  # dequantizes a weight, then multiplies
+            n_numbers = num_numbers(args[1])
+            n_experts = 1 if args[2] is None else len(args[1])
+            rows = result.shape[:-1].numel()
+            self.counts.flops["matrix products"] += 2 * rows * n_numbers // n_experts
+            self.counts.moved += args[1].nbytes + n_numbers * result.itemsize
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             if "attention" in name or "attn" in name:

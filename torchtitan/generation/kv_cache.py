@@ -1,4 +1,5 @@
-"""A cache of keys and values, so that a new token costs the forward of one token.
+"""A cache of keys and values, or of the states of linear attention, so that a new token costs the forward
+of one token.
 
 B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H
 query heads, K key/value heads, D head size, V vocabulary, L mixtures of experts, k experts per token.
@@ -15,19 +16,23 @@ from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask, map_masks
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.gated_delta import DeltaRule, in_heads
 from torchtitan.numerics.batch_invariant import KEYS, attend_to_visible
+from torchtitan.numerics.delta_rule import end_rows, gated_delta_rule, gated_delta_step
+from torchtitan.numerics.document_conv import conv_tail, document_conv
 
 
 class _Store:
     """Tensors [B, _, max_length, _] with an entry per cached token; allocated in the first call.
 
-    Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens, and `end`, the
-    number of filled slots after the call.
+    Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens, `end`, the number of
+    filled slots after the call, and `counts` [B], the number of new tokens of each row without padding.
     """
 
     max_length: int
     stored: list[Tensor]  # a list, because buffers would appear in a model's state dict
     slots: Tensor
+    counts: Tensor
     end = 0
 
     def put_rows(self, places: Tensor, other: "_Store", rows: Tensor) -> None:
@@ -108,6 +113,59 @@ class CachedAttention(_Store, nn.Module):
         ]
 
 
+class CachedDeltaRule(_Store, DeltaRule):
+    """Replaces a layer's `DeltaRule`: rows continue from the state and the convolution's last inputs.
+
+    stored: the state of the delta rule, and the last inputs of the three convolutions, [B, ...] each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored = []
+
+    def forward(
+        self,
+        inputs: tuple[Tensor, ...],
+        taps: tuple[Tensor, ...],
+        g: Tensor,
+        beta: Tensor,
+        key_dim: int,
+        mask: DocumentMask,
+    ) -> Tensor:
+        widths, (n_rows, n_tokens) = [w.shape[1] for w in taps], g.shape[:2]
+        if not self.stored:  # rows begin with zeros
+            n_values, n_heads = inputs[2].shape[-1], g.shape[-1]
+            sizes = n_rows, n_heads, key_dim, n_values // n_heads
+            dtype = torch.promote_types(g.dtype, torch.float32)
+            tails = [
+                x.new_zeros(n_rows, w - 1, x.shape[-1]) for x, w in zip(inputs, widths, strict=True)
+            ]
+            self.stored = [g.new_zeros(sizes, dtype=dtype), *tails]
+        state, *tails = self.stored
+        continued = torch.full((1, 1), -1, device=g.device).expand(n_rows, n_tokens)
+        mixed, parts = [], zip(inputs, taps, widths, tails, strict=True)
+        for i, (x, w, width, tail) in enumerate(parts, start=1):
+            mixed.append(document_conv(x, w, continued, tail))
+            self.stored[i] = conv_tail(x, continued, self.counts, width, tail)
+        q, k, v = in_heads(mixed, key_dim, g)
+        if n_tokens == 1:
+            step = gated_delta_step(*(x[:, 0] for x in (q, k, v, g, beta)), state)
+            is_new = self.counts[:, None, None, None] > 0
+            self.stored[0] = torch.where(is_new, step[1], state)
+            return step[0].unsqueeze(1)
+        ended = end_rows(self.counts, g, beta, continued)
+        out, self.stored[0] = gated_delta_rule(q, k, v, *ended, state, return_state=True)
+        return out
+
+    def put_rows(self, places: Tensor, other: _Store, rows: Tensor) -> None:
+        self.stored = self.stored or [x.new_zeros(len(places), *x.shape[1:]) for x in other.stored]
+        for stored, given in zip(self.stored, other.stored, strict=True):
+            stored[places] = given[rows]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self.stored = [x[rows] for x in self.stored]
+
+
 class ExpertRecord(_Store):
     """The experts of cached tokens, int16 [B, L, max_length, k]; 0 for layers of other pipeline stages."""
 
@@ -162,7 +220,12 @@ class CachedForward:
         self.max_length = max_length
         kernels = [layer.inner_attention for layer in layers]  # may be the kernels of another cache
         invariant = any(getattr(kernel, "batch_invariant", False) for kernel in kernels)
-        self.kernels = [CachedAttention(max_length, invariant) for _ in layers]
+        self.kernels = [
+            CachedDeltaRule()
+            if isinstance(kernel, DeltaRule)
+            else CachedAttention(max_length, invariant)
+            for kernel in kernels
+        ]
         self.experts = ExpertRecord(parts, max_length) if records_experts else None
         self._stores: list[Any] = [*self.kernels, *filter(None, [self.experts])]
         self._parts, self._layers, self._run = parts, layers, run
@@ -199,8 +262,9 @@ class CachedForward:
             lambda mask: replace(mask, lowered=mask(zero, zero, slots[:, None, :, None], keys)),
             self._masks,
         )
+        n_new = torch.tensor(counts, device=self._device)
         for store in self._stores:
-            store.slots, store.end = slots, end
+            store.slots, store.end, store.counts = slots, end, n_new
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
             if layer.inner_attention is not kernel:  # a second cache may have put its kernel there
                 layer.inner_attention = kernel

@@ -43,12 +43,21 @@ class Operands(NamedTuple):
 
 
 class Call(NamedTuple):
-    """first: this rank's first vocabulary entry. sizes, scale: those of the `LowRank`."""
+    """first: this rank's first vocabulary entry. cap: c, for logits c * tanh(logits / c). sizes, scale: those
+    of the `LowRank`."""
 
     first: int
     group: dist.ProcessGroup | None
+    cap: float | None = None
     sizes: list[int] | None = None
     scale: float = 1.0
+
+
+class Slopes(NamedTuple):
+    """What a chunk's backward needs. low_rank: from `add_products`. of_cap: d capped logits / d logits [n, v]."""
+
+    low_rank: list[Tensor]
+    of_cap: Tensor | None
 
 
 class Chunk(NamedTuple):
@@ -69,6 +78,7 @@ def operands_of(
     labels: Tensor,
     group: dist.ProcessGroup | None,
     low_rank: LowRank | None,
+    cap: float | None = None,
 ) -> tuple[Operands, Call]:
     """Check the labels; return the operands, with h, weight and bias cast if autocast is on."""
     rank, n_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -79,10 +89,10 @@ def operands_of(
         operands = [None if t is None else t.to(dtype) for t in operands]
     first = rank * weight.shape[0]
     if low_rank is None:
-        return Operands(*operands), Call(first, group)
+        return Operands(*operands), Call(first, group, cap)
     assert low_rank.order is None, "the rows of a batch that a head reads are sorted by model"
     x, a, b, sizes, scale, *_ = low_rank
-    return Operands(*operands, x.flatten(0, -2), a, b), Call(first, group, sizes, scale)
+    return Operands(*operands, x.flatten(0, -2), a, b), Call(first, group, cap, sizes, scale)
 
 
 def check_chunk(head: str, chunk_tokens: int | None) -> None:
@@ -153,7 +163,7 @@ class LogProbs(torch.autograd.Function):
                 labels, log_normalizer, entropy, grad, grad_entropy = (
                     None if t is None else t[chunk.rows] for t in of_tokens
                 )
-                logits, temperature, low_rank = logits_of(operands, head, call, chunk)
+                logits, temperature, slopes = logits_of(operands, head, call, chunk)
                 divisor = temperature[:, 0] if isinstance(temperature, Tensor) else temperature
                 grad_logits = gradient_of(
                     logits,
@@ -166,7 +176,7 @@ class LogProbs(torch.autograd.Function):
                     None if grad_entropy is None else grad_entropy / divisor,
                 )
                 del logits
-                gradients.add(chunk, grad_logits, low_rank)
+                gradients.add(chunk, grad_logits, slopes)
                 del grad_logits  # free it before the next chunk
         return *gradients.sums(), None, None, None
 
@@ -186,11 +196,11 @@ class SummedLoss(torch.autograd.Function):
         gradients = Gradients(operands, ctx.needs_input_grad[: len(operands)], call.scale)
         sums = [torch.zeros(n_sums, device=operands.x.device)]
         for chunk in chunks_of(operands.x, head, call):
-            logits, _, low_rank = logits_of(operands, head, call, chunk)
+            logits, _, slopes = logits_of(operands, head, call, chunk)
             of_chunk, gradient = loss_of(logits, chunk.rows)
             sums.append(of_chunk)
             if any(gradients.wanted):
-                gradients.add(chunk, gradient(), low_rank)
+                gradients.add(chunk, gradient(), slopes)
             del logits, gradient  # free both before the next chunk
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
@@ -236,12 +246,12 @@ class Gradients:
         if any(wanted[3:]):
             self.parts["adapted_x"] = torch.empty_like(operands.adapted_x)
 
-    def add(self, chunk: Chunk, grad_logits: Tensor, low_rank: list[Tensor]) -> None:
-        """grad_logits: [n, v] of a chunk, of any dtype; low_rank: from `add_products`."""
-        rows = chunk.rows
+    def add(self, chunk: Chunk, grad_logits: Tensor, slopes: Slopes) -> None:
+        """grad_logits: [n, v] of a chunk, of any dtype."""
+        rows, (low_rank, of_cap) = chunk.rows, slopes
         x, weight, _, adapted_x, a, b = self.operands
         wants_x, wants_weight, wants_bias, *wants_adapters = self.wanted
-        grad_logits = grad_logits.to(x.dtype)
+        grad_logits = (grad_logits if of_cap is None else grad_logits * of_cap).to(x.dtype)
         if wants_x:
             self.parts["x"][rows] = (
                 grad_logits if weight is None else linear(grad_logits, weight.t())
@@ -299,23 +309,26 @@ def chunks_of(x: Tensor, head: Any, call: Call) -> list[Chunk]:
 
 def logits_of(
     operands: Operands, head: Any, call: Call, chunk: Chunk
-) -> tuple[Tensor, float | Tensor, list[Tensor]]:
-    """Return the logits [n, v] of a chunk, its temperature, and what backward of adapters needs.
+) -> tuple[Tensor, float | Tensor, Slopes]:
+    """Return the logits [n, v] of a chunk, its temperature, and what its backward needs.
 
     With a compile_backend, logits have any dtype and are not divided by the temperature yet. Without, they
     are divided, in fp32 (fp64 if x is) and in memory of their own.
     """
     x, weight, bias, adapted_x, a, b = operands
-    rows, temperature, low_rank = chunk.rows, head.temperature, []
+    rows, temperature, low_rank, of_cap = chunk.rows, head.temperature, [], None
     if isinstance(temperature, Tensor):
         temperature = temperature[rows]
     logits = x[rows] if weight is None else head.product(x[rows], weight, bias)
     if adapted_x is not None:
         adapters = adapted_x[rows], a, b, chunk.sizes, call.scale, head.product
         logits, low_rank = add_products(logits, *adapters, in_place=True)
+    if call.cap is not None:
+        shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).div(call.cap).tanh_()
+        of_cap, logits = 1 - shares.square(), shares.mul_(call.cap)
     if head.compile_backend is None:
         logits = _in_fp32(logits, temperature, copy=weight is None)
-    return logits, temperature, low_rank
+    return logits, temperature, Slopes(low_rank, of_cap)
 
 
 def _in_fp32(logits: Tensor, temperature: float | Tensor, copy: bool) -> Tensor:

@@ -30,7 +30,7 @@ from torchtitan.tools.utils import keywords_of
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
 
 # With a smaller vocabulary, logits take no more memory than the layers' saved activations.
-_LARGE_VOCABULARY = 32768
+_LARGE_VOCABULARY = 16384
 
 
 def cross_entropy_loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -86,9 +86,10 @@ class SummedCrossEntropy:
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
         low_rank: LowRank | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank)
+        operands, call = operands_of(h, weight, bias, labels, group, low_rank, cap)
         with torch.autocast(h.device.type, enabled=False):
             loss_of = cross_entropy_of(labels.flatten(), self, call)
             return SummedLoss.apply(*operands, 1, loss_of, self, call)[0]

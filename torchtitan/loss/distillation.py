@@ -38,7 +38,7 @@ from torchtitan.loss.chunked_logits import (
     operands_of,
 )
 from torchtitan.loss.logprobs import TokenLogProbs
-from torchtitan.numerics.linear import linear
+from torchtitan.numerics.linear import cap_logits, linear
 from torchtitan.numerics.low_rank import LowRank
 
 Divergence = tuple[Tensor, Callable[[], Tensor]]
@@ -66,11 +66,13 @@ class TeacherStates:
     def __init__(self, n_student: int):
         self.n_student = n_student
         self.weight: Tensor | None = None
+        self.cap: float | None = None
 
     def __call__(self, h: Tensor, weight: Tensor, bias: None = None, **given: Any) -> Tensor:
         """The arguments are those of `TokenLogProbs`."""
         operands, call = operands_of(h, weight, bias, given["labels"], given.get("group"), None)
         if self.weight is None:
+            self.cap = given.get("cap")
             # A rank's rows are not the student's if one of the two pads its vocabulary.
             of_ranks = of_all_ranks(operands.weight, call.group)
             n_own = self.n_student // len(of_ranks)
@@ -122,9 +124,10 @@ class DistillationLoss:
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
         low_rank: LowRank | None = None,
+        cap: float | None = None,
     ) -> Distilled:
         """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank)
+        operands, call = operands_of(h, weight, bias, labels, group, low_rank, cap)
         assert self.teacher is not None, "with_batch was not called"
         of_tokens, temperature = labels.flatten(), self.temperature_of_kl
         is_ignored, scores = of_tokens == IGNORE_INDEX, self.teacher.flatten(0, 1)
@@ -156,7 +159,7 @@ class DistillationLoss:
             sums = SummedLoss.apply(*operands, 3, loss_of, self, call)
         if self.of_tokens is None:
             return Distilled(*sums)
-        given: Any = {"labels": labels, "group": group, "low_rank": low_rank}
+        given: Any = {"labels": labels, "group": group, "low_rank": low_rank, "cap": cap}
         return Distilled(*sums, *self.of_tokens(h, weight, bias, **given))
 
     def _compare(self, logits: Tensor, scores: Tensor, call: Call) -> Divergence:
@@ -164,7 +167,8 @@ class DistillationLoss:
         how = self.temperature_of_kl, self.n_entries
         log_p, is_forward = _log_probs(logits, call, *how), self.divergence == "forward"
         if self.states is not None:
-            log_q = _log_probs(linear(scores, self.states.weight), call, *how)
+            logits = cap_logits(linear(scores, self.states.weight), self.states.cap)
+            log_q = _log_probs(logits, call, *how)
             return _divergence(log_p, log_q, is_forward, call.group)
         k = scores.shape[1] // 2
         return _divergence_of_top(log_p, scores[:, :k].long(), scores[:, k:], is_forward, call)

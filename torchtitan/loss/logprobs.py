@@ -93,14 +93,16 @@ class TokenLogProbs:
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
         low_rank: LowRank | None = None,
+        cap: float | None = None,
     ) -> TokenOutputs:
         """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
 
         group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels; the
             call is collective, and the gradient of h is this rank's summand.
         low_rank: the adapters' product to add to the logits; rows sorted by model, b [m, v, r].
+        cap: c, for logits c * tanh(logits / c).
         """
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank)
+        operands, call = operands_of(h, weight, bias, labels, group, low_rank, cap)
         with torch.autocast(h.device.type, enabled=False):
             return TokenOutputs(*LogProbs.apply(*operands, labels, self._of_tokens(labels), call))
 
@@ -156,9 +158,10 @@ class TopTokens(TokenLogProbs):
         labels: Tensor,
         group: dist.ProcessGroup | None = None,
         low_rank: LowRank | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank)
+        operands, call = operands_of(h, weight, bias, labels, group, low_rank, cap)
         head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom called
         best = [labels.new_zeros(0, 2 * self.k + self.with_rest, dtype=torch.float32)]
         with torch.no_grad(), torch.autocast(h.device.type, enabled=False):

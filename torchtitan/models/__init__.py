@@ -1,7 +1,15 @@
-"""Model families. Each is a package with a flavor table and a `get_train_spec()`."""
+"""Model families. Each is a module with a flavor table and a `get_train_spec()`, here or in `families`."""
 
 import pkgutil
 
-_supported_models: frozenset[str] = frozenset(
-    module.name for module in pkgutil.iter_modules(__path__) if module.ispkg
-) - {"moe"}
+# model.name -> the family's module
+module_paths: dict[str, str] = {
+    module.name: f"{package}.{module.name}"
+    for package, paths in {
+        __name__: __path__,
+        f"{__name__}.families": [f"{path}/families" for path in __path__],
+    }.items()
+    for module in pkgutil.iter_modules(paths)
+    if package != __name__ or (module.ispkg and module.name not in ("moe", "families"))
+}
+_supported_models: frozenset[str] = frozenset(module_paths)

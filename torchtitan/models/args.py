@@ -1,12 +1,13 @@
 """The args that all families share."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from torchtitan.config import JobConfig
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.numerics.norm import NormKind
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
@@ -19,6 +20,10 @@ class DecoderArgs(BaseModelArgs):
     depth_init: scale initial weights of residual branches by their layer's depth, not the model's.
     value_head: the model returns one value per token; this turns enable_weight_tying off.
     fp32_head: compute the output projection in fp32, even under autocast or FSDP's casts.
+    norm_kind: see `numerics.norm`. norm_placement: see `TransformerBlock`.
+    hidden_act: the activation of dense feed-forwards, a key of `feed_forward.ACTIVATIONS`.
+    embedding_scale, residual_scale: factors on embeddings, and on the results of attention and
+        feed-forward. logits_divisor: divides the logits. logits_cap: c, for logits c * tanh(logits / c).
     """
 
     dim: int = 4096
@@ -35,6 +40,13 @@ class DecoderArgs(BaseModelArgs):
     enable_weight_tying: bool = False
     value_head: bool = False
     fp32_head: bool = False
+    norm_kind: NormKind = "late"
+    norm_placement: Literal["before", "after", "both"] = "before"
+    hidden_act: str = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    logits_cap: float | None = None
 
     def __post_init__(self) -> None:
         self.enable_weight_tying = self.enable_weight_tying and not self.value_head

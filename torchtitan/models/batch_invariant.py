@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn import functional as F
 
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, OutputProjection
 from torchtitan.models.rope import BATCH_INVARIANT_ROPE
@@ -26,9 +27,9 @@ def use_batch_invariant(parts: Sequence[nn.Module]) -> None:
         for block in part.layers.values():
             feed_forward = block.moe if block.moe_enabled else block.feed_forward
             for module, kind in ((block.attention, Attention), (feed_forward, FeedForward)):
-                if type(module).forward is not kind.forward:
+                if type(module).forward is not kind.forward or not _has_form(module):
                     raise ConfigError(
-                        f"rl.generator.exact needs layers of {kind.__name__}, got "
+                        f"rl.generator.exact needs layers of {kind.__name__} as Llama's, got another "
                         f"{type(module).__name__} in {type(part).__name__}; turn it off, or choose a "
                         "dense llama3 or qwen3"
                     )
@@ -45,3 +46,10 @@ def use_batch_invariant(parts: Sequence[nn.Module]) -> None:
             elif isinstance(module, Attention):
                 module.apply_rope = BATCH_INVARIANT_ROPE.get(module.apply_rope, module.apply_rope)
                 module.inner_attention.batch_invariant = True
+
+
+def _has_form(module: nn.Module) -> bool:
+    if isinstance(module, FeedForward):
+        return module.activation in (F.silu, batch_invariant_silu)
+    is_known = module.apply_rope in {*BATCH_INVARIANT_ROPE, *BATCH_INVARIANT_ROPE.values()}
+    return is_known and module.wg is None

@@ -37,6 +37,7 @@ from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention import AttentionMasksType, attend, build_inner_attention
 from torchtitan.models.feed_forward import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe import build_moe
+from torchtitan.models.norm import build_norm
 from torchtitan.models.rope import (
     RoPEScalingArgs,
     YaRNArgs,
@@ -47,7 +48,6 @@ from torchtitan.models.rope import (
     select_positions,
 )
 from torchtitan.numerics.linear import Linear, project
-from torchtitan.numerics.norm import RMSNorm
 from torchtitan.protocols.model import ModelProtocol
 from torchtitan.tools.host_copy import on_host
 
@@ -58,9 +58,14 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key/value heads.
 
-    qk_norm_eps: eps of the RMS norm of each query and key head before RoPE; None: no norm.
+    qk_norm: (number of heads, D) -> the norm of queries or keys before RoPE; None: no norm. It gets each
+        head [..., D], or with the attribute `spans_heads` all heads at once [..., heads * D].
     apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
     mask_name: the key of this layer's mask, if the model's masks are a dict.
+    softmax_scale: the factor on the scores; None: D ** -0.5.
+    window: a query sees itself and the window - 1 tokens before it; kept here, too, because varlen's
+        metadata holds no window.
+    has_gate: each number of the result is multiplied by a sigmoid of its own linear map of x, `wg`.
     """
 
     def __init__(
@@ -73,9 +78,12 @@ class Attention(nn.Module):
         attn_type: str = "sdpa",
         qkv_bias: bool = False,
         output_bias: bool = False,
-        qk_norm_eps: float | None = None,
+        qk_norm: Callable[[int, int], nn.Module] | None = None,
         apply_rope: Callable[..., tuple[Tensor, Tensor]] | None = apply_rotary_emb,
         mask_name: str | None = None,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        has_gate: bool = False,
     ):
         super().__init__()
         self.n_heads = n_heads
@@ -86,13 +94,14 @@ class Attention(nn.Module):
         self.attn_type = attn_type
         self.apply_rope = apply_rope
         self.mask_name = mask_name
+        self.softmax_scale, self.window = softmax_scale, window
 
-        has_qk_norm = qk_norm_eps is not None
-        self.q_norm = RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=qk_norm_eps) if has_qk_norm else None
+        self.q_norm = qk_norm and qk_norm(self.n_heads, self.head_dim)
+        self.k_norm = qk_norm and qk_norm(self.n_kv_heads, self.head_dim)
         self.wq = Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias)
         self.wk = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
         self.wv = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.wg = Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias) if has_gate else None
         self.wo = Linear(self.n_heads * self.head_dim, dim, bias=output_bias)
         self.inner_attention = build_inner_attention(attn_type)
 
@@ -114,34 +123,41 @@ class Attention(nn.Module):
             v = self._heads(self.wv, x)
             q, k = self._rotate(q, k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return self.wo(self.attend(q, k, v, mask).flatten(-2))
+        out = self.attend(q, k, v, mask).flatten(-2)
+        return self.wo(out if self.wg is None else out * self.wg(x).sigmoid())
 
     def _heads(self, linear: nn.Module, x: Tensor, norm: nn.Module | None = None) -> Tensor:
         """[B, T, M] -> [B, T, heads, D]."""
         # -1: under tensor parallelism a rank holds only some of the heads.
-        heads = linear(x).unflatten(-1, (-1, self.head_dim))
+        numbers, sizes = linear(x), (-1, self.head_dim)
+        if norm is None:
+            return numbers.unflatten(-1, sizes)
         # On CUDA autocast runs the norm in fp32 (torch 2.13), but not the varlen kernel: cast back.
-        return heads if norm is None else norm(heads).to(heads.dtype)
+        if getattr(norm, "spans_heads", False):
+            return norm(numbers).to(numbers.dtype).unflatten(-1, sizes)
+        return norm(numbers.unflatten(-1, sizes)).to(numbers.dtype)
 
     def _rotate(self, q: Tensor, k: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.apply_rope is None else self.apply_rope(q, k, rope)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:
         """q: [B, H, T, D]; k, v: [B, K, T, D]. Returns [B, T, H, D]."""
-        return attend(self.inner_attention, q, k, v, mask)
+        return attend(self.inner_attention, q, k, v, mask, self.softmax_scale, self.window)
 
     def init_weights(self, init_std: float) -> None:
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 norm.reset_parameters()
-        for linear in (self.wq, self.wk, self.wv):
+        for linear in filter(None, (self.wq, self.wk, self.wv, self.wg)):
             init_linear(linear, PROJECTION_STD)
         init_linear(self.wo, init_std)
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """Residual block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
+    With `norm_placement` "after" the norms are applied to the results of attention and feed-forward
+    instead, with "both" to inputs and results.
     Under tensor parallelism x holds this rank's tokens; attention and feed-forward get the tokens of
     all ranks, and return this rank's summand of the result.
     """
@@ -167,8 +183,14 @@ class TransformerBlock(nn.Module):
             self.moe = feed_forward
         else:
             self.feed_forward = feed_forward
-        self.attention_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
-        self.ffn_norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        is_before, is_after = (
+            model_args.norm_placement in (place, "both") for place in ("before", "after")
+        )
+        self.attention_norm = build_norm(model_args) if is_before else None
+        self.ffn_norm = build_norm(model_args) if is_before else None
+        self.attention_post_norm = build_norm(model_args) if is_after else None
+        self.ffn_post_norm = build_norm(model_args) if is_after else None
+        self.residual_scale = model_args.residual_scale
 
     def forward(
         self,
@@ -181,17 +203,30 @@ class TransformerBlock(nn.Module):
 
         routed_experts: [B, T, k], for a mixture of experts, in place of its router's choice.
         """
-        sequence, seq_len = self.sequence, rope.shape[1]
-        h = sequence.gather(self.attention_norm(x), seq_len)
-        x = x + sequence.reduce(self.attention(h, rope, attention_masks))
+        h = self._input(x, self.attention_norm, rope.shape[1])
+        x = self._add(x, self.attention(h, rope, attention_masks), self.attention_post_norm)
         feed_forward = self.moe if self.moe_enabled else self.feed_forward
-        h = sequence.gather(self.ffn_norm(x), seq_len)
+        h = self._input(x, self.ffn_norm, rope.shape[1])
         out = feed_forward(h) if routed_experts is None else feed_forward(h, routed_experts)
-        return x + sequence.reduce(out)
+        return self._add(x, out, self.ffn_post_norm)
+
+    def _input(self, x: Tensor, norm: nn.Module | None, seq_len: int) -> Tensor:
+        return self.sequence.gather(x if norm is None else norm(x), seq_len)
+
+    def _add(self, x: Tensor, summand: Tensor, norm: nn.Module | None) -> Tensor:
+        out = self.sequence.reduce(summand)
+        out = out if norm is None else norm(out)
+        return x + (out if self.residual_scale == 1 else out * self.residual_scale)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        self.attention_norm.reset_parameters()
-        self.ffn_norm.reset_parameters()
+        for norm in (
+            self.attention_norm,
+            self.ffn_norm,
+            self.attention_post_norm,
+            self.ffn_post_norm,
+        ):
+            if norm is not None:
+                norm.reset_parameters()
         self.attention.init_weights(self.weight_init_std)
         if self.moe_enabled:
             self.moe.init_weights(self.weight_init_std, buffer_device)
@@ -201,15 +236,20 @@ class TransformerBlock(nn.Module):
 
 class OutputProjection(Linear):
     """Hidden states [B, T, M] -> logits [B, T, V], or the result of a head, which is called here because
-    FSDP has gathered the weight. in_fp32: compute with fp32 copies of weight and hidden states."""
+    FSDP has gathered the weight.
+
+    in_fp32: compute with fp32 copies of weight and hidden states. cap: c, for logits c * tanh(logits / c);
+        a head gets it by this name.
+    """
 
     in_fp32: bool = False
+    cap: float | None = None
     reads_local_parameters = True  # tensor parallelism replaces this class by its own
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
         low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)
         how = {"product": self.product, "in_fp32": self.in_fp32, "low_rank": low_rank}
-        return project(head, h, self.weight, self.bias, **how)
+        return project(head, h, self.weight, self.bias, cap=self.cap, **how)
 
 
 class ValueHead(nn.Linear):
@@ -261,13 +301,13 @@ class Decoder(ModelProtocol):
         for i in range(model_args.n_layers):
             parts = self.build_attention(i), self.build_feed_forward(i), self.is_moe_layer(i)
             self.layers[str(i)] = TransformerBlock(i, model_args, *parts)
-        self.norm = RMSNorm(model_args.dim, eps=model_args.norm_eps)
+        self.norm = build_norm(model_args)
         self.output = self.score = None
         if model_args.value_head:
             self.score = ValueHead(model_args.dim)
         else:
             self.output = OutputProjection(model_args.dim, model_args.vocab_size, bias=False)
-            self.output.in_fp32 = model_args.fp32_head
+            self.output.in_fp32, self.output.cap = model_args.fp32_head, model_args.logits_cap
         self._tie_weights()
 
     # ---- how a family differs ----
@@ -308,7 +348,8 @@ class Decoder(ModelProtocol):
         if self.is_moe_layer(layer_id):
             backend = getattr(args, "expert_parallel_comm_backend", "standard")
             return build_moe(args.moe_args, args.dim, hidden_dim, moe_impl=backend)
-        return FeedForward(args.dim, hidden_dim, bias=getattr(args, "mlp_bias", False))
+        bias = getattr(args, "mlp_bias", False)
+        return FeedForward(args.dim, hidden_dim, bias, args.hidden_act)
 
     def build_rope_table(self, length: int) -> Tensor:
         """Return the RoPE table [length, ...] on torch's default device; attention gets its rows."""
@@ -353,7 +394,11 @@ class Decoder(ModelProtocol):
         self.check_rows(attention_masks, row_len)
         positions = positions_of_rank(masks, positions, seq_len)
         if self.tok_embeddings is not None:
-            h = sequence.reduce(self.tok_embeddings(tokens))
+            h = self.tok_embeddings(tokens)
+            if (scale := self.model_args.embedding_scale) != 1:
+                # Gemma rounds the factor to the dtype of the hidden states.
+                h = h * torch.tensor(scale, dtype=h.dtype, device="cpu").item()
+            h = sequence.reduce(h)
         else:
             h = sequence.split(tokens)
         # All layers use the same rows of the table, so look them up once.
@@ -374,6 +419,8 @@ class Decoder(ModelProtocol):
         if self.output is None:
             return sequence.join(h, seq_len)
         h = sequence.gather(h, seq_len)
+        if (divisor := self.model_args.logits_divisor) != 1:
+            h = h / divisor  # in place of the logits, which a head does not store
         return self.output(h) if head is None else self.output(h, head)
 
     @functools.cached_property

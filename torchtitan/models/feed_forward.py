@@ -1,5 +1,6 @@
 """The dense feed-forward of a block, and the initial weights of linear layers."""
 
+import functools
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -9,15 +10,19 @@ from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.numerics.linear import Linear
 
 PROJECTION_STD = 0.02
+# By their names in Hugging Face's configs.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
+    """A gated feed-forward, w2(activation(w1 x) * w3 x); SwiGLU by default (Shazeer 2020, arXiv:2002.05202)."""
 
-    activation: Callable[[Tensor], Tensor] = staticmethod(F.silu)
-
-    def __init__(self, dim: int, hidden_dim: int, bias: bool = False):
+    def __init__(self, dim: int, hidden_dim: int, bias: bool = False, activation: str = "silu"):
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.w1 = Linear(dim, hidden_dim, bias=bias)
         self.w2 = Linear(hidden_dim, dim, bias=bias)
         self.w3 = Linear(dim, hidden_dim, bias=bias)

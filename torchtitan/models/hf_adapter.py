@@ -11,8 +11,9 @@ from torch import Tensor
 from torchtitan.distributed.dtensor import LocalShard, is_dtensor, load_dtensor
 from torchtitan.models.hf_stacks import (
     StackLayout,
-    as_part_of_rows,
+    as_parts_of_rows,
     join_rows,
+    shard_with_middle,
     split_rows,
     stack,
     transposed_shard,
@@ -38,14 +39,54 @@ HF_LINEARS = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-_HF_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+# The norms of a block by `norm_placement`: HF name -> ours.
+HF_NORMS = {
+    "before": {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
+    "after": {
+        "post_attention_layernorm": "attention_post_norm",
+        "post_feedforward_layernorm": "ffn_post_norm",
+    },
+    "both": {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_post_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "ffn_post_norm",
+    },
+}
 
 
 class Fused(NamedTuple):
-    """One HF tensor that joins the rows of several of our tensors [E, R, C]."""
+    """One HF tensor that joins the rows of several of our tensors [..., R, C].
+
+    rows: the proportions of the tensors' numbers of rows; empty: all have the same number.
+    n_groups: see `join_rows`. has_middle: HF's tensor is [R, 1, C], as a convolution's weight.
+    """
 
     ours: tuple[str, ...]
     transposed: bool = False
+    rows: tuple[int, ...] = ()
+    n_groups: int = 1
+    has_middle: bool = False
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return HF's tensor. tensors: our name -> tensor."""
+        joined = join_rows([tensors[name] for name in self.ours], self.n_groups)
+        joined = joined.unsqueeze(1) if self.has_middle else joined
+        return joined.transpose(-2, -1) if self.transposed else joined
+
+    def split(self, joined: Tensor) -> dict[str, Tensor]:
+        """The inverse of `join`."""
+        joined = joined.transpose(-2, -1) if self.transposed else joined
+        joined = joined.squeeze(1) if self.has_middle else joined
+        rows = self.rows or (1,) * len(self.ours)
+        return dict(zip(self.ours, split_rows(joined, rows, self.n_groups), strict=True))
+
+    def shards(self, name: str, shard: LocalShard) -> Iterator[LocalShard]:
+        """Yield a shard of our tensor as shards of HF's tensor."""
+        rows = self.rows or (1,) * len(self.ours)
+        for part in as_parts_of_rows(shard, self.ours.index(name), rows, self.n_groups):
+            part = shard_with_middle(part) if self.has_middle else part
+            yield transposed_shard(part) if self.transposed else part
 
 
 HFKeyMap = dict[str, str | Fused | None]  # see `KeyMapAdapter`
@@ -70,8 +111,11 @@ def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> HFKeyMap
     }
 
 
-def dense_hf_key_map(biased: Collection[str] = ()) -> HFKeyMap:
-    """Return the table for files with Llama's names. biased: keys of `HF_LINEARS` with a bias."""
+def dense_hf_key_map(biased: Collection[str] = (), norms: str = "before") -> HFKeyMap:
+    """Return the table for files with Llama's names.
+
+    biased: keys of `HF_LINEARS` with a bias. norms: a key of `HF_NORMS`.
+    """
     table: HFKeyMap = {
         "model.embed_tokens.weight": TOK_EMBEDDINGS,
         "model.norm.weight": "norm.weight",
@@ -82,7 +126,9 @@ def dense_hf_key_map(biased: Collection[str] = ()) -> HFKeyMap:
         "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
     }
     with_bias = {hf: ours for hf, ours in HF_LINEARS.items() if hf in biased}
-    return table | block_hf_key_map(_HF_NORMS | HF_LINEARS) | block_hf_key_map(with_bias, "bias")
+    return (
+        table | block_hf_key_map(HF_NORMS[norms] | HF_LINEARS) | block_hf_key_map(with_bias, "bias")
+    )
 
 
 class KeyMapAdapter(StateDictAdapter):
@@ -93,10 +139,13 @@ class KeyMapAdapter(StateDictAdapter):
         Fused, if the HF tensor joins several of our tensors or is transposed.
         None, if the HF tensor is skipped on reading.
 
-    If several HF templates map to one of ours, all are read and the first is written.
+    If several HF templates map to one of ours, all are read and the first is written. A name with numbers
+    in place of `{}` takes precedence over its template.
 
     optional: our templates that HF files may lack; these tensors then keep their values on reading.
-    ignored_hf_keys: regular expressions that match the start of further HF names to skip.
+    ignored_hf_keys: regular expressions that match the start of HF names of parts that our model lacks,
+        such as vision towers. Layers for multi-token prediction are recognised by their `eh_proj`.
+    text_prefixes: what names of multimodal files begin with, see `name_text_model`.
     rotated_heads: our template -> number of heads, for queries and keys whose rows HF stores in the
         order of the other RoPE convention.
     quantized_format: format of the family's published files; see `build_quantized_reader`.
@@ -108,6 +157,7 @@ class KeyMapAdapter(StateDictAdapter):
     from_hf_map: HFKeyMap
     optional: frozenset[str] = frozenset({"layers.{}.moe.expert_bias", SCORE, SCORE_BIAS})
     ignored_hf_keys: tuple[str, ...] = ()
+    text_prefixes: tuple[str, ...] = ()
     rotated_heads: Mapping[str, int] = {}
     quantized_format: Literal["fp8", "mxfp4"] | None = None
 
@@ -115,8 +165,38 @@ class KeyMapAdapter(StateDictAdapter):
         super().__init__(model_args, hf_assets_path)
         # Our name of each tensor that the last `to_hf` split into experts -> the tensor's layout.
         self._layouts: dict[str, StackLayout | None] = {}
-        # HF templates in the files that will be read; empty if unknown.
+        # HF names and templates in the files that will be read; empty if unknown.
         self._hf_templates: frozenset[str] = frozenset()
+        self._mtp_layers: tuple[str, ...] = ()  # like ignored_hf_keys
+
+    def name_text_model(self, table: HFKeyMap) -> None:
+        """Read all spellings of a multimodal model's files; write the one in the index file, if any.
+
+        table: of files of the text model alone. A prefix "model.x." replaces "model."; another is put in front
+        of all names.
+        """
+        self._text_map = table
+        self._prefer(self._prefix_of(self.fqn_to_index_mapping or ()))
+
+    def _prefix_of(self, names: Iterable[str]) -> str:
+        return next((p for n in names for p in self.text_prefixes if n.startswith(p)), "")
+
+    def _prefer(self, prefix: str) -> None:
+        self.from_hf_map = {}
+        # If several Hugging Face names stand for one of our tensors, the first name is written.
+        for one in (prefix, "", *self.text_prefixes):
+            named = {_with_prefix(one, hf): entry for hf, entry in self._text_map.items()}
+            self.from_hf_map = self.from_hf_map | named
+
+    def for_export(self, base_names: Collection[str]) -> "KeyMapAdapter":
+        if not self.text_prefixes:
+            return self
+        adapter = copy.copy(self)
+        adapter._prefer(self._prefix_of(base_names))
+        index = self.fqn_to_index_mapping or {}
+        numbers = {_without_prefix(self._prefix_of([n]), n): number for n, number in index.items()}
+        adapter.fqn_to_index_mapping = index | numbers or None
+        return adapter
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
         if from_quantized and self.quantized_format is not None:
@@ -127,7 +207,8 @@ class KeyMapAdapter(StateDictAdapter):
 
     def spelled_like(self, hf_names: Collection[str]) -> "KeyMapAdapter":
         adapter = copy.copy(self)
-        adapter._hf_templates = frozenset(to_template(name)[0] for name in hf_names)
+        adapter._hf_templates = frozenset(hf_names) | {to_template(name)[0] for name in hf_names}
+        adapter._mtp_layers = _mtp_layers(hf_names)
         return adapter
 
     _has_value_head = property(lambda self: getattr(self.model_args, "value_head", False))
@@ -147,18 +228,18 @@ class KeyMapAdapter(StateDictAdapter):
             if not in_files or ours not in self.optional or hf in in_files
         }
 
-    def _named_on_both_sides(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield (our name, HF template) of tensors to write. Raises ValueError for unknown names."""
+    def _named_on_both_sides(self, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+        """Yield (our name, its template, HF template) of tensors to write. ValueError for unknown names."""
         to_hf_map, names = self._to_hf_map(), list(names)
         _check_all_known(names, {*to_hf_map, *self.optional}, "the model's state dict")
         for name in names:
-            hf_template = to_hf_map.get(to_template(name)[0])
-            if hf_template is not None and not (self._is_tied and name == OUTPUT):
-                yield name, hf_template
+            template = _key_of(name, to_hf_map)
+            if template in to_hf_map and not (self._is_tied and name == OUTPUT):
+                yield name, template, to_hf_map[template]
 
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
         groups: dict[str, list[str]] = {}
-        for name, hf_template in self._named_on_both_sides(names):
+        for name, _, hf_template in self._named_on_both_sides(names):
             is_fused = isinstance(self.from_hf_map[hf_template], Fused)
             key = hf_template.format(*to_template(name)[1]) if is_fused else name
             groups.setdefault(key, []).append(name)
@@ -171,8 +252,8 @@ class KeyMapAdapter(StateDictAdapter):
         return {to_hf_map[TOK_EMBEDDINGS]: to_hf_map[OUTPUT]}
 
     def shards_to_hf(self, name: str, shard: LocalShard) -> Iterator[tuple[str, LocalShard]]:
-        template, numbers = to_template(name)
-        for _, hf_template in self._named_on_both_sides([name]):
+        numbers = to_template(name)[1]
+        for _, template, hf_template in self._named_on_both_sides([name]):
             entry = self.from_hf_map[hf_template]
             if _is_stack(hf_template, template):
                 for expert, part in unstacked_shards(shard).items():
@@ -180,8 +261,7 @@ class KeyMapAdapter(StateDictAdapter):
                 continue
             parts: Iterable[LocalShard] = [shard]
             if isinstance(entry, Fused):
-                joined = as_part_of_rows(shard, entry.ours.index(template), len(entry.ours))
-                parts = [transposed_shard(joined) if entry.transposed else joined]
+                parts = entry.shards(template, shard)
             elif (n_heads := self.rotated_heads.get(template)) is not None:
                 parts = _shards_in_hf_rope_layout(shard, n_heads)
             for part in parts:
@@ -192,8 +272,8 @@ class KeyMapAdapter(StateDictAdapter):
         self._layouts = {}
         hf_state_dict: dict[str, Any] = {}
         fused: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for name, hf_template in self._named_on_both_sides(state_dict):
-            template, numbers = to_template(name)
+        for name, template, hf_template in self._named_on_both_sides(state_dict):
+            numbers = to_template(name)[1]
             tensor, entry = state_dict[name], self.from_hf_map[hf_template]
             if _is_stack(hf_template, template):
                 experts, self._layouts[name] = unstack(tensor)
@@ -206,15 +286,14 @@ class KeyMapAdapter(StateDictAdapter):
                 continue
             fused[hf_name][template] = tensor
             if len(fused[hf_name]) == len(entry.ours):
-                parts = fused.pop(hf_name)
-                joined = join_rows([parts[ours] for ours in entry.ours])
-                hf_state_dict[hf_name] = joined.transpose(1, 2) if entry.transposed else joined
+                hf_state_dict[hf_name] = entry.join(fused.pop(hf_name))
         if fused:
             raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
         return hf_state_dict
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return our name -> tensor. Raises ValueError, which lists the keys that the table lacks."""
+        self._mtp_layers = _mtp_layers(hf_state_dict)
         relevant = {k: t for k, t in hf_state_dict.items() if not self.ignores_hf_key(k)}
         _check_all_known(relevant, self.from_hf_map, "the Hugging Face weights")
         state_dict: dict[str, Any] = {}
@@ -223,12 +302,10 @@ class KeyMapAdapter(StateDictAdapter):
             name: {} for name, layout in self._layouts.items() if layout and not layout.rows
         }
         for hf_name, tensor in relevant.items():
-            hf_template, numbers = to_template(hf_name)
+            hf_template, numbers = _key_of(hf_name, self.from_hf_map), to_template(hf_name)[1]
             entry = self.from_hf_map[hf_template]
             if isinstance(entry, Fused):
-                joined = tensor.transpose(1, 2) if entry.transposed else tensor
-                parts = split_rows(joined, len(entry.ours))
-                for ours, part in zip(entry.ours, parts, strict=True):
+                for ours, part in entry.split(tensor).items():
                     state_dict[ours.format(*numbers)] = part
             elif _is_stack(hf_template, entry):
                 *outer, expert = numbers
@@ -246,15 +323,41 @@ class KeyMapAdapter(StateDictAdapter):
         return swap_rope_layout(tensor, heads[template], to_hf) if template in heads else tensor
 
     def ignores_hf_key(self, hf_key: str) -> bool:
+        is_output = self.from_hf_map.get(hf_key) == OUTPUT
         return (
             super().ignores_hf_key(hf_key)
-            or (self._is_tied and hf_key == HF_OUTPUT)
-            or (self._has_value_head and self.from_hf_map.get(hf_key) == OUTPUT)
+            or (is_output and (self._is_tied or self._has_value_head))
             or self.holds_untrained_part(hf_key)
         )
 
     def holds_untrained_part(self, hf_key: str) -> bool:
-        return any(re.match(pattern, hf_key) for pattern in self.ignored_hf_keys)
+        patterns = (*self.ignored_hf_keys, *self._mtp_layers)
+        return any(re.match(pattern, hf_key) for pattern in patterns)
+
+
+def _mtp_layers(hf_names: Iterable[str]) -> tuple[str, ...]:
+    """Return a pattern for the names of each layer that only predicts a second token."""
+    ends = "eh_proj.weight"
+    return tuple(
+        re.escape(name.removesuffix(ends)) for name in hf_names if name.endswith(f".{ends}")
+    )
+
+
+def _with_prefix(prefix: str, hf_name: str) -> str:
+    if not prefix.startswith("model."):
+        return prefix + hf_name
+    return prefix + rest if (rest := hf_name.removeprefix("model.")) != hf_name else hf_name
+
+
+def _without_prefix(prefix: str, hf_name: str) -> str:
+    """The inverse of `_with_prefix`."""
+    rest = hf_name.removeprefix(prefix)
+    return f"model.{rest}" if prefix.startswith("model.") else rest
+
+
+def _key_of(name: str, table: Collection[str]) -> str:
+    """Return the table's key for a name: the name itself if the table has it, else its template."""
+    return name if name in table else to_template(name)[0]
 
 
 def _is_stack(hf_template: str, template: str) -> bool:
@@ -262,7 +365,7 @@ def _is_stack(hf_template: str, template: str) -> bool:
 
 
 def _check_all_known(names: Iterable[str], table: Collection[str], where: str) -> None:
-    unknown = [name for name in names if to_template(name)[0] not in table]
+    unknown = [name for name in names if _key_of(name, table) not in table]
     if unknown:
         raise ValueError(
             f"{len(unknown)} key(s) of {where} have no counterpart in this model family: "

@@ -8,28 +8,27 @@ and vLLM also read.
 
 import argparse
 import dataclasses
+import importlib
 import operator
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torchtitan import models
 from torchtitan.models.args import DecoderArgs
-from torchtitan.models.hf_model_types import (
+from torchtitan.models.hf_fields import (
     ALL_TYPES,
     DERIVED,
     MOE,
-    TYPES,
     Config,
-    ModelType,
-    check_kind,
+    HFType,
     give,
     refusal,
-    require,
-    rope_table,
     take,
 )
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.files import read_json_object
+from torchtitan.tools.logging import logger, warn_once
 
 _CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")  # suffixes of class names
 
@@ -62,36 +61,31 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
-    if config.get("model_type") == "llama4":
-        text = config.get("text_config") or {}
-        if not isinstance(text, Mapping):
-            raise refusal(config, "text_config", "it must be the config of the text model")
-        config = {"model_type": "llama4_text"} | dict(text)
-    config = dict(config) | {"rope_parameters": rope_table(config)}
+    types = hf_types()
+    config = _text_config(config, types)
+    aliases = {alias: name for name, (_, hf_type) in types.items() for alias in hf_type.aliases}
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in TYPES:
-        raise refusal(config, "model_type", f"known are {', '.join(TYPES)}")
-    row = TYPES[model_type]
-    family, flavors = row.family, get_train_spec(row.family).model_args
+    if isinstance(model_type, str):
+        model_type = aliases.get(model_type, model_type)
+    if not isinstance(model_type, str) or model_type not in types:
+        raise refusal(config, "model_type", f"known are {', '.join(sorted(types))}")
+    family, hf_type = types[model_type]
+    config = {**hf_type.defaults, **config}
+    flavors, rows = get_train_spec(family).model_args, (*ALL_TYPES, *hf_type.rows)
     try:
-        for name, (value, reason) in row.fixed.items():
-            require(config, name, [value], reason)
         eos = config.get("eos_token_id")
-        values = {
-            "value_head": _has_value_head(config),
-            **row.args,
-            **take(config, (*ALL_TYPES, *row.fields)),
-            **row.read(config),
-        }
-        values["rope_theta"] = config["rope_parameters"].get("rope_theta", row.rope_theta)
-        check_kind(values, "rope_theta", float)
+        values = {"value_head": _has_value_head(config), **hf_type.args, **take(config, rows)}
+        args_cls = type(next(iter(flavors.values())))
+        if hasattr(args_cls, "hf_type"):
+            values["hf_type"] = model_type
         if eos is not None:
             values["eos_id"] = eos[0] if isinstance(eos, list) else eos
         experts = {k.removeprefix(MOE): v for k, v in values.items() if k.startswith(MOE)}
-        args_cls = type(next(iter(flavors.values())))
         model_args = args_cls(**{k: v for k, v in values.items() if not k.startswith(MOE)})
         if experts:
             model_args.moe_args = dataclasses.replace(model_args.moe_args, **experts)
+        for row in rows:
+            row.check(config, model_args)
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(
             f"A field of the Hugging Face config is missing or has the wrong type "
@@ -102,8 +96,39 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
         raise refusal(
             config, "num_key_value_heads", f"it must divide the {model_args.n_heads} query heads"
         )
+    known = NOT_READ.union(*(row.fields for row in rows))
+    if unknown := [
+        name for name in config if name not in known and name[:1] != "_" and config[name]
+    ]:
+        warn_once(
+            logger,
+            f"The config.json of a {model_type} has fields that are not read: {', '.join(unknown)}; "
+            "the model here is right only if they change nothing",
+        )
     same = [name for name, args in flavors.items() if not differing(args, model_args)]
     return HFMatch(family, same[0] if same else None, model_args)
+
+
+def hf_types() -> dict[str, tuple[str, HFType]]:
+    """Return model_type -> (our family, the rows of its config.json)."""
+    return {
+        model_type: (family, hf_type)
+        for family, path in models.module_paths.items()
+        for model_type, hf_type in getattr(importlib.import_module(path), "hf_types", {}).items()
+    }
+
+
+def _text_config(config: Config, types: Mapping[str, tuple[str, HFType]]) -> dict[str, Any]:
+    """Return the config of a multimodal model's text model; other configs as they are."""
+    kind = config.get("model_type")
+    inner = [name for name, (_, hf_type) in types.items() if kind in hf_type.inside]
+    if not inner:
+        return dict(config)
+    text = config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise refusal(config, "text_config", "it must be the config of the text model")
+    shared = {name: config[name] for name in _ON_BOTH_LEVELS if name in config}
+    return {"model_type": inner[0]} | shared | dict(text)
 
 
 def to_hf_config(model_args: Any) -> dict[str, Any]:
@@ -112,27 +137,27 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
     Raises ValueError if Hugging Face has no model with these args.
     """
 
-    def n_other(row: ModelType) -> int:
-        return sum(operator.attrgetter(name)(model_args) != x for name, x in row.args.items())
+    def n_other(hf_type: HFType) -> int:
+        return sum(operator.attrgetter(name)(model_args) != x for name, x in hf_type.args.items())
 
-    rows = {
-        model_type: row
-        for model_type, row in TYPES.items()
-        if type(model_args) is type(next(iter(get_train_spec(row.family).model_args.values())))
+    types = {
+        model_type: hf_type
+        for model_type, (family, hf_type) in hf_types().items()
+        if type(model_args) is type(next(iter(get_train_spec(family).model_args.values())))
     }
-    if not rows:
+    if (own := getattr(model_args, "hf_type", None)) in types:
+        types = {own: types[own]}
+    if not types:
         raise ValueError(f"{type(model_args).__name__} belongs to no family with a config.json")
-    model_type = min(rows, key=lambda name: n_other(rows[name]))
-    row = rows[model_type]
+    model_type = min(types, key=lambda name: n_other(types[name]))
+    hf_type = types[model_type]
     head = "ForTokenClassification" if model_args.value_head else "ForCausalLM"
     config = {
-        "architectures": [row.name + head],
+        "architectures": [hf_type.name + head],
         "model_type": model_type,
         "initializer_range": 0.02,
-        **{name: value for name, (value, _) in row.fixed.items()},
-        **give(model_args, (*ALL_TYPES, *row.fields)),
-        "rope_theta": model_args.rope_theta,
-        **row.write(model_args),
+        "pad_token_id": None,  # the default of some types is beyond a small vocabulary
+        **give(model_args, (*ALL_TYPES, *hf_type.rows)),
     }
     if model_args.value_head:
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -147,6 +172,18 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
             "values that it can have"
         )
     return config
+
+
+_ON_BOTH_LEVELS = ("tie_word_embeddings", "eos_token_id")  # the text model's own values come first
+# Fields that do not change what our models compute.
+NOT_READ = frozenset(
+    "model_type architectures initializer_range transformers_version dtype torch_dtype use_cache "
+    "bos_token_id eos_token_id pad_token_id id2label label2id num_labels auto_map problem_type "
+    "return_dict output_attentions output_hidden_states quantization_config compression_config "
+    "attn_implementation pretraining_tp output_router_logits router_aux_loss_coef aux_loss_alpha "
+    "seq_aux ep_size qk_head_dim max_window_layers sliding_window num_nextn_predict_layers "
+    "num_mtp_layers mtp_num_hidden_layers num_mtp_modules unsloth_version unsloth_fixed".split()
+)
 
 
 def _has_value_head(config: Config) -> bool:
@@ -208,7 +245,8 @@ def facts_of(args: DecoderArgs) -> dict[str, Any]:
         facts["n_kv_heads"] = args.n_heads
     if getattr(args, "moe_enabled", True) is False:
         dropped |= {name for name in facts if name.startswith("moe_")} - {"moe_enabled"}
-    elif hasattr(args, "moe_enabled"):  # Qwen 3 with experts in every layer has no dense hidden_dim
+    elif hasattr(args, "moe_enabled") and not getattr(args, "dense_layers", ()):
+        # Experts in every layer: nothing reads hidden_dim.
         dropped.add("hidden_dim")
     if getattr(args, "interleave_moe_layer_step", 0) == 1:
         dropped.add("ffn_hidden_dim")

@@ -5,7 +5,8 @@ that fills a view fills the parameter, and each rank handles only its own shard.
 columns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,35 +84,70 @@ def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> 
     return _from_local(local, mesh, placements, layout.shape)
 
 
-def join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors [E, R, C] into [E, sum of R, C]; a copy, unless there is only one tensor."""
+def join_rows(tensors: Sequence[Tensor], n_groups: int = 1) -> Tensor:
+    """Join tensors [..., R, C] into [..., sum of R, C]; a copy, unless there is only one tensor.
+
+    n_groups: the first of so many parts of each tensor's rows come first, then the second of each.
+    """
     if len(tensors) == 1:
         return tensors[0]
-    return _along_rows(tensors[0], lambda *local: torch.cat(local, dim=1), *tensors)
+    dim = _row_dim(tensors[0].ndim)
+
+    def join(*local: Tensor) -> Tensor:
+        groups = [tensor.unflatten(dim, (n_groups, -1)) for tensor in local]
+        return torch.cat(groups, dim=dim + 1).flatten(dim, dim + 1)
+
+    return _along_rows(tensors[0], join, *tensors)
 
 
-def split_rows(joined: Tensor, n_parts: int) -> list[Tensor]:
-    """The inverse of `join_rows` for equal parts; returns views, unless dim 1 is sharded."""
-    if n_parts == 1:
+def split_rows(joined: Tensor, rows: Sequence[int], n_groups: int = 1) -> list[Tensor]:
+    """The inverse of `join_rows`; returns views, unless the rows are sharded or in groups.
+
+    rows: the proportions of the tensors' numbers of rows.
+    """
+    if len(rows) == 1:
         return [joined]
-    return [
-        _along_rows(joined, lambda local, part=part: local.chunk(n_parts, dim=1)[part], joined)
-        for part in range(n_parts)
-    ]
+    dim = _row_dim(joined.ndim)
+    unit = joined.shape[dim] // n_groups // sum(rows)
+    sizes = [unit * n for n in rows]
+
+    def split(local: Tensor, part: int) -> Tensor:
+        groups = local.unflatten(dim, (n_groups, -1))
+        return groups.split(sizes, dim=dim + 1)[part].flatten(dim, dim + 1)
+
+    return [_along_rows(joined, partial(split, part=part), joined) for part in range(len(rows))]
 
 
-def as_part_of_rows(shard: LocalShard, part: int, n_parts: int) -> LocalShard:
-    """Return a shard of the `part`-th tensor [E, R, C] as a shard of the `join_rows` result."""
-    (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
-    offsets = entry, part * n_rows + row, column
-    return shard._replace(offsets=offsets, shape=(n_entries, n_parts * n_rows, n_columns))
+def as_parts_of_rows(
+    shard: LocalShard, part: int, rows: Sequence[int], n_groups: int = 1
+) -> Iterator[LocalShard]:
+    """Yield a shard of the `part`-th tensor [..., R, C] as shards of the `join_rows` result."""
+    dim = _row_dim(len(shard.shape))
+    own = shard.shape[dim] // n_groups  # rows of this tensor in a group
+    unit = own // rows[part]
+    first, before, of_all = shard.offsets[dim], unit * sum(rows[:part]), unit * sum(rows)
+    end = first + shard.tensor.shape[dim]
+    for group in range(first // own, -(-end // own)):
+        begin, stop = max(first, group * own), min(end, (group + 1) * own)
+        offsets, shape = list(shard.offsets), list(shard.shape)
+        offsets[dim] = group * of_all + before + begin - group * own
+        shape[dim] = n_groups * of_all
+        tensor = shard.tensor.narrow(dim, begin - first, stop - begin)
+        yield LocalShard(tensor, tuple(offsets), tuple(shape))
 
 
 def transposed_shard(shard: LocalShard) -> LocalShard:
-    """Return a shard of [E, R, C] as a shard of the transposed tensor [E, C, R]."""
-    (n_entries, n_rows, n_columns), (entry, row, column) = shard.shape, shard.offsets
-    swapped = shard.tensor.transpose(1, 2)
-    return LocalShard(swapped, (entry, column, row), (n_entries, n_columns, n_rows))
+    """Return a shard of [..., R, C] as a shard of the transposed tensor [..., C, R]."""
+    *outer, row, column = shard.offsets
+    *outer_sizes, n_rows, n_columns = shard.shape
+    swapped = shard.tensor.transpose(-2, -1)
+    return LocalShard(swapped, (*outer, column, row), (*outer_sizes, n_columns, n_rows))
+
+
+def shard_with_middle(shard: LocalShard) -> LocalShard:
+    """Return a shard of [R, C] as a shard of [R, 1, C]."""
+    (n_rows, n_columns), (row, column) = shard.shape, shard.offsets
+    return LocalShard(shard.tensor.unsqueeze(1), (row, 0, column), (n_rows, 1, n_columns))
 
 
 def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
@@ -120,15 +156,19 @@ def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
     return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 
 
+def _row_dim(ndim: int) -> int:
+    """Return the dim of rows: the last but one of weights, the only one of biases."""
+    return max(ndim - 2, 0)
+
+
 def _along_rows(like: Tensor, change: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply `change` to the local tensors, sharded as `like`; gathers dim 1 first if it is sharded."""
+    """Apply `change` to the local tensors, sharded as `like`; gathers the rows first if they are sharded."""
     if not is_dtensor(like):
         return change(*tensors)
-    whole = load_dtensor().Replicate()
-    placements = [p if p.is_replicate() or p.dim != 1 else whole for p in like.placements]
+    dim, whole = _row_dim(like.ndim), load_dtensor().Replicate()
+    placements = [p if p.is_replicate() or p.dim != dim else whole for p in like.placements]
     local = change(*(t.redistribute(placements=placements).to_local() for t in tensors))
-    n_rows = local.shape[1]
-    shape = torch.Size((like.shape[0], n_rows, like.shape[2]))
+    shape = torch.Size((*like.shape[:dim], local.shape[dim], *like.shape[dim + 1 :]))
     return _from_local(local, like.device_mesh, placements, shape)
 
 

@@ -16,7 +16,9 @@ from torch import nn
 import torchtitan.distributed.collectives
 import torchtitan.models.attention_cpu
 import torchtitan.models.moe.grouped_mm
-import torchtitan.numerics.low_rank  # noqa: F401 (registers operators, as those above)
+import torchtitan.numerics.delta_rule
+import torchtitan.numerics.low_rank
+import torchtitan.numerics.nf4  # noqa: F401 (registers operators, as those above)
 from torchtitan import distributed
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.device import device_limits
@@ -69,9 +71,12 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         ops.torchtitan.mm.default,  # the same by oneDNN
         ops.aten.addmm.default,  # of a Linear with a bias
         ops.torchtitan.linear_with_low_rank.default,  # of a Linear with an adapter
+        ops.torchtitan.nf4_mm.default,
         ops.torchtitan.grouped_mm.default,
         ops.aten.max.default,  # scaling factors of low-precision matmuls
         ops.torchtitan.document_attention.default,
+        ops.torchtitan.gated_delta_rule.default,
+        ops.torchtitan.fla_gated_delta_rule.default,
         OPS.reduce_scatter_tensor.default,
         ops.torchtitan.reduce_scatter.default,  # the same on the CPU
         OPS.all_to_all_single.default,

@@ -93,14 +93,82 @@ class YaRNArgs:
         return frequencies / self.factor * slowed + frequencies * (1 - slowed)
 
 
+@dataclass(frozen=True)
+class LinearRoPE:
+    """All frequencies divided by `factor` (position interpolation; Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class LongRoPE:
+    """Each frequency divided by a factor of its own (Ding et al. 2024, arXiv:2402.13753).
+
+    short_factors, long_factors: [D/2], for rows of up to original_seq_len tokens, and for longer rows. The
+    length of the table decides, which is training.seq_len, so that no frequency depends on a batch.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_seq_len: int
+
+    def for_length(self, length: int) -> "LongRoPE":
+        """Return the scaling whose `short_factors` are those for rows of this length."""
+        is_long = length > self.original_seq_len
+        return replace(self, short_factors=self.long_factors) if is_long else self
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        factors = torch.tensor(self.short_factors, dtype=torch.float32)
+        exponents = torch.arange(0, 2 * len(factors), 2, dtype=torch.float32) / (2 * len(factors))
+        return 1.0 / (factors * theta**exponents)  # in this order, as the published models
+
+
+RoPEScaling = RoPEScalingArgs | YaRNArgs | LinearRoPE | LongRoPE
+
+
+@dataclass(frozen=True)
+class RoPEArgs:
+    """How the layers of one kind rotate heads, whose numbers are paired by halves.
+
+    theta: None means the model's rope_theta. share: the share of a head's numbers that turn, the first ones.
+    proportional: whole heads are paired, and the first `share` of the pairs turn (Gemma 4).
+    magnitude: multiplies cosines and sines.
+    """
+
+    theta: float | None = None
+    share: float = 1.0
+    proportional: bool = False
+    scaling: RoPEScaling | None = None
+    magnitude: float = 1.0
+
+    def size(self, head_dim: int) -> int:
+        """Return the number R of a head's numbers that the table is for."""
+        return head_dim if self.proportional else int(head_dim * self.share)
+
+    def table(self, head_dim: int, length: int, theta: float) -> Tensor:
+        """Return the table fp32 [length, 2 R] for `apply_rotary_emb_to_halves`. theta: the model's."""
+        size, scaling = self.size(head_dim), self.scaling
+        if isinstance(scaling, LongRoPE):
+            scaling = scaling.for_length(length)
+        theta = theta if self.theta is None else self.theta
+        table = precompute_rope_cache(size, length, theta, scaling, self.magnitude)
+        if self.proportional and table.device.type != "meta":
+            is_still = torch.arange(size // 2) >= int(self.share * head_dim // 2)
+            cos, sin = table.view(length, 2, 2, size // 2).unbind(1)
+            cos.masked_fill_(is_still, self.magnitude)
+            sin.masked_fill_(is_still, 0)
+        return table
+
+
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's factor (equation 22) for queries and keys; a softmax scale takes its square instead."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _angles(
-    dim: int, length: int, theta: float, scaling_args: RoPEScalingArgs | YaRNArgs | None
-) -> Tensor:
+def _angles(dim: int, length: int, theta: float, scaling_args: "RoPEScaling | None") -> Tensor:
     """Return the angles fp32 [length, dim/2] of each position and pair, in radians."""
     # Keep the published models' order of operations: at position 100,000 the last bit of a
     # frequency visibly changes the angle.
@@ -192,7 +260,7 @@ def precompute_rope_cache(
     dim: int,
     max_seq_len: int,
     base: float = 1_000_000.0,
-    scaling_args: RoPEScalingArgs | YaRNArgs | None = None,
+    scaling_args: RoPEScaling | None = None,
     magnitude: float = 1.0,
 ) -> Tensor:
     """Return the table fp32 [max_seq_len, 2 * dim] of two halves, times `magnitude`."""
@@ -218,6 +286,32 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     numbers = x.float()
     partners = numbers.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(numbers * cos, partners, sin).to(x.dtype)
+
+
+def rotate_columns(
+    xq: Tensor,
+    xk: Tensor,
+    rows: Tensor,
+    *,
+    first: int,
+    size: int | None,
+    scale_column: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `apply_rotary_emb_to_halves`, by the columns [first, first + 2 size) of a table of several parts.
+
+    size: R; the numbers of a head after the first R pass unchanged. None: nothing turns.
+    scale_column: the column with the factor of the queries at each position.
+    """
+    if size is not None:
+        columns = rows[..., first : first + 2 * size]
+        turned = apply_rotary_emb_to_halves(xq[..., :size], xk[..., :size], columns)
+        xq, xk = (
+            x if size == old.shape[-1] else torch.cat((x, old[..., size:]), dim=-1)
+            for x, old in zip(turned, (xq, xk), strict=True)
+        )
+    if scale_column is not None:
+        xq = (xq * rows[..., scale_column, None, None]).to(xq.dtype)
+    return xq, xk
 
 
 # ---- for `numerics.batch_invariant`: operations that round a number alike at every place of a tensor ----

@@ -7,24 +7,31 @@ from torch import nn
 
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models.hf_adapter import KeyMapAdapter as MoEStateDictAdapter
+from torchtitan.numerics.nf4 import num_numbers
 from torchtitan.tools.logging import logger
 
 
 def get_moe_model_nparams_and_flops(
-    model_args: Any, model: nn.Module, head_dims: int, seq_len: int
+    model_args: Any,
+    model: nn.Module,
+    head_dims: int,
+    seq_len: int,
+    attention: int | None = None,
 ) -> tuple[int, int]:
     """Return (parameters, FLOPs of forward and backward per token) of a transformer.
 
     Counted as in the PaLM paper (Chowdhery et al. 2022, appendix B): 6 per matmul parameter and
     token, without the experts that a token does not choose, plus attention over the whole row. The
     embedding lookup costs nothing. An embedding tied to the output is counted in neither number.
-    head_dims: query head size + value head size.
+    head_dims: query head size + value head size. attention: multiplications of attention in a forward per
+        token; None: n_heads * head_dims * seq_len in each layer.
     """
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: num_numbers(parameter) for name, parameter in model.named_parameters()}
     total = sum(sizes.values())
     tables = [child for child in model.children() if isinstance(child, nn.Embedding)]
     n_matmul = total - sum(table.weight.numel() for table in tables)
-    attention = model_args.n_layers * model_args.n_heads * head_dims * seq_len
+    if attention is None:
+        attention = model_args.n_layers * model_args.n_heads * head_dims * seq_len
     idle = 0
     if experts := sum(size for name, size in sizes.items() if ".moe.experts." in name):
         idle = experts - experts * model_args.moe_args.top_k // model_args.moe_args.num_experts

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtitan.numerics.linear import is_slow_product, linear
+from torchtitan.numerics.nf4 import dequantize
 
 # The ROWS of one product share one read of the weight. Generating a token for only a few rows costs as
 # much as for ROWS rows.
@@ -25,6 +26,7 @@ ROWS, QUERIES, KEYS = 32, 8, 64
 
 def batch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, in blocks of `ROWS` rows: x [..., M] times weight [N, M] transposed, plus bias [N]."""
+    weight = dequantize(weight, x.dtype) if weight.dtype == torch.uint8 else weight
     operands = [x, weight, bias]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

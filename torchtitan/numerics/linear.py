@@ -43,7 +43,12 @@ def is_slow_product(x: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: x [..., K] times weight [M, K] transposed, plus bias [M]."""
+    """`F.linear`: x [..., K] times weight [M, K] transposed, plus bias [M]. See `nf4` for a uint8 weight."""
+    if weight.dtype == torch.uint8:
+        has_autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if has_autocast else x.dtype
+        product = torch.ops.torchtitan.nf4_mm(x.to(dtype), weight, None, False)
+        return product if bias is None else product + bias.to(dtype)
     if not is_slow_product(x):
         if bias is None and x.dim() > 1 and products.is_used(x, weight):
             product = torch.ops.torchtitan.mm(x.flatten(0, -2), weight.t())
@@ -62,19 +67,23 @@ def project(
     product: Callable[..., Tensor] = linear,
     in_fp32: bool,
     low_rank: Callable[[Tensor], Any] | None = None,
+    cap: float | None = None,
 ) -> Any:
     """Return `head(x, weight, bias)`, or `product(x, weight, bias)` if head is None.
 
     in_fp32: with copies of the arguments in fp32, without autocast.
     low_rank: x -> an adapter with the method `add_to_layer`, or None; a head gets it by this name.
+    cap: c, for results c * tanh(result / c); a head gets it by this name.
     """
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         adapter = None if low_rank is None else low_rank(x)
         if head is not None:
             added = {} if adapter is None else {"low_rank": adapter}
+            added |= {} if cap is None else {"cap": cap}
             return head(x, weight, bias, **added)
-        return (product if adapter is None else adapter.add_to_layer)(x, weight, bias)
+        out = (product if adapter is None else adapter.add_to_layer)(x, weight, bias)
+        return cap_logits(out, cap)
 
     if not in_fp32:
         return compute(x, weight, bias)
@@ -84,6 +93,10 @@ def project(
     ]
     with torch.autocast(x.device.type, enabled=False):
         return compute(*operands)
+
+
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else (logits / cap).tanh() * cap
 
 
 class Linear(nn.Linear):

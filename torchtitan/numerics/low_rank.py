@@ -11,7 +11,7 @@ from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from torchtitan.numerics.linear import is_slow_product, linear
-from torchtitan.numerics.products import mm
+from torchtitan.numerics.products import mm, mm_of_few_rows
 
 
 class LowRank(NamedTuple):
@@ -53,6 +53,7 @@ class LowRank(NamedTuple):
             or torch.is_autocast_enabled(x.device.type)
             or is_slow_product(x)
             or weight.requires_grad
+            or weight.dtype == torch.uint8
             or (bias is not None and bias.requires_grad)
         ):
             return self.add_to(self.product(x, weight, bias))
@@ -200,7 +201,7 @@ def add_products(
     result = base if in_place else torch.empty_like(base)
     for i, rows in _parts(sizes, product is linear):
         if product is linear:
-            own = a[i] @ rows(x).mT
+            own = mm_of_few_rows(a[i], rows(x).mT)
             _add(rows(base), own.mT, b[i].mT, scale, out=rows(result))
         else:
             own = product(rows(x), a[i]).mT
@@ -234,9 +235,9 @@ def gradients_of_products(
         grad_x = torch.empty_like(rows_of_x)
     batched = any(own.dim() == 3 for own in low_rank)
     for (i, rows), own in zip(_parts(sizes, batched), low_rank, strict=True):
-        grad_own = b_wide[i].mT @ rows(grad).mT
-        _add(grad_b[i], own, rows(grad), scale, beta=0, out=grad_b[i])
-        _add(grad_a[i], grad_own, rows(rows_of_x), scale, beta=0, out=grad_a[i])
+        grad_own = mm_of_few_rows(b_wide[i].mT, rows(grad).mT)
+        torch.mul(mm_of_few_rows(own, rows(grad)), scale, out=grad_b[i])
+        torch.mul(mm_of_few_rows(grad_own, rows(rows_of_x)), scale, out=grad_a[i])
         if wants_x:
             _add(rows(grad_x), grad_own.mT, a_wide[i], scale, beta=beta, out=rows(grad_x))
     grad_x = None if grad_x is None else grad_x.to(x.dtype)

@@ -4,11 +4,14 @@ torch's own is composed of elementwise steps there, each of which passes over me
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+NormKind = Literal["late", "early", "offset"]
+"""How a norm applies its weight w to the normalised x: rounded first; before rounding; 1 + w before rounding."""
 
 
 def rms_norm(
@@ -37,10 +40,29 @@ def _factor(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm`, computed by `rms_norm`."""
+    """`nn.RMSNorm`, computed by `rms_norm`. An offset norm's weight starts at 0, others start at 1."""
+
+    kind: NormKind = "late"
+
+    def __init__(self, dim: int, eps: float, kind: NormKind = "late"):
+        super().__init__(dim, eps=eps)
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return self.normalize(x, self.weight)
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x: [..., M]; weight: [M], which may be a rank's local tensor."""
+        if self.kind == "late":
+            return rms_norm(x, self.normalized_shape, weight, self.eps)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = weight.to(dtype)
+        weight = weight + 1 if self.kind == "offset" else weight
+        return rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+    def reset_parameters(self) -> None:
+        fill = nn.init.zeros_ if self.kind == "offset" else nn.init.ones_
+        fill(self.weight)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Which settings each parameter trains with: those of [optimizer], or of a table [[optimizer.groups]]."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -16,12 +16,17 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 class ParameterGroups:
     """The trainable parameters of model parts, grouped by the first table whose pattern fits the name.
 
+    The tables of [[optimizer.groups]] come first, and then the model's own `parameter_groups`.
+
     numbers: parameter -> 0 for the group of [optimizer], or n for the group of the n-th table.
     """
 
-    def __init__(self, model_parts: Iterable[nn.Module], config: OptimizerConfig) -> None:
+    def __init__(self, model_parts: Sequence[nn.Module], config: OptimizerConfig) -> None:
         # A client's own config class may lack this field.
-        self.tables: list[ParameterGroup] = getattr(config, "groups", [])
+        self.tables: list[ParameterGroup] = [
+            *getattr(config, "groups", []),
+            *next((getattr(part, "parameter_groups", ()) for part in model_parts), ()),
+        ]
         self.names = {
             parameter: name_in_whole_model(part, name_without_wrappers(name))
             for part in model_parts
@@ -67,7 +72,7 @@ class ParameterGroups:
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
     """Raise ConfigError if an [[optimizer.groups]] table gets no parameter, or Muon no matrix. model: whole."""
     groups = ParameterGroups([model], config)
-    for i, table in enumerate(groups.tables):
+    for i, table in enumerate(getattr(config, "groups", [])):
         if i + 1 in groups.numbers.values():
             continue
         fitting = [name for name, _ in model.named_parameters() if re.search(table.pattern, name)]

@@ -78,8 +78,11 @@ class BaseStateDictAdapter(ABC):
         """Return an adapter that uses the names in `hf_names`, if the family has several naming schemes."""
         return self
 
-    def for_export(self, has_untrained_parts: bool) -> "BaseStateDictAdapter":
-        """Return an adapter with an export's names, if these depend on its untrained parts."""
+    def for_export(self, base_names: Collection[str]) -> "BaseStateDictAdapter":
+        """Return an adapter with an export's names.
+
+        base_names: in the files whose untrained parts the export copies; empty if it copies none.
+        """
         return self
 
     def ignores_hf_key(self, hf_key: str) -> bool:
@@ -130,7 +133,8 @@ class StateDictAdapter(BaseStateDictAdapter):
         return HuggingFaceStorageReader(path)
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        return getattr(self, "from_hf_map", {}).get(to_template(hf_key)[0], hf_key) is None
+        table = getattr(self, "from_hf_map", {})
+        return table.get(hf_key, table.get(to_template(hf_key)[0], hf_key)) is None
 
 
 def read_weight_map(path: str) -> dict[str, str]:

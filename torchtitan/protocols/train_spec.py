@@ -118,7 +118,9 @@ def get_train_spec(name: str) -> TrainSpec:
         folder = importlib.import_module(f"torchtitan.{package}")
         families = getattr(folder, f"_supported_{package}")
         if name in families:
-            return importlib.import_module(f"torchtitan.{package}.{name}").get_train_spec()
+            paths = getattr(folder, "module_paths", {})
+            path = paths.get(name, f"torchtitan.{package}.{name}")
+            return importlib.import_module(path).get_train_spec()
         known |= families
     raise ValueError(
         f"model.name = {name!r} is not a known model{guess(name, known)}; known: "

@@ -7,26 +7,36 @@ Rows of documents and padding go through flex and varlen attention. The output a
 to equal those of torch's own causal attention, called on one document at a time: bitwise on the CPU,
 within the rounding of bf16 on an accelerator.
 
-B rows, T tokens, H query heads, K key/value heads, D head size.
+They also go through linear attention with a recurrent state, on the CPU: one gated delta layer, with its
+convolution. In fp64 outputs and gradients have to be those of the same layer on one document at a time.
+In fp32 no bit of a document's output and gradients may change when all other documents of the batch
+are replaced, also by documents of other lengths, and its gradient for their tokens has to be exactly zero.
+
+B rows, T tokens, H query heads, K key/value heads, D head size, M model dim.
 """
 
 import argparse
+import copy
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.batch.documents import read_document_ids
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models.attention import attend, build_inner_attention
+from torchtitan.models.gated_delta import GatedDeltaNet
 
 # Largest allowed absolute error. Gradients are about 10, and bf16 has 8 significant bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}
+# In fp64, of layers with a recurrent state; relative to the largest number.
+FP64_TOLERANCE = 1e-12
 
 # (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T]) -> [B, T, H, D]
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -132,6 +142,99 @@ def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[
     return problems, sum(len(row_spans) for row_spans in spans)
 
 
+# ---- layers with a recurrent state ----
+
+
+def run_layer(layer: nn.Module, x: Tensor, mask: DocumentMask, grad_out: Tensor) -> list[Tensor]:
+    """Return the output [B, T, M], and the gradients of x and of each parameter."""
+    x = x.detach().requires_grad_()
+    out = layer(x, None, mask)
+    return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], grad_out)]
+
+
+def run_layer_alone(layer: nn.Module, x: Tensor, spans: Spans, grad_out: Tensor) -> list[Tensor]:
+    """Return the result of `run_layer`, computed with rows of one document."""
+    results = [torch.zeros_like(t) for t in (x, x, *layer.parameters())]
+    by_length: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, row_spans in enumerate(spans):
+        for start, end in row_spans:
+            by_length[end - start].append((row, start))
+    for length, places in by_length.items():  # one call for all documents of a length
+        rows, starts = torch.tensor(places).T.unsqueeze(-1)
+        where = rows, starts + torch.arange(length)
+        mask = DocumentMask.from_rows(len(places), length, x.device)
+        parts = run_layer(layer, x[where], mask, grad_out[where])
+        for target, part in zip(results[:2], parts[:2], strict=True):
+            target[where] = part
+        for target, part in zip(results[2:], parts[2:], strict=True):
+            target += part
+    return results
+
+
+def check_recurrent_packing(layer: nn.Module, dim: int, index: int, seed: int = 0) -> list[str]:
+    """Return problems found in packing number `index`.
+
+    layer: an fp32 module, called with (x [B, T, dim], None, mask).
+    """
+    rng = random.Random(f"recurrent {seed} {index}")
+    n_rows, seq_len = rng.randint(1, 3), rng.choice([rng.randint(1, 48), rng.randint(49, 200)])
+    rows = [random_row(rng, seq_len) for _ in range(n_rows)]
+    positions = torch.tensor([row for row, _ in rows])
+    batch = {"input": positions, "positions": positions}
+    document_ids = read_document_ids(batch, "position_block_causal", None)
+    mask, spans = DocumentMask.from_documents(document_ids), [row_spans for _, row_spans in rows]
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    x, others, grad_out = torch.randn(3, n_rows, seq_len, dim, generator=generator)
+
+    problems = []
+    exact = copy.deepcopy(layer).double()
+    packed = run_layer(exact, x.double(), mask, grad_out.double())
+    alone = run_layer_alone(exact, x.double(), spans, grad_out.double())
+    names = ["output", "gradient of the input", *(name for name, _ in layer.named_parameters())]
+    for name, ours, theirs in zip(names, packed, alone, strict=True):
+        if not (ours - theirs).abs().max() <= FP64_TOLERANCE * max(1, theirs.abs().max()):
+            problems.append(
+                f"{name}: differs from documents alone by {(ours - theirs).abs().max():.1e}"
+            )
+
+    # One document of each row stays, and everything around it is cut and filled in another way.
+    is_start = torch.rand(x.shape[:2], generator=generator) < 0.3
+    is_own = torch.zeros_like(is_start)
+    for row, row_spans in enumerate(spans):
+        start, end = rng.choice(row_spans)
+        is_own[row, start:end] = True
+        is_start[row, start:end] = False
+        is_start[row, start] = True
+        is_start[row, end : end + 1] = True
+    other_mask = DocumentMask.from_documents(is_start.cumsum(1, dtype=torch.int32))
+    own = is_own.unsqueeze(-1)
+    grad_out = grad_out * own
+    before = run_layer(layer, x, mask, grad_out)
+    after = run_layer(layer, torch.where(own, x, others), other_mask, grad_out)
+    if before[1][~is_own].any():
+        problems.append("tokens of other documents have a gradient")
+    before[0], after[0] = before[0] * own, after[0] * own
+    for name, x_before, x_after in zip(names, before, after, strict=True):
+        if not torch.equal(x_before, x_after):
+            n_moved = int((x_before != x_after).sum())
+            problems.append(f"{name}: other documents change {n_moved} numbers")
+    if problems:
+        problems += [f"row {i}: positions {row}" for i, (row, _) in enumerate(rows)]
+    return problems
+
+
+def small_delta_net() -> GatedDeltaNet:
+    """Return a layer without special numbers, which would hide mistakes."""
+    layer = GatedDeltaNet(
+        dim=16, n_key_heads=2, n_value_heads=4, key_dim=8, value_dim=6, conv_width=4, norm_eps=1e-6
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.4))
+    return layer
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.testing.isolation",
@@ -144,9 +247,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--device", default="cpu", help="cpu (fp32), or an accelerator (bf16; try 200 packings)"
     )
     args = parser.parse_args(arguments)
+    layer = small_delta_net()
     started, packings, documents = time.monotonic(), 0, 0
     while packings < args.packings and time.monotonic() - started < args.seconds:
         problems, n_documents = check_packing(packings, args.seed, args.device)
+        if args.device == "cpu":
+            problems += check_recurrent_packing(layer, layer.wo.out_features, packings, args.seed)
         if problems:
             print(f"documents are not isolated in packing {packings}:", *problems, sep="\n")
             return 1
@@ -158,6 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"0 failures in {packings} packings: under {' and '.join(KERNELS)}, output and gradients of "
         f"{documents} documents (padding tokens included) are {kind} those of each document alone"
     )
+    if args.device == "cpu":
+        print("no bit of a document that goes through linear attention depends on other documents")
     return 0
 
 

@@ -15,8 +15,10 @@ from torchtitan.adapters.lora import adapted_weights, add_adapter, fits
 from torchtitan.adapters.multi_lora import MultiLoRA
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_job_config
+from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import moe as moe_module
+from torchtitan.rl.generator import LocalGenerator
 
 LORA = ["--model.converters=lora", "--lora.rank=4", SHALLOW]
 
@@ -214,8 +216,9 @@ def test_merged_files_and_streams_give_the_logits_of_the_adapters(family, build,
     assert all(torch.equal(tensor, stream[name]) for name, tensor in plain.iter_hf_weights())
 
 
-def test_grouped_experts_with_adapters_are_those_computed_one_by_one(build):
-    engine = build("qwen3 MoE")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # of rank 4, bf16 has no grouped kernel
+def test_grouped_experts_with_adapters_are_those_computed_one_by_one(dtype, build):
+    engine = build("qwen3 MoE", [f"--training.mixed_precision_param={dtype}"])
     train(engine)
     grouped = logits(engine)
     for block in engine.model_parts[0].layers.values():
@@ -248,6 +251,23 @@ def test_backward_computes_no_gradient_of_a_frozen_weight(family, build):
         engine.forward_backward_step(input_dict=batch, labels=labels[:7], global_valid_tokens=224)
     assert products.shapes
     assert not shapes & set(products.shapes)
+
+
+def test_models_share_no_batch_if_something_else_trains(build):
+    generator = LocalGenerator(build(flags=["--lora.also_train=norms"]), seed=1)
+    words = "cannot share a batch, because .*norm.weight, which lora.also_train trains whole"
+    with pytest.raises(ValueError, match=words), generator.with_adapters([{}, {}], [0, 1]):
+        pass
+
+
+@pytest.mark.parametrize("base", [[], ["--lora.base_format=nf4"]], ids=["fp32", "4 bits"])
+def test_fsdp_on_one_rank_holds_no_frozen_weight_because_it_would_copy_it(base, build):
+    engines = [build(flags=[*base, f"--parallelism.always_fsdp={x}"]) for x in (False, True)]
+    for engine in engines:
+        train(engine)
+    parameters = dict(engines[1].model_parts[0].named_parameters())
+    assert {n for n, p in parameters.items() if is_dtensor(p)} == trained(engines[1])
+    assert torch.equal(*map(logits, engines))
 
 
 def test_dropout_is_the_same_when_blocks_are_recomputed(build):
@@ -322,6 +342,10 @@ BAD_SETTINGS = {
         "checkpoint.save_peft_interval = 5 needs checkpoint.enable = True, got False"),
     "seed checkpoint": ({"checkpoint.create_seed_checkpoint": True, "checkpoint.enable": True},
         'remove "lora" from model.converters for this run'),
+    "4 bits and 8": ({"model.converters": ["quantize.linear.float8", "lora"], "lora.base_format": "nf4"},
+        "lora.base_format = 'nf4' excludes other converters, got model.converters = ['quantize.linear.float8'"),
+    "base in 4 bits from DCP": ({"lora.base_format": "nf4", "checkpoint.initial_load_path": "/base"},
+        "needs a base in Hugging Face files, got checkpoint.initial_load_path = '/base'; export it"),
 }  # fmt: skip
 
 
@@ -349,6 +373,8 @@ BAD_NAMES = {
         "lora.also_train names 'wq', which is layers.0.attention.wq, and that has an adapter"),
     "experts of gpt-oss": ("gpt_oss", [],
         "experts of GptOssGroupedExperts cannot have adapters; name other layers"),
+    "rows that are no whole blocks": ("qwen3 MoE", ["--lora.base_format=nf4"],
+        "needs rows of a multiple of 64 numbers, got [8, 64, 32] in layers.0.moe.experts.w2"),
 }  # fmt: skip
 
 
@@ -454,3 +480,22 @@ def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):
     with pytest.raises(ValueError, match="optim_step found no gradient on any rank"):
         engine.optim_step()
     assert torch.equal(logits(engine), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backward_keeps_no_numbers_of_weights_in_4_bits(compiled, build):
+    flags = ["--lora.base_format=nf4", *["--compile.enable"] * compiled]
+    engine, kept, eager = build(flags=flags), [], build(flags=flags[:1])
+    batch, labels = global_batch(0, False)
+    batch = {"input": batch["input"][:7]}  # 224 tokens: a number that is no size of a weight
+    arguments = {"input_dict": batch, "labels": labels[:7], "global_valid_tokens": 224}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss = engine.forward_backward_step(**arguments)
+    torch.testing.assert_close(loss, eager.forward_backward_step(**arguments))
+    linear = engine.model_parts[0].layers["0"].feed_forward.w2
+    n_stored = linear.weight.numel()
+    assert n_stored == linear.in_features * linear.out_features * 36 // 64
+    assert n_stored in [t.numel() for t in kept if t.dtype == torch.uint8]
+    shapes = {(linear.out_features, linear.in_features), (linear.in_features, linear.out_features)}
+    assert not shapes & {tuple(t.shape) for t in kept}

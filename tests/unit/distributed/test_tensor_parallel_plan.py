@@ -24,6 +24,7 @@ FAMILIES = {
     "deepseek_v3": ["debugmodel"],
     "llama4": ["debugmodel"],
     "gpt_oss": ["debugmodel"],
+    "qwen3_5": ["debugmodel", "debugmodel_moe"],
 }
 
 

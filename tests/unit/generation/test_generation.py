@@ -1,5 +1,6 @@
 """Continuing a prompt: sampling, the cache of keys and values, and the program around them."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torchtitan.commands.source import open_engine, weights_in
 from torchtitan.config import JobConfig
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.generation.sampling import end_ids, generate
+from torchtitan.models.causal_lm import CausalLM
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -97,6 +99,15 @@ CHUNKED = {
     "floor_scale": 8,
     "attn_type": "flex",
 }
+QWEN3_5 = get_train_spec("qwen3_5").model_args["debugmodel"]
+LINEAR = {
+    "head_dim": 16,
+    "hidden_dim": 48,
+    "linear_key_heads": 2,
+    "linear_value_heads": 4,
+    "linear_key_dim": 8,
+    "linear_value_dim": 6,
+}
 WINDOWED = {
     "n_kv_heads": 2,
     "head_dim": 16,
@@ -113,6 +124,7 @@ FAMILIES = {
     "deepseek_v3": (DeepSeekV3Model, DeepSeekV3ModelArgs(**TINY, **LATENTS)),
     "llama4": (Llama4, Llama4Args(**TINY, **CHUNKED)),
     "gpt_oss": (GptOssModel, GptOssModelArgs(**TINY, **WINDOWED)),
+    "qwen3_5": (CausalLM, dataclasses.replace(QWEN3_5, **TINY | LINEAR)),
 }
 
 

@@ -56,14 +56,16 @@ def some_loss(outputs: TokenOutputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 14, 100])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_head_has_the_values_and_gradients_of_log_softmax(chunk_tokens, entropy):
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_head_has_the_values_and_gradients_of_log_softmax(chunk_tokens, entropy, cap):
     h, weight, bias, labels = make_inputs()
-    expected = reference(torch.nn.functional.linear(h, weight, bias), labels, 0.7)
+    logits = torch.nn.functional.linear(h, weight, bias)
+    expected = reference(logits if cap is None else cap * (logits / cap).tanh(), labels, 0.7)
     gradients = torch.autograd.grad(
         some_loss(expected if entropy else TokenOutputs(expected.logprobs, None)), (h, weight, bias)
     )
     head = TokenLogProbs(temperature=0.7, entropy=entropy, chunk_tokens=chunk_tokens)
-    outputs = head(h, weight, bias, labels=labels)
+    outputs = head(h, weight, bias, labels=labels, cap=cap)
     torch.testing.assert_close(outputs.logprobs, expected.logprobs)
     if entropy:
         torch.testing.assert_close(outputs.entropy, expected.entropy)

@@ -17,6 +17,7 @@ from torchtitan.distributed.tied_copies import copies_in, mark_copy
 from torchtitan.models.decoder import Attention
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
 from torchtitan.models.rope import precompute_freqs_cis
+from torchtitan.numerics.norm import RMSNorm
 
 EOS = 2
 
@@ -218,7 +219,7 @@ def test_keys_travel_while_queries_and_their_gradients_are_made(monkeypatch):
     (x,), mask = context_parallel.cp_shard(
         axis, (torch.randn(1, 8, 16),), rotate_method="allgather"
     )
-    attention = Attention(16, 4, 2, qk_norm_eps=1e-6)
+    attention = Attention(16, 4, 2, qk_norm=lambda n_heads, size: RMSNorm(size, 1e-6))
     attention.wq.register_forward_hook(lambda *_: events.append("queries"))
     attention.wq.weight.register_hook(lambda _: events.append("gradient of queries"))
     attention.wk.weight.register_hook(lambda _: events.append("gradient of keys"))

@@ -55,16 +55,48 @@ KNOWN_SIZES = {
         "20b": (20_914_757_184, 24_065_762_688),
         "120b": (116_829_156_672, 34_420_975_488),
     },
+    "qwen3_5": {
+        "debugmodel": (4_444_624, 31_435_488),
+        "debugmodel_moe": (5_633_488, 24_412_896),
+        "0.8B": (498_113_344, 3_432_227_712),
+        "2B": (1_373_265_728, 8_683_142_016),
+        "4B": (3_570_052_096, 22_603_106_304),
+        "9B": (8_953_803_264, 48_802_900_992),
+        "27B": (26_895_998_464, 157_295_981_568),
+        "35B-A3B": (34_660_610_688, 19_157_069_568),
+        "122B-A10B": (122_111_526_912, 57_599_078_400),
+        "397B-A17B": (396_346_350_336, 102_427_009_536),
+        "Next-80B-A3B": (79_674_391_296, 23_156_777_472),
+    },
 }
-# Parameters including the embedding, in billions, as Qwen publishes them.
-QWEN2_BILLIONS = {
-    "Qwen2-0.5B": 0.49,
-    "Qwen2.5-3B": 3.09,
-    "Qwen2.5-7B": 7.61,
-    "Qwen2.5-14B": 14.7,
-    "Qwen2.5-32B": 32.5,
+# Parameters including the embedding, in billions, as published.
+BILLIONS = {
+    "qwen3": {
+        "Qwen2-0.5B": 0.49,
+        "Qwen2.5-3B": 3.09,
+        "Qwen2.5-7B": 7.61,
+        "Qwen2.5-14B": 14.7,
+        "Qwen2.5-32B": 32.5,
+    },
+    "mistral": {
+        "7B-v0.3": 7.25,
+        "Nemo-12B": 12.2,
+        "Small-24B": 23.6,
+        "Mixtral-8x7B": 46.7,
+        "Mixtral-8x22B": 141,
+    },
+    "olmo": {
+        "OLMo-2-1B": 1.48,
+        "OLMo-2-7B": 7.30,
+        "OLMo-2-13B": 13.7,
+        "OLMo-2-32B": 32.2,
+        "OLMo-3-7B": 7.30,
+        "OLMo-3-32B": 32.2,
+        "OLMoE-1B-7B": 6.92,
+    },
+    "gemma3": {"270M": 0.268, "1B": 1.00, "4B": 3.88, "12B": 11.8, "27B": 27.0},
 }
-WITHOUT_KNOWN_SIZE = {"qwen3": [*QWEN2_BILLIONS], "gpt_oss": ["debugmodel_small"]}
+WITHOUT_KNOWN_SIZE = {"qwen3": [*BILLIONS["qwen3"]], "gpt_oss": ["debugmodel_small"]}
 WITH_EXPERTS = ("qwen3", "deepseek_v3", "llama4", "gpt_oss")
 
 
@@ -95,11 +127,13 @@ def test_flavor_has_its_known_size_and_flops(family, flavor):
     assert found == KNOWN_SIZES[family][flavor]
 
 
-@pytest.mark.parametrize("flavor", QWEN2_BILLIONS)
-def test_qwen2_flavor_has_its_published_size(flavor):
-    model = meta_model("qwen3", args_of("qwen3", flavor))
+@pytest.mark.parametrize(
+    "family, flavor", [(family, flavor) for family in BILLIONS for flavor in BILLIONS[family]]
+)
+def test_flavor_has_its_published_size(family, flavor):
+    model = meta_model(family, args_of(family, flavor))
     billions = sum(p.numel() for p in model.parameters()) / 1e9
-    assert float(f"{billions:.3g}") == pytest.approx(QWEN2_BILLIONS[flavor], rel=0.01)
+    assert float(f"{billions:.3g}") == pytest.approx(BILLIONS[family][flavor], rel=0.01)
 
 
 # (family, flavors whose names contain this) -> what else is published of them

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torchtitan.checkpoint.hf import save_to_hf
+from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
+from torchtitan.distributed.dtensor import LocalShard
 from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter
 
 E, H, D = 4, 6, 5
@@ -157,3 +158,119 @@ def test_ignored_and_unknown_names():
         adapter.from_hf({"model.new": torch.ones(1), "norm": torch.ones(1)})
     with pytest.raises(ValueError, match=r"the model's state dict.*: new;"):
         adapter.to_hf({"new": torch.ones(1)})
+
+
+# ---- rows in unequal parts, and in groups ----
+
+HEADS = 3  # groups
+PARTS = {"q": 2, "k": 2, "v": 4}  # rows of a head
+
+
+class Joined(KeyMapAdapter):
+    """Per head: queries, keys and values, as Qwen3-Next has them; and a convolution of all heads' rows."""
+
+    from_hf_map = {
+        "layers.{}.qkv": Fused(
+            tuple(f"layers.{{}}.{name}" for name in PARTS), rows=(1, 1, 2), n_groups=HEADS
+        ),
+        "layers.{}.conv": Fused(("layers.{}.a", "layers.{}.b"), rows=(3, 1), has_middle=True),
+    }
+
+
+def joined_weights():
+    generator = torch.Generator().manual_seed(0)
+    rows = {name: HEADS * n for name, n in PARTS.items()} | {"a": 9, "b": 3}
+    return {f"layers.4.{name}": torch.randn(n, D, generator=generator) for name, n in rows.items()}
+
+
+def joined_by_hand(ours):
+    rows = []
+    for head in range(HEADS):
+        for name, n in PARTS.items():
+            rows += [ours[f"layers.4.{name}"][head * n + row] for row in range(n)]
+    conv = [*ours["layers.4.a"], *ours["layers.4.b"]]
+    return {"layers.4.qkv": torch.stack(rows), "layers.4.conv": torch.stack(conv)[:, None]}
+
+
+def test_rows_are_dealt_out_per_head_and_collected_again():
+    ours, adapter = joined_weights(), Joined(None, None)
+    assert same(adapter.to_hf(ours), joined_by_hand(ours))
+    assert same(adapter.from_hf(joined_by_hand(ours)), ours)
+
+
+def test_pieces_cut_through_heads_are_pieces_of_the_joined_tensor():
+    ours = joined_weights()
+    whole = {name: torch.full_like(t, torch.nan) for name, t in joined_by_hand(ours).items()}
+    for name, tensor in ours.items():
+        for first, end in ((0, 1), (1, 5), (5, len(tensor))):
+            shard = LocalShard(tensor[first:end], (first, 0), tuple(tensor.shape))
+            for hf_name, piece in Joined(None, None).shards_to_hf(name, shard):
+                assert piece.shape == tuple(whole[hf_name].shape)
+                ends = zip(piece.offsets, piece.tensor.shape, strict=True)
+                place = whole[hf_name][tuple(slice(o, o + n) for o, n in ends)]
+                assert place.isnan().all()
+                place.copy_(piece.tensor)
+    assert same(whole, joined_by_hand(ours))
+
+
+class JoinedModules(KeyMapAdapter):
+    from_hf_map = {"layers.{}.qkv": Fused(("layers.{}.wq.weight", "layers.{}.wk.weight"))}
+
+
+def test_joined_modules_are_saved_and_loaded_together_however_large_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan.checkpoint.hf._BYTES_PER_PART", 1)
+    ours = {f"layers.{n}.{name}.weight": torch.randn(3, 2) for n in (0, 1) for name in ("wq", "wk")}
+    save_to_hf(ours, JoinedModules(None, None), str(tmp_path / "export"))
+    read = {name: torch.zeros(3, 2) for name in ours}
+    assert same(load_from_hf(read, JoinedModules(None, None), str(tmp_path / "export")), ours)
+
+
+# ---- multimodal files, exact names, layers that predict a second token ----
+
+
+class Text(KeyMapAdapter):
+    text_prefixes = ("model.language_model.", "language_model.")
+
+    def __init__(self, index=None):
+        super().__init__(None, None)
+        self.fqn_to_index_mapping = index
+        self.name_text_model(
+            {
+                "lm_head.weight": "output.weight",
+                "model.layers.{}.a": "layers.{}.x",
+                "model.layers.1.b": "layers.1.x",
+            }
+        )
+
+
+OURS = ["output.weight", "layers.0.x", "layers.1.x"]
+NAMES = ["lm_head.weight", "model.layers.0.a", "model.layers.1.b"]
+NEW = ["lm_head.weight", "model.language_model.layers.0.a", "model.language_model.layers.1.b"]
+OLD = [f"language_model.{name}" for name in NAMES]
+
+
+@pytest.mark.parametrize("names", [NAMES, NEW, OLD])
+def test_each_spelling_of_a_multimodal_model_is_read_and_written(names):
+    ours = {name: torch.ones(n + 1) for n, name in enumerate(OURS)}
+    files = dict(zip(names, ours.values(), strict=True))
+    assert same(Text().from_hf(files), ours)
+    for adapter in (
+        Text().spelled_like(names),
+        Text(dict.fromkeys(names, 1)),
+        Text().for_export(names),
+    ):
+        assert same(adapter.to_hf(ours), files)
+    alone = Text(dict.fromkeys(names, 3)).for_export([])
+    assert list(alone.to_hf(ours)) == NAMES
+    assert {name: alone.fqn_to_index_mapping[name] for name in NAMES} == dict.fromkeys(NAMES, 3)
+
+
+def test_layer_with_a_projection_of_two_tokens_is_left_out_and_no_other():
+    files = [
+        *NEW,
+        "model.language_model.layers.2.eh_proj.weight",
+        "model.language_model.layers.2.a",
+    ]
+    adapter = Text().spelled_like(files)
+    assert [name for name in files if adapter.holds_untrained_part(name)] == files[-2:]
+    assert not Text().spelled_like([*NEW, files[-1]]).holds_untrained_part(files[-1])

@@ -9,6 +9,7 @@ import pytest
 from torchtitan.models.hf_config import from_hf_config, main
 from torchtitan.models.llama3 import llama3_args
 from torchtitan.protocols import train_spec
+from torchtitan.tools.logging import saying_once_per
 
 LLAMA_3_1_8B = {
     "model_type": "llama",
@@ -117,6 +118,69 @@ DEEPSEEK_V3 = {
     },
 }
 
+MISTRAL_7B = {
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+}
+MIXTRAL_8X7B = MISTRAL_7B | {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_jitter_noise": 0.0,
+}
+OLMO_3_7B = {
+    "model_type": "olmo3",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 100278,
+    "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 65536,
+    "attention_bias": False,
+    "rope_theta": 500000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "sliding_window": 4096,
+}
+OLMOE = OLMO_3_7B | {
+    "model_type": "olmoe",
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "rope_scaling": None,
+}
+# The file has no more of the text model.
+GEMMA_3_4B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+    "eos_token_id": [1, 106],
+}
+
 
 @pytest.mark.parametrize(
     "config, family, flavor",
@@ -127,6 +191,10 @@ DEEPSEEK_V3 = {
         (QWEN_2_5_7B, "qwen3", "Qwen2.5-7B"),
         (QWEN3_30B_A3B, "qwen3", "30B-A3B"),
         (DEEPSEEK_V3, "deepseek_v3", "671B"),
+        (MISTRAL_7B, "mistral", "7B-v0.3"),
+        (MIXTRAL_8X7B, "mistral", "Mixtral-8x7B"),
+        (OLMO_3_7B, "olmo", "OLMo-3-7B"),
+        (GEMMA_3_4B, "gemma3", "4B"),
     ],
 )
 def test_published_configs_find_their_flavor(config, family, flavor):
@@ -171,7 +239,11 @@ def test_both_spellings_of_rope_and_experts_say_the_same():
 @pytest.mark.parametrize(
     "config, change, message",
     [
-        (LLAMA_3_1_8B, {"model_type": "mamba"}, "model_type = 'mamba'.* known are llama, qwen2"),
+        (
+            LLAMA_3_1_8B,
+            {"model_type": "mamba"},
+            "model_type = 'mamba'.* known are deepseek_v2, deepseek_v3",
+        ),
         (LLAMA_3_1_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
         (LLAMA_3_1_8B, {"vocab_size": None}, "lacks vocab_size"),
@@ -186,11 +258,54 @@ def test_both_spellings_of_rope_and_experts_say_the_same():
         (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method = 'greedy'"),
         (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave = False"),
+        (
+            MISTRAL_7B,
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+            "known are default, .*yarn",
+        ),
+        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        (OLMO_3_7B, {"layer_types": ["full_attention"]}, "it must have 32 of full_attention"),
+        (OLMO_3_7B, {"layer_types": ["chunked_attention"] * 32}, "layer_types = .*'chunked"),
+        (
+            OLMO_3_7B | {"rope_theta": None},
+            {"rope_parameters": OLMO_3_7B["rope_scaling"], "rope_scaling": None},
+            "rope_parameters = .* it must have tables for sliding_attention and full_attention",
+        ),
+        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        (GEMMA_3_4B, {"model_type": "gemma9"}, "model_type = 'gemma9'"),
+        (GEMMA_3_4B, {"text_config": 1}, "text_config = 1"),
+        (GEMMA_3_4B["text_config"], {"use_bidirectional_attention": True}, "use_bidirectional"),
+        (GEMMA_3_4B["text_config"], {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ],
 )
 def test_what_a_family_cannot_express_is_named(config, change, message):
     with pytest.raises(ValueError, match=message):
         from_hf_config(config | change)
+
+
+def test_window_that_a_mistral_config_leaves_out_is_that_of_its_class():
+    absent = {name: value for name, value in MISTRAL_7B.items() if name != "sliding_window"}
+    args = from_hf_config(absent).model_args
+    assert args.kind_of(0)[1].window == 4096 and args.attn_type == "flex"
+    assert from_hf_config(MISTRAL_7B).model_args.kind_of(0)[1].window is None
+
+
+def test_text_model_takes_from_the_multimodal_config_what_its_own_lacks():
+    args = from_hf_config(GEMMA_3_4B).model_args
+    assert args.eos_id == 1 and args.enable_weight_tying
+    untied = GEMMA_3_4B | {"tie_word_embeddings": False}
+    assert not from_hf_config(untied).model_args.enable_weight_tying
+    untied["text_config"] = untied["text_config"] | {"tie_word_embeddings": True, "eos_token_id": 5}
+    args = from_hf_config(untied).model_args
+    assert args.eos_id == 5 and args.enable_weight_tying
+
+
+def test_field_that_no_row_reads_is_warned_of_unless_it_says_no(caplog):
+    with saying_once_per(set()):
+        from_hf_config(MISTRAL_7B | {"use_new_thing": False, "attention_dropout": 0.0})
+        assert not caplog.records
+        from_hf_config(MISTRAL_7B | {"use_new_thing": True, "attention_dropout": 0.1})
+    assert "mistral has fields that are not read: use_new_thing, attention_dropout;" in caplog.text
 
 
 SMALL = {

@@ -4,8 +4,13 @@ import math
 
 import pytest
 import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchtitan.models.rope import (
+    LinearRoPE,
+    LongRoPE,
+    RoPEArgs,
     RoPEScalingArgs,
     YaRNArgs,
     apply_rotary_emb,
@@ -150,3 +155,48 @@ def test_halves_turn_as_neighbours_do(positions):
     theirs = apply_rotary_emb(as_neighbours(xq), as_neighbours(xk), table, given)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(as_neighbours(one), other)
+
+
+_FACTORS = [1.0 + 0.1 * i for i in range(6)]
+_OF_TRANSFORMERS = {
+    "default": (RoPEArgs(share=0.75), {"rope_type": "default", "partial_rotary_factor": 0.75}),
+    "linear": (RoPEArgs(scaling=LinearRoPE(8.0)), {"rope_type": "linear", "factor": 8.0}),
+    "proportional": (
+        RoPEArgs(share=0.25, proportional=True),
+        {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    ),
+    "longrope": (
+        RoPEArgs(share=0.75, scaling=LongRoPE((1.0,) * 6, tuple(_FACTORS), 32), magnitude=1.2**0.5),
+        {
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0] * 6,
+            "long_factor": _FACTORS,
+            "original_max_position_embeddings": 32,
+            "factor": 64 / 32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _OF_TRANSFORMERS)
+def test_table_has_the_frequencies_and_the_magnitude_of_transformers(name):
+    ours, parameters = _OF_TRANSFORMERS[name]
+    config = transformers.PhiConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=64
+    )
+    config.head_dim, config.rope_parameters = 16, parameters | {"rope_theta": 5e4}
+    if name == "default":
+        frequencies, magnitude = 1.0 / 5e4 ** (torch.arange(0, 12, 2).float() / 12), 1.0
+    else:
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[name](config, "cpu", seq_len=64)
+    angles = torch.outer(torch.arange(64).float(), frequencies)
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+    table = ours.table(16, 64, theta=5e4)
+    torch.testing.assert_close(table, torch.cat((cos, cos, sin, sin), 1), rtol=1e-6, atol=1e-6)
+
+
+def test_longrope_takes_the_short_factors_for_a_short_table():
+    scaling = LongRoPE((1.0,) * 6, tuple(_FACTORS), original_seq_len=64)
+    plain = RoPEArgs(share=0.75).table(16, 64, theta=5e4)
+    assert torch.equal(RoPEArgs(share=0.75, scaling=scaling).table(16, 64, theta=5e4), plain)

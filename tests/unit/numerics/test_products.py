@@ -80,6 +80,25 @@ def test_large_products_of_our_layers_are_onednns_while_an_engine_lives(fast_one
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
+@pytest.mark.parametrize("a_is_transposed", [False, True])
+@pytest.mark.parametrize("b_is_transposed", [False, True])
+def test_products_of_adapters_are_onednns_and_equal_torchs(
+    a_is_transposed, b_is_transposed, multiplied, monkeypatch
+):
+    monkeypatch.setattr(products, "_is_used", True)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn((512, 8) if a_is_transposed else (8, 512), generator=generator)
+    b = torch.randn((1024, 512) if b_is_transposed else (512, 1024), generator=generator)
+    a, b = a.t() if a_is_transposed else a, b.t() if b_is_transposed else b
+    found = products.mm_of_few_rows(a, b)
+    assert multiplied == [(1024, 512, 8) if b_is_transposed else (8, 512, 1024)]
+    # fp32, 512 summands of about 1.
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=0, atol=1e-4)
+    for small in (b[:, :512], b[:, ::2]):  # too small; with gaps between numbers or rows
+        assert torch.equal(products.mm_of_few_rows(a, small), a @ small)
+    assert len(multiplied) == 1
+
+
 @pytest.mark.parametrize(
     "a, b",
     [

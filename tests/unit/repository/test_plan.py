@@ -75,7 +75,7 @@ def test_of_a_pipeline_the_fuller_stage_counts():
 def test_fastest_layout_comes_first():
     layout = Layout(replicas=2, shards=8, tp=4, pp=1, cp=1, rows=2)
     assert layout.name == "HSDP 2 x 8, TP 4"
-    assert least_states(8 * GIB, layout) == 16 * 8 * GIB / 32
+    assert least_states(128 * GIB, layout) == 128 * GIB / 32
     estimate = SimpleNamespace(peak=40 * GIB, bubble=0.0, tokens=64_000, world_size=64)
     plans = [
         Planned(dataclasses.replace(layout, tp=tp), 1, estimate, Bound(1, 1, 1, 1, seconds, 0.5))

@@ -162,9 +162,10 @@ def test_model_is_left_as_it_was_found():
 # ---- the cache, with rows of different lengths ----
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3_5"])
 @torch.no_grad()
-def test_rows_of_a_cache_are_overwritten_with_those_of_another():
-    model = tiny_model()
+def test_rows_of_a_cache_are_overwritten_with_those_of_another(name):
+    model = initialized(*FAMILIES[name]) if name in FAMILIES else tiny_model()
     tokens = torch.randint(0, V, (4, 12), generator=torch.Generator().manual_seed(3))
     expected = model(tokens).log_softmax(-1)
     with kv_cache(model, max_length=12) as forward:

@@ -126,6 +126,8 @@ def tensor_parallel_sizes(job_config: JobConfig, model_args: Any) -> Iterator[st
         names += ["hidden_dim"]
     elif parallelism.expert_parallel_degree == 1 or parallelism.expert_tensor_parallel_degree > 1:
         names += ["expert_hidden_dim", "moe_inter_dim"]
+    if getattr(model_args, "n_linear_layers", 0):
+        names += ["linear_key_heads"]
     sizes = {name: size for name in names if (size := getattr(model_args, name, None))}
     for name, size in sizes.items():
         what = f"{name} of flavor {job_config.model.flavor!r}"
@@ -168,6 +170,13 @@ def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) 
             "parallelism.context_parallel_load_balancer = 'ptrr' balances by a mask, which model.attn_type "
             "= 'sdpa' does not have; set the balancer to 'headtail', or the type to 'flex' or 'varlen'"
         )
+    if getattr(model_args, "n_linear_layers", 0):
+        heads = model_args.linear_key_heads // parallelism.tensor_parallel_degree
+        if heads % cp:
+            yield (
+                f"parallelism.context_parallel_degree must divide the {heads} key heads of linear attention "
+                f"of a rank, got {cp}; choose a divisor"
+            )
     heads = getattr(model_args, "n_heads", 0) // parallelism.tensor_parallel_degree
     if parallelism.context_parallel_rotate_method == "alltoall" and heads % cp:
         yield (

@@ -241,6 +241,16 @@ def lora(job_config: JobConfig) -> Iterator[str]:
             f"lora.dropout = {settings.dropout} draws random masks, and recomputing would draw others "
             "with activation_checkpoint.preserve_rng_state = false; set it to true"
         )
+    if settings.base_format is not None:
+        key, checkpoint = f"lora.base_format = {settings.base_format!r}", job_config.checkpoint
+        if converters != ["lora"]:
+            yield f"{key} excludes other converters, got model.converters = {converters}; keep 'lora' only"
+        if checkpoint.initial_load_path and not checkpoint.initial_load_in_hf:
+            yield (
+                f"{key} needs a base in Hugging Face files, got checkpoint.initial_load_path = "
+                f"{checkpoint.initial_load_path!r}; export it (torchtitan export) and set "
+                "checkpoint.initial_load_in_hf = true"
+            )
     path = settings.adapter_path
     if path is not None and not os.path.isfile(os.path.join(path, "adapter_config.json")):
         yield (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.batch.mask import Masks
+from torchtitan.models import hf_fields as hf
 from torchtitan.models import rope
 from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.models.decoder import PROJECTION_STD, Decoder, FeedForward, init_linear
@@ -25,7 +26,7 @@ from torchtitan.models.hf_adapter import (
 )
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
-from torchtitan.models.rope import YaRNArgs, apply_rotary_emb, yarn_mscale
+from torchtitan.models.rope import RoPEArgs, YaRNArgs, apply_rotary_emb, yarn_mscale
 from torchtitan.numerics.linear import Linear
 from torchtitan.numerics.norm import RMSNorm
 from torchtitan.protocols.state_dict_adapter import to_template
@@ -46,7 +47,9 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
         projected from.
     qk_nope_head_dim, qk_rope_head_dim: parts of a query and key head without and with RoPE.
     original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: as in `YaRNArgs`.
-    mscale: `yarn_mscale`'s argument, Hugging Face's `mscale_all_dim`.
+    mscale: `yarn_mscale`'s argument for the softmax scale, Hugging Face's `mscale_all_dim`.
+    rope_mscale: Hugging Face's `mscale`, for the magnitude of RoPE; None: equal to mscale.
+    attention_bias: wq_a, wkv_a and wo have biases. hf_type: model_type in Hugging Face's config.json.
     """
 
     max_batch_size: int = 8
@@ -71,6 +74,9 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
     beta_fast: int = 32
     beta_slow: int = 1
     mscale: float = 1.0
+    rope_mscale: float | None = None
+    attention_bias: bool = False
+    hf_type: str = "deepseek_v3"
 
     @property
     def head_dims(self) -> int:
@@ -80,8 +86,19 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
 
 def precompute_freqs_cis(args: DeepSeekV3ModelArgs) -> Tensor:
     """Return the RoPE table complex64 [args.max_seq_len, R / 2], stretched by YaRN."""
-    yarn = YaRNArgs(args.rope_factor, args.original_seq_len, args.beta_fast, args.beta_slow)
-    return rope.precompute_freqs_cis(args.qk_rope_head_dim, args.max_seq_len, args.rope_theta, yarn)
+    size, length, rope_args = args.qk_rope_head_dim, args.max_seq_len, _rope(args)
+    table = rope.precompute_freqs_cis(size, length, args.rope_theta, rope_args.scaling)
+    return table if rope_args.magnitude == 1 else table * rope_args.magnitude
+
+
+def _rope(args: DeepSeekV3ModelArgs) -> RoPEArgs:
+    factor, mscale, rope_mscale = args.rope_factor, args.mscale, args.rope_mscale
+    yarn = YaRNArgs(factor, args.original_seq_len, args.beta_fast, args.beta_slow)
+    magnitude = 1.0
+    if rope_mscale is not None:
+        magnitude = yarn_mscale(factor, rope_mscale) / yarn_mscale(factor, mscale)
+        magnitude = magnitude if rope_mscale and mscale else yarn_mscale(factor)
+    return RoPEArgs(scaling=yarn, magnitude=magnitude)
 
 
 class Attention(nn.Module):
@@ -108,14 +125,15 @@ class Attention(nn.Module):
         if args.q_lora_rank == 0:
             self.wq = Linear(args.dim, q_width, bias=False)
         else:
-            self.wq_a = Linear(args.dim, args.q_lora_rank, bias=False)
+            self.wq_a = Linear(args.dim, args.q_lora_rank, bias=args.attention_bias)
             self.q_norm = RMSNorm(args.q_lora_rank, eps=LATENT_NORM_EPS)
             self.wq_b = Linear(args.q_lora_rank, q_width, bias=False)
-        self.wkv_a = Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
+        kv_width = args.kv_lora_rank + args.qk_rope_head_dim
+        self.wkv_a = Linear(args.dim, kv_width, bias=args.attention_bias)
         self.kv_norm = RMSNorm(args.kv_lora_rank, eps=LATENT_NORM_EPS)
         kv_width = args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
         self.wkv_b = Linear(args.kv_lora_rank, kv_width, bias=False)
-        self.wo = Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
+        self.wo = Linear(args.n_heads * args.v_head_dim, args.dim, bias=args.attention_bias)
         self.inner_attention = build_inner_attention(args.attn_type)
 
     def forward(self, x: Tensor, rope: Tensor, attention_masks: Masks | None = None) -> Tensor:
@@ -168,6 +186,11 @@ _LATENT_QUERIES = {
     "self_attn.q_a_layernorm": "attention.q_norm",
     "self_attn.q_b_proj": "attention.wq_b",
 }
+_BIASED = {
+    "self_attn.q_a_proj": "attention.wq_a",
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+    "self_attn.o_proj": "attention.wo",
+}
 _LATENTS_AND_SHARED_EXPERTS = {
     "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
     "self_attn.kv_a_layernorm": "attention.kv_norm",
@@ -176,14 +199,12 @@ _LATENTS_AND_SHARED_EXPERTS = {
     "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
     "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
 }
-_MTP_PROJECTION = "model.layers.{}.eh_proj.weight"
 
 
 class DeepSeekV3StateDictAdapter(KeyMapAdapter):
     """Renames keys only: RoPE pairs are neighbours in our weights and in Hugging Face's.
 
-    V2's files have no correction bias for the router. Layers for multi-token prediction, which our
-    model doesn't have, are left out on reading; they are recognised by their `eh_proj`.
+    V2's files have no correction bias for the router.
     """
 
     quantized_format = "fp8"
@@ -195,22 +216,10 @@ class DeepSeekV3StateDictAdapter(KeyMapAdapter):
             del self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.weight"]
         queries = _LATENT_QUERIES if model_args.q_lora_rank else {}
         self.from_hf_map |= block_hf_key_map(queries | _LATENTS_AND_SHARED_EXPERTS) | HF_EXPERTS
+        if model_args.attention_bias:
+            self.from_hf_map |= block_hf_key_map(_BIASED, "bias")
         bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
         self.from_hf_map[bias] = "layers.{}.moe.expert_bias"
-
-    def spelled_like(self, hf_names: Collection[str]) -> "DeepSeekV3StateDictAdapter":
-        adapter = super().spelled_like(hf_names)
-        adapter._ignore_mtp_layers(hf_names)
-        return adapter
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._ignore_mtp_layers(hf_state_dict)
-        return super().from_hf(hf_state_dict)
-
-    def _ignore_mtp_layers(self, hf_names: Collection[str]) -> None:
-        templates = (to_template(name) for name in hf_names)
-        layers = [numbers[0] for template, numbers in templates if template == _MTP_PROJECTION]
-        self.ignored_hf_keys = tuple(rf"model\.layers\.{layer}\." for layer in layers)
 
 
 def _debug_model(**fields: Any) -> DeepSeekV3ModelArgs:
@@ -278,6 +287,118 @@ deepseekv3_args: dict[str, DeepSeekV3ModelArgs] = {
             score_before_experts=False,
         ),
         **_PACKED,
+    ),
+}
+
+
+_ROWS = (
+    hf.Field("n_routed_experts", "moe_args.num_experts"),
+    hf.TOP_K,
+    hf.Field("intermediate_size", "inter_dim"),
+    hf.Field("moe_intermediate_size", "moe_inter_dim"),
+    hf.Field("kv_lora_rank", "kv_lora_rank"),
+    hf.Field(
+        "q_lora_rank", "q_lora_rank", hf.COUNT, 0, to_hf=lambda args: args.q_lora_rank or None
+    ),
+    hf.Field("qk_nope_head_dim", "qk_nope_head_dim"),
+    hf.Field("qk_rope_head_dim", "qk_rope_head_dim"),
+    hf.Field("v_head_dim", "v_head_dim"),
+    hf.Field("n_shared_experts", "moe_args.num_shared_experts", hf.COUNT),
+    hf.Field("routed_scaling_factor", "moe_args.route_scale", float),
+    *hf.ROUTER_GROUPS,
+    hf.SILU,
+    hf.Must("num_key_value_heads", lambda args: args.n_heads),
+    # transformers takes it for the size of the part with RoPE; published files lack it.
+    hf.Must("head_dim", lambda args: args.qk_rope_head_dim, is_written=False),
+    hf.Must("mlp_bias", False, "its feed-forwards have no biases", is_written=False),
+    hf.Field("attention_bias", "attention_bias", bool, False),
+    hf.Must("rope_interleave", True, "pairs that turn together must be neighbours"),
+    hf.Must("moe_layer_freq", 1, "every layer above the dense ones has experts"),
+    hf.RoPE(
+        # Without a magnitude: if mscale and mscale_all_dim differ, HF also scales cos and sin.
+        _rope,
+        kind="yarn",
+        ours={name: name for name in ("original_seq_len", "beta_fast", "beta_slow")}
+        | {"factor": "rope_factor"},
+        unscaled={"rope_factor": 1.0},
+        rows=(
+            hf.Field("mscale_all_dim", "mscale", float, 0),
+            hf.Field(
+                "mscale",
+                "rope_mscale",
+                float,
+                0,
+                from_hf=lambda x, table: None if x and x == table.get("mscale_all_dim") else x,
+                to_hf=lambda args: args.mscale if args.rope_mscale is None else args.rope_mscale,
+            ),
+        ),
+    ),
+)
+
+
+_FIRST_DENSE = hf.Field("first_k_dense_replace", "n_dense_layers", hf.COUNT)
+_V3_ROUTER = (
+    hf.Field("norm_topk_prob", "moe_args.route_norm", bool, True),
+    hf.Field("scoring_func", "moe_args.score_func", str, "sigmoid"),
+    hf.Must("topk_method", "noaux_tc"),
+)
+
+
+def _types(n_dense: int, n_layers: int) -> list[str]:
+    return ["dense"] * n_dense + ["sparse"] * (n_layers - n_dense)
+
+
+def _first_dense(types: Any, config: hf.Config) -> int:
+    n_layers = config["num_hidden_layers"]
+    if list(types) != _types(n_dense := list(types).count("dense"), n_layers):
+        reason = f"it must be the types of {n_layers} layers, the dense ones first"
+        raise hf.refusal(config, "mlp_layer_types", reason)
+    return n_dense
+
+
+def _v2_method(args: DeepSeekV3ModelArgs) -> str:
+    return "greedy" if args.moe_args.num_expert_groups is None else "group_limited_greedy"
+
+
+hf_types = {
+    "deepseek_v2": hf.HFType(
+        "DeepseekV2",
+        (
+            *_ROWS,
+            _FIRST_DENSE,
+            hf.Field("norm_topk_prob", "moe_args.route_norm", bool, False),
+            hf.Field("scoring_func", "moe_args.score_func", str, "softmax"),
+            hf.Must("topk_method", _v2_method),
+        ),
+        hf.SOFTMAX_ROUTER | {"moe_args.group_score": "max"},
+    ),
+    "deepseek_v3": hf.HFType(
+        "DeepseekV3",
+        (
+            *_ROWS,
+            _FIRST_DENSE,
+            *_V3_ROUTER,
+        ),
+        hf.SIGMOID_ROUTER | {"moe_args.group_score": "top2_sum"},
+        inside=("kimi_k25",),
+        aliases=("kimi_k2",),
+    ),
+    "glm4_moe_lite": hf.HFType(
+        "Glm4MoeLite",
+        (
+            *_ROWS,
+            hf.Field(
+                "mlp_layer_types",
+                "n_dense_layers",
+                None,
+                1,
+                from_hf=_first_dense,
+                to_hf=lambda args: _types(args.n_dense_layers, args.n_layers),
+                also=("first_k_dense_replace",),
+            ),
+            *_V3_ROUTER,
+        ),
+        hf.SIGMOID_ROUTER | {"moe_args.group_score": "top2_sum"},
     ),
 }
 

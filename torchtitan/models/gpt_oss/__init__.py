@@ -18,6 +18,7 @@ from torchtitan.batch.mask import DocumentMask, Masks
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.models import decoder, rope
+from torchtitan.models import hf_fields as hf
 from torchtitan.models.attention import attend
 from torchtitan.models.decoder import Decoder, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
@@ -25,7 +26,7 @@ from torchtitan.models.hf_adapter import Fused, KeyMapAdapter, block_hf_key_map,
 from torchtitan.models.moe import MoE, MoEArgs, MoEDecoderArgs
 from torchtitan.models.moe.moe import StackedExperts
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
-from torchtitan.models.rope import YaRNArgs, yarn_mscale
+from torchtitan.models.rope import RoPEArgs, YaRNArgs, yarn_mscale
 from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
 from torchtitan.protocols.train_spec import TrainSpec
 
@@ -165,9 +166,8 @@ class Attention(decoder.Attention):
             output_bias=True,
             apply_rope=apply_rotary_emb,
             mask_name="sliding_window_mask" if use_sliding_attention else "basic_mask",
+            window=model_args.sliding_window_size if use_sliding_attention else None,
         )
-        # Kept here, too, because varlen's metadata holds no window.
-        self.window = model_args.sliding_window_size if use_sliding_attention else None
         self.sinks = nn.Parameter(torch.empty(model_args.n_heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask) -> Tensor:
@@ -271,6 +271,41 @@ gptoss_configs: dict[str, GptOssModelArgs] = {
     "20b": GptOssModelArgs(moe_args=_experts(32)),
     "120b": GptOssModelArgs(n_layers=36, moe_args=_experts(128)),
 }
+
+
+def _yarn(args: GptOssModelArgs) -> YaRNArgs:
+    sizes = args.rope_factor, args.original_seq_len, args.ntk_beta, args.ntk_alpha
+    return YaRNArgs(*sizes, truncate=False)
+
+
+_LAYERS = ("sliding_attention", "full_attention")
+_ROWS = (
+    hf.KV_HEADS,
+    hf.Field("num_local_experts", "moe_args.num_experts"),
+    hf.TOP_K,
+    hf.Field("head_dim", "head_dim"),
+    hf.Field("intermediate_size", "moe_inter_dim"),
+    hf.Field("sliding_window", "sliding_window_size", hf.COUNT),
+    hf.Field("swiglu_limit", "swiglu_limit", float, 7.0),
+    hf.SILU,
+    hf.Must("attention_bias", True, "its projections have biases"),
+    hf.Must("swiglu_alpha", 1.702, "the activation's slope is fixed"),
+    hf.Must("layer_types", lambda args: [_LAYERS[n % 2] for n in range(args.n_layers)]),
+    hf.RoPE(
+        lambda args: RoPEArgs(scaling=_yarn(args), magnitude=yarn_mscale(args.rope_factor)),
+        kind="yarn",
+        ours={
+            "factor": "rope_factor",
+            "original_seq_len": "original_seq_len",
+            "beta_fast": "ntk_beta",
+            "beta_slow": "ntk_alpha",
+        },
+        unscaled={"rope_factor": 1.0},
+        theta=150000.0,
+    ),
+)
+_ROUTER = hf.SOFTMAX_ROUTER | {"moe_args.route_norm": True, "moe_args.gate_bias": True}
+hf_types = {"gpt_oss": hf.HFType("GptOss", _ROWS, _ROUTER | hf.NO_SHARED_EXPERTS)}
 
 
 def get_train_spec() -> TrainSpec:

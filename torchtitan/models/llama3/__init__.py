@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan.models import hf_fields as hf
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
@@ -113,6 +114,22 @@ llama3_args: dict[str, TransformerModelArgs] = {
         "70B": _sizes(8192, 80, 64, 1.3, 4096),
         "405B": _sizes(16384, 126, 128, 1.2, 4096),
     }.items()
+}
+
+
+hf_types = {
+    "llama": hf.HFType(
+        "Llama",
+        (
+            hf.KV_HEADS,
+            hf.Field("intermediate_size", "hidden_dim"),
+            hf.Field("head_dim", "head_dim", default=None),
+            hf.Field("attention_bias", "attention_bias", bool, False),
+            hf.Field("mlp_bias", "mlp_bias", bool, False),
+            hf.SILU,
+            hf.LLAMA3_ROPE,
+        ),
+    )
 }
 
 

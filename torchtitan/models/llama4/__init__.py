@@ -4,8 +4,7 @@ B rows, T tokens, H query heads, K key/value heads, D head size.
 """
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
-import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask, Masks
 from torchtitan.config import JobConfig
+from torchtitan.models import hf_fields as hf
 from torchtitan.models import llama3, rope
 from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
@@ -181,51 +181,33 @@ def _scale_queries(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor
     return (xq * factors[..., None, None]).to(xq.dtype), xk
 
 
-_TEXT_MODEL = "language_model."  # in front of names in multimodal files
-
-
 class Llama4StateDictAdapter(KeyMapAdapter):
     """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours in ours and in HF's weights.
 
-    Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration,
-    which begin with `language_model.`. Writes the multimodal names if the index file under
-    `hf_assets_path` has them; an export does so only if it also has the weights for images. Reading
-    leaves out the weights for images.
+    Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration. Reading
+    leaves out the weights for images; an export has the multimodal names only if it also has these.
     """
 
     ignored_hf_keys = (r"vision_model\.", r"multi_modal_projector\.")
+    text_prefixes = ("language_model.",)
 
     def __init__(self, model_args: TransformerModelArgs, hf_assets_path: str | None):
         super().__init__(model_args, hf_assets_path)
         text: HFKeyMap = {
-            hf.replace(".mlp.", ".feed_forward."): ours
-            for hf, ours in dense_hf_key_map(biased=HF_LINEARS).items()
+            name.replace(".mlp.", ".feed_forward."): ours
+            for name, ours in dense_hf_key_map(biased=HF_LINEARS).items()
         }
         hf_moe, moe = "model.layers.{}.feed_forward", "layers.{}.moe"
-        for hf, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items():
-            text[f"{hf_moe}.shared_expert.{hf}_proj.weight"] = f"{moe}.shared_experts.{ours}.weight"
+        for name, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items():
+            shared = f"{hf_moe}.shared_expert.{name}_proj.weight"
+            text[shared] = f"{moe}.shared_experts.{ours}.weight"
         gate_up = f"{moe}.experts.w1", f"{moe}.experts.w3"
         text |= {
             f"{hf_moe}.router.weight": f"{moe}.router.gate.weight",
             f"{hf_moe}.experts.gate_up_proj": Fused(gate_up, transposed=True),
             f"{hf_moe}.experts.down_proj": Fused((f"{moe}.experts.w2",), transposed=True),
         }
-        self._text = text
-        index = self.fqn_to_index_mapping or {}
-        self._prefer(any(name.startswith(_TEXT_MODEL) for name in index))
-
-    def _prefer(self, multimodal_names: bool) -> None:
-        multimodal = {_TEXT_MODEL + hf: entry for hf, entry in self._text.items()}
-        # If several Hugging Face names stand for one of our tensors, the first name is written.
-        self.from_hf_map = multimodal | self._text if multimodal_names else self._text | multimodal
-
-    def for_export(self, has_untrained_parts: bool) -> "Llama4StateDictAdapter":
-        adapter = copy.copy(self)
-        adapter._prefer(has_untrained_parts)
-        index = self.fqn_to_index_mapping or {}
-        more = {name.removeprefix(_TEXT_MODEL): number for name, number in index.items()}
-        adapter.fqn_to_index_mapping = index | more or None
-        return adapter
+        self.name_text_model(text)
 
 
 _DEBUG = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}
@@ -258,6 +240,58 @@ llama4_args: dict[str, TransformerModelArgs] = {
     "17bx16e_irope": _flavor(16, True, **_SCOUT, **_IROPE),
     "17bx128e_irope": _flavor(128, False, **_17B, **_IROPE),
 }
+
+
+_INTERVAL = hf.Field("no_rope_layer_interval", "every_n_layers_nope", default=4)
+_ROWS = (
+    hf.KV_HEADS,
+    hf.Field("num_local_experts", "moe_args.num_experts"),
+    hf.TOP_K,
+    hf.Field("head_dim", "head_dim"),
+    hf.Field("intermediate_size", "moe_inter_dim"),
+    hf.Field("intermediate_size_mlp", "hidden_dim"),
+    hf.Field("attention_chunk_size", "fixed_attn_block_size"),
+    hf.Field("interleave_moe_layer_step", "interleave_moe_layer_step", default=1),
+    hf.Field("use_qk_norm", "use_qk_norm", bool, True),
+    hf.Field(
+        "attn_temperature_tuning", "attn_temperature_tuning", None, True, lambda x, _: bool(x)
+    ),
+    hf.Field("floor_scale", "floor_scale", float, 8192),
+    hf.Field("attn_scale", "attn_scale", float, 0.1),
+    hf.Field("attention_bias", "attention_bias", bool, False),
+    # 1 for a layer with RoPE, else 0.
+    hf.Field(
+        "no_rope_layers",
+        "every_n_layers_nope",
+        None,
+        default=lambda config: _INTERVAL.read(config)["every_n_layers_nope"],
+        from_hf=lambda has_rope, _: has_rope.index(0) + 1 if 0 in has_rope else None,
+        also=("no_rope_layer_interval",),
+    ),
+    hf.Must(
+        "no_rope_layers",
+        lambda args: [int(not args.is_nope_layer(n)) for n in range(args.n_layers)],
+        "layers without RoPE must be evenly spaced",
+    ),
+    hf.Must(
+        "layer_types",
+        lambda args: [
+            "full_attention" if args.is_nope_layer(n) else "chunked_attention"
+            for n in range(args.n_layers)
+        ],
+    ),
+    hf.Must(
+        "moe_layers",
+        lambda args: [
+            n for n in range(args.n_layers) if (n + 1) % args.interleave_moe_layer_step == 0
+        ],
+    ),
+    hf.NO_JITTER,
+    hf.SILU,
+    replace(hf.LLAMA3_ROPE, theta=500000.0),
+)
+_ARGS = {"moe_args.num_shared_experts": 1, "moe_args.score_func": "sigmoid"}
+hf_types = {"llama4_text": hf.HFType("Llama4", _ROWS, _ARGS, inside=("llama4",))}
 
 
 def get_train_spec() -> TrainSpec:

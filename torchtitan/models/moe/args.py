@@ -12,6 +12,8 @@ class MoEArgs:
     """One mixture-of-experts layer.
 
     num_shared_experts: experts that see every token, stored as one wide feed-forward.
+    shared_expert_dim: hidden size of this feed-forward; None: num_shared_experts times an expert's.
+    shared_expert_gate: its result is multiplied by a sigmoid of its own linear map of the token, [M] -> [1].
     score_func: turns router logits into scores.
     route_norm: divide the chosen scores by their sum; route_scale multiplies them afterwards.
     score_before_experts: multiply an expert's input by the score, not its output.
@@ -37,6 +39,8 @@ class MoEArgs:
     use_grouped_mm: bool = True
     load_balance_coeff: float | None = 1e-3
     _debug_force_load_balance: bool = False
+    shared_expert_dim: int | None = None
+    shared_expert_gate: bool = False
 
 
 @dataclass

@@ -39,14 +39,17 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 def grouped_linear(
     x: Tensor, weights: Tensor, biases: Tensor | None = None, *, offsets: Tensor
 ) -> Tensor:
-    """`grouped_mm` with weights laid out like a Linear's, [E, M, K], and biases [E, M] or None.
+    """`grouped_mm` with weights laid out like a Linear's, [E, M, K] or stored by `nf4`, and biases [E, M] or None.
 
     offsets: [E], or [E * n] if n groups, one after the other, have the same weight.
     Rows past the last group may hold nan; they add nothing to the gradient of a bias.
     """
     if (n := offsets.shape[0] // weights.shape[0]) > 1:
         offsets = offsets[n - 1 :: n].contiguous()
-    out = grouped_mm(x, weights.transpose(-2, -1), offsets)
+    if weights.dtype == torch.uint8:
+        out = torch.ops.torchtitan.nf4_mm(x, weights, offsets, False)
+    else:
+        out = grouped_mm(x, weights.transpose(-2, -1), offsets)
     if biases is None:
         return out
     rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)

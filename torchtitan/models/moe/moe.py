@@ -20,7 +20,7 @@ from torchtitan.models.feed_forward import PROJECTION_STD, FeedForward, init_lin
 from torchtitan.models.moe.args import MoEArgs
 from torchtitan.models.moe.grouped_mm import grouped_linear
 from torchtitan.models.moe.utils import indices_padding_wrapper
-from torchtitan.numerics.linear import linear
+from torchtitan.numerics.linear import Linear, linear
 from torchtitan.tools.logging import logger, warn_once
 
 # ---- experts ----
@@ -58,12 +58,17 @@ class StackedExperts(nn.Module):
         expert. Under expert parallelism E counts this rank's experts, and groups are padded.
         """
         parameters = self.local_parameters()
-        can_group = all(p.shape[-1] * p.element_size() % 16 == 0 for p in parameters)
+        has_autocast = torch.is_autocast_enabled(x.device.type)
+        cast_to = torch.get_autocast_dtype(x.device.type) if has_autocast else None
+        can_group = all(
+            p.dtype == torch.uint8 or p.shape[-1] * (cast_to or p.dtype).itemsize % 16 == 0
+            for p in parameters
+        )
         if self.use_grouped_mm and not can_group:
             warn_once(
                 logger,
                 f"experts of shape {list(parameters[0].shape[1:])} are computed one by one, because "
-                "the grouped kernel needs dim and hidden_dim to be multiples of 16 bytes",
+                "the grouped kernel needs dim, hidden_dim and lora.rank to be multiples of 16 bytes",
             )
         if not (self.use_grouped_mm and can_group):
             return run_for_loop(self._feed_forward, *parameters, x, num_tokens_per_expert)
@@ -135,10 +140,10 @@ def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    dtype = parameters[0].dtype
+    dtype = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
     if torch.is_autocast_enabled(x.device.type):  # autocast does not cast for this kernel
         dtype = torch.get_autocast_dtype(x.device.type)
-        parameters = [parameter.to(dtype) for parameter in parameters]
+        parameters = [p.to(dtype) if p.is_floating_point() else p for p in parameters]
     linear = partial(grouped_linear, offsets=offsets)
     return feed_forward(linear, x.to(dtype), *parameters).type_as(x)
 
@@ -357,9 +362,12 @@ class MoE(nn.Module):
         routing = {name: getattr(moe_args, name) for name in _ROUTER_ARGS}
         self.router = TokenChoiceTopKRouter(dim, num_experts, **routing)
         self.reorderer = TokenReorderer(num_experts, moe_args.top_k)
-        self.shared_experts = None
+        self.shared_experts = self.shared_gate = None
         if moe_args.num_shared_experts > 0:
-            self.shared_experts = FeedForward(dim, hidden_dim * moe_args.num_shared_experts)
+            shared_dim = moe_args.shared_expert_dim or hidden_dim * moe_args.num_shared_experts
+            self.shared_experts = FeedForward(dim, shared_dim)
+            if moe_args.shared_expert_gate:
+                self.shared_gate = Linear(dim, 1, bias=False)
         self.score_before_experts = moe_args.score_before_experts
 
         self.load_balance_coeff = coeff = moe_args.load_balance_coeff
@@ -400,6 +408,8 @@ class MoE(nn.Module):
             routed = (routed.float() * scores.unsqueeze(-1)).to(x.dtype)
         # Queue the shared experts first: the device is busy while the host waits for the experts' counts.
         shared = None if self.shared_experts is None else self.shared_experts(x)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
         routed = self.experts(routed, num_tokens_per_expert)
 
         out = take_rows(routed, places, pairs.unsqueeze(1), rows_have_gaps=share)
@@ -415,6 +425,8 @@ class MoE(nn.Module):
         self.router.init_weights(init_std)
         if self.shared_experts is not None:
             self.shared_experts.init_weights(init_std)
+        if self.shared_gate is not None:
+            init_linear(self.shared_gate, PROJECTION_STD)
         device = buffer_device or self.tokens_per_expert.device
         zeros = torch.zeros(self.router.num_experts, dtype=torch.float32, device=device)
         self.tokens_per_expert = zeros

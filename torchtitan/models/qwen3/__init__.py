@@ -2,8 +2,10 @@
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from torchtitan.models import hf_fields as hf
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
 from torchtitan.models.hf_adapter import (
@@ -13,6 +15,7 @@ from torchtitan.models.hf_adapter import (
     dense_hf_key_map,
 )
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
+from torchtitan.models.norm import head_norm
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
 from torchtitan.models.rope import apply_rotary_emb_to_halves as apply_rotary_emb
 from torchtitan.models.rope import precompute_rope_cache
@@ -55,7 +58,8 @@ class Qwen3Model(Decoder):
 
     def attention_options(self, layer_id: int) -> dict[str, Any]:
         args = self.model_args
-        return {"qkv_bias": args.qkv_bias, "qk_norm_eps": args.norm_eps if args.qk_norm else None}
+        norm = partial(head_norm, args) if args.qk_norm else None
+        return {"qkv_bias": args.qkv_bias, "qk_norm": norm}
 
     def is_moe_layer(self, layer_id: int) -> bool:
         return self.model_args.moe_enabled
@@ -128,6 +132,44 @@ qwen3_args: dict[str, Qwen3ModelArgs] = {
     "Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944, **_PADDED),
     "Qwen2.5-14B": _qwen2(5120, 48, 40, 8, 13824, norm_eps=1e-5, **_PADDED),
     "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648, norm_eps=1e-5, **_PADDED),
+}
+
+
+_NO_WINDOWS = "qwen models have no sliding windows here"
+_ROWS = (
+    hf.KV_HEADS,
+    hf.Field("intermediate_size", "hidden_dim"),
+    hf.SILU,
+    hf.Must("use_sliding_window", False, _NO_WINDOWS),
+    hf.Must("layer_types", lambda args: ["full_attention"] * args.n_layers, _NO_WINDOWS),
+    hf.RoPE(),
+)
+_HEAD_DIM_OF_QWEN2 = hf.Field(
+    "head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]
+)
+_QWEN3_ROWS = (
+    *_ROWS,
+    hf.Field("head_dim", "head_dim", default=128),
+    hf.Must("attention_bias", False, "Qwen 3 blocks have no biases"),
+)
+_EXPERT_ROWS = (
+    hf.Field("num_experts", "moe_args.num_experts"),
+    hf.TOP_K,
+    hf.Field("moe_intermediate_size", "moe_inter_dim"),
+    hf.Field("norm_topk_prob", "moe_args.route_norm", bool, False),
+    hf.Must("decoder_sparse_step", 1, "every layer has experts"),
+    hf.Must("mlp_only_layers", [], "every layer has experts"),
+)
+_QWEN2_ARGS = {"qk_norm": False, "qkv_bias": True, "moe_enabled": False}
+_QWEN3_ARGS = {"qk_norm": True, "qkv_bias": False}
+hf_types = {
+    "qwen2": hf.HFType("Qwen2", (*_ROWS, _HEAD_DIM_OF_QWEN2), _QWEN2_ARGS),
+    "qwen3": hf.HFType("Qwen3", _QWEN3_ROWS, _QWEN3_ARGS | {"moe_enabled": False}),
+    "qwen3_moe": hf.HFType(
+        "Qwen3Moe",
+        _QWEN3_ROWS + _EXPERT_ROWS,
+        _QWEN3_ARGS | {"moe_enabled": True} | hf.SOFTMAX_ROUTER | hf.NO_SHARED_EXPERTS,
+    ),
 }
 
 

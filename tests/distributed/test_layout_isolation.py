@@ -1,0 +1,119 @@
+"""Documents are isolated to the last bit in every layout: loss and gradients of some documents do not
+depend on the others.
+
+Only some documents of a batch have labels. The step is done twice, with other tokens in the other
+documents. Loss and gradients must have the same bits, and rows of the embedding that only other
+documents use must have a gradient of exactly zero.
+"""
+
+import pytest
+import torch
+
+from tests.distributed.layout_matrix import (
+    LAYOUTS,
+    MOE_LAYOUTS,
+    ROWS,
+    SEQ_LEN,
+    SHALLOW,
+    VOCAB,
+    batch_flags,
+    build_engine,
+    random_experts,
+    whole,
+)
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.distributed.tied_copies import name_in_whole_model
+from torchtitan.testing.gloo import run_ranks
+
+BY_NAME = {layout.name: layout for layout in LAYOUTS + MOE_LAYOUTS}
+PACKINGS = 3
+
+
+def packed_rows(seed):
+    """Return (positions, whether a token belongs to a document with labels), both [ROWS, SEQ_LEN]."""
+    generator = torch.Generator().manual_seed(seed)
+    is_start = torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.2
+    is_start[:, 0] = True
+    columns = torch.arange(SEQ_LEN)
+    starts = torch.where(is_start, columns, 0).cummax(dim=1).values
+    has_labels = (torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.3).gather(1, starts)
+    return columns - starts, has_labels
+
+
+def step(engine, positions, has_labels, seed):
+    """Return the loss and the gradients [name -> tensor] of the documents with labels.
+
+    Their tokens are even numbers, and those of other documents odd numbers that depend on `seed`.
+    """
+    own = 2 * torch.randint(
+        0, VOCAB // 2, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(0)
+    )
+    other = torch.randint(
+        0, VOCAB // 2, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(seed)
+    )
+    batch = {"input": torch.where(has_labels, own, 2 * other + 1), "positions": positions}
+    if engine.model_parts[0].moe_layers:  # another load of the experts would round otherwise
+        batch["routed_experts"] = random_experts(engine.model_parts[0], 2)
+    labels = own.roll(1).where(has_labels, IGNORE_INDEX)
+    n_rows = ROWS // engine.dp_size
+    rows = slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
+    engine.optimizers.zero_grad()
+    loss = engine.forward_backward_step(
+        input_dict={name: x[rows] for name, x in batch.items()},
+        labels=labels[rows],
+        global_valid_tokens=int(has_labels.sum()),
+    )
+    gradients = {
+        name_in_whole_model(part, name): whole(p.grad)
+        for part in engine.model_parts
+        for name, p in part.named_parameters()
+        if p.grad is not None
+    }
+    return loss.detach().cpu(), gradients
+
+
+def foreign_numbers(dump_folder, cases):
+    """Return what depends on other documents, for each case; nothing should."""
+    found = []
+    for layout, family, leaks in cases:
+        flags = [*BY_NAME[layout].overrides(), *batch_flags(family, "documents, varlen"), SHALLOW]
+        engine = build_engine(family, flags, dump_folder)
+        for part in engine.model_parts if leaks else ():
+            for block in part.layers.values():
+                block.register_forward_hook(lambda m, args, x: x + 1e-3 * x.mean(1, keepdim=True))
+        problems = set()
+        for seed in range(PACKINGS):
+            positions, has_labels = packed_rows(seed)
+            (loss, gradients), (loss_again, again) = (
+                step(engine, positions, has_labels, n) for n in (1, 2)
+            )
+            problems |= set() if torch.equal(loss, loss_again) else {"loss"}
+            problems |= {name for name, x in gradients.items() if not torch.equal(x, again[name])}
+            if "tok_embeddings.weight" in gradients:
+                embedding = gradients["tok_embeddings.weight"]
+                assert embedding[::2].any()
+                problems |= {"embedding of other documents"} if embedding[1::2].any() else set()
+        engine.close()
+        found.append(sorted(problems))
+    return found
+
+
+# (layout, family, whether its layers leak); one spawn for all layouts of as many ranks
+DENSE, EXPERTS = "gates and scales", "qwen3 MoE"
+TWO = ["FSDP 2", "TP 2", "CP 2", "CP 2, alltoall, full AC", "PP 2, 1F1B"]
+CASES = {
+    2: [
+        *((layout, DENSE, False) for layout in TWO),
+        ("CP 2", DENSE, True),
+        ("FSDP 2, EP 2", EXPERTS, False),
+    ],
+}
+
+
+@pytest.mark.parametrize("n_ranks", CASES)
+def test_loss_and_gradients_have_no_bit_of_other_documents(n_ranks, tmp_path):
+    how = dict(init_process_group=False, timeout_seconds=600)
+    for found in run_ranks(foreign_numbers, n_ranks, str(tmp_path), CASES[n_ranks], **how):
+        for case, problems in zip(CASES[n_ranks], found, strict=True):
+            *_, leaks = case
+            assert bool(problems) == leaks, (case, problems)

@@ -1,0 +1,180 @@
+"""Layers of linear attention: their parameters in fp32, their optimizer groups, compiled, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.unit.models.tiny import filled
+from torchtitan.batch.mask import DocumentMask, VarlenMetadata
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.checks.layout import context_parallel, tensor_parallel_sizes
+from torchtitan.config.job_config import Compile, Optimizer, ParameterGroup
+from torchtitan.engine import TrainingEngine
+from torchtitan.models.attention import create_attention_mask, get_causal_mask_mod
+from torchtitan.models.gated_delta import Decay
+from torchtitan.models.parallelize import apply_compile
+from torchtitan.optim.groups import ParameterGroups
+from torchtitan.protocols.train_spec import get_train_spec
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SIZES = {"dim": 32, "n_layers": 4, "n_heads": 4, "head_dim": 16, "hidden_dim": 48, "vocab_size": 64}
+SIZES |= {"linear_key_heads": 2, "linear_value_heads": 4, "max_seq_len": 64}
+DOCUMENTS = torch.tensor([[*range(12)], [*range(5), *range(7)]])  # their positions
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def tiny_args(flavor="debugmodel", **changes):
+    args = get_train_spec("qwen3_5").model_args[flavor]
+    return dataclasses.replace(args, **SIZES | changes)
+
+
+def tiny_model(**changes):
+    return filled(get_train_spec("qwen3_5").model_cls(tiny_args(**changes)))
+
+
+# ---- parameters of the decay ----
+
+
+def bf16_engine(folder, *flags):
+    return TrainingEngine(
+        ConfigManager().parse_args(
+            [
+                "--model.name=qwen3_5",
+                "--model.flavor=debugmodel",
+                "--training.seq_len=32",
+                "--training.local_batch_size=2",
+                "--training.mixed_precision_param=bfloat16",
+                f"--job.dump_folder={folder}",
+                *flags,
+            ]
+        )
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--compile.enable", "--compile.backend=aot_eager"]])
+def test_decay_is_in_fp32_where_fsdp_casts_other_parameters(tmp_path, flags, monkeypatch):
+    with bf16_engine(tmp_path, *flags) as engine:
+        (model,) = engine.model_parts
+        decays = [m for m in model.modules() if isinstance(m, Decay)]
+        assert len(decays) == 3
+        used = []
+
+        def record(*_):
+            used.append((decays[0].A_log, model.layers["0"].attention.wq.weight.dtype))
+
+        model.layers["0"].register_forward_pre_hook(record)
+        gradients = []
+        for _ in range(2):
+            tokens = torch.randint(0, 2000, (2, 32), generator=torch.Generator().manual_seed(0))
+            engine.forward_backward_step(
+                input_dict={"input": tokens}, labels=tokens, global_valid_tokens=64
+            )
+            gradients.append(decays[0].A_log.grad.full_tensor())
+            assert gradients[-1].dtype == torch.float32 and gradients[-1].any()
+            engine.optim_step()
+        for parameter, dtype in used:
+            assert (parameter.dtype, dtype) == (torch.float32, torch.bfloat16)
+        whole = decays[0].A_log.full_tensor()
+        assert not torch.equal(whole, whole.bfloat16().float())
+        assert not torch.equal(used[0][0], used[1][0])  # the second forward has the new values
+
+
+def test_decay_is_in_fp32_in_a_model_of_bf16():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = tiny_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    in_fp32 = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert in_fp32 == {name for name in dtypes if ".decay." in name} != set()
+    assert model(TOKENS).dtype == torch.bfloat16
+
+
+def test_initial_values_are_those_of_transformers():
+    decay = filled(Decay(2000))
+    rates = decay.A_log.exp()
+    assert 0.01 <= rates.min() < 0.1 and 15.9 < rates.max() <= 16.01
+    assert rates.mean().item() == pytest.approx(8, rel=0.05)
+    assert (decay.dt_bias == 1).all()
+    model = tiny_model()
+    layer = model.layers["0"].attention
+    assert (layer.norm.weight == 1).all() and (model.layers["0"].attention_norm.weight == 0).all()
+    assert layer.conv_v.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_norms_and_decay_have_no_weight_decay_unless_a_table_gives_one():
+    model, table = tiny_model(), ParameterGroup(pattern="dt_bias", weight_decay=0.3)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = ParameterGroups([model], Optimizer(groups=[table])).of_part(model, (0.9, 0.95))
+    decays = {names[p]: group.get("weight_decay") for group in groups for p in group["params"]}
+    assert len(decays) == len(names)
+    for name, decay in decays.items():
+        is_exempt = "norm" in name or name.endswith("A_log")
+        assert decay == (0.3 if name.endswith("dt_bias") else 0 if is_exempt else None), name
+
+
+def test_muon_leaves_convolutions_to_adamw():
+    model = tiny_model()
+    matrices = {*ParameterGroups([model], Optimizer(name="Muon")).matrices()}
+    layer = model.layers["0"].attention
+    assert layer.wq.weight in matrices
+    assert not matrices & {layer.conv_q, layer.conv_k, layer.conv_v}
+
+
+# ---- masks ----
+
+
+def test_all_forms_of_a_mask_give_the_same_documents():
+    model = tiny_model(attn_type="varlen", attn_mask_type="position_block_causal")
+    masks = model.get_attention_masks(TOKENS, None, {"positions": DOCUMENTS})
+    assert isinstance(masks, VarlenMetadata)
+    layer, x = model.layers["0"].attention, torch.randn(2, 12, 32)
+    starts = torch.zeros(2, 12, dtype=torch.int32)
+    starts[1, 5:] = 5
+    outputs = [layer(x, None, mask) for mask in (masks, DocumentMask(starts))]
+    assert torch.equal(*outputs)
+    alone = layer(x[1:, 5:], None, None)
+    torch.testing.assert_close(outputs[0][1:, 5:], alone)
+    whole = [layer(x, None, mask) for mask in (None, DocumentMask.from_rows(2, 12, x.device))]
+    assert torch.equal(*whole)
+
+
+def test_mask_without_boundaries_is_refused():
+    model = tiny_model(attn_type="flex")
+    mask = create_attention_mask(get_causal_mask_mod(), 2, None, 12, 12)
+    with pytest.raises(
+        ValueError, match="boundaries of documents, which a mask of your own does not"
+    ):
+        model(TOKENS, attention_masks=mask)
+
+
+# ---- layouts ----
+
+
+def test_degrees_that_do_not_divide_the_key_heads_are_refused():
+    config, args = JobConfig(), tiny_args(n_kv_heads=4, linear_value_heads=6, linear_key_heads=3)
+    config.parallelism.tensor_parallel_degree = 2
+    (problem,) = tensor_parallel_sizes(config, args)
+    assert "tensor_parallel_degree" in problem and "linear_key_heads" in problem
+    config.parallelism.tensor_parallel_degree = 1
+    config.parallelism.context_parallel_degree = 2
+    (problem,) = context_parallel(config, args, builds_data=False)
+    assert "must divide the 3 key heads of linear attention of a rank, got 2" in problem
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_moe"])
+def test_compiled_blocks_give_the_same_logits_and_gradients(flavor):
+    kinds = {"attn_type": "varlen", "attn_mask_type": "position_block_causal"}
+    model = tiny_model(flavor=flavor, moe_inter_dim=16, **kinds)
+    masks = model.get_attention_masks(TOKENS, None, {"positions": DOCUMENTS})
+
+    def run():
+        logits = model(TOKENS, attention_masks=masks, positions=DOCUMENTS)
+        return [logits, *torch.autograd.grad(logits.square().sum(), [*model.parameters()])]
+
+    expected = run()
+    apply_compile(model, Compile(enable=True, backend="aot_eager"))
+    for ours, theirs in zip(run(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

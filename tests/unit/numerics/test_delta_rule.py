@@ -1,0 +1,488 @@
+"""The gated delta rule and its convolution, against each document alone, one token after the other, in fp64."""
+
+import sys
+import types
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtitan.batch.documents import document_starts
+from torchtitan.batch.mask import DocumentMask
+from torchtitan.numerics import delta_rule, delta_rule_fla, document_conv
+from torchtitan.numerics.delta_rule import end_rows, gated_delta_rule, gated_delta_step
+
+B, T, HK, HV, DK, DV, W = 2, 150, 2, 4, 6, 5, 4
+# First columns of documents: at edges of chunks, several in one chunk, of one token, over several chunks.
+FIRST = ([0, 16, 17, 18, 40, 64, 65, 128, 149], [0, 1, 31, 63])
+
+
+def starts_of(*rows: list[int], length: int = T) -> Tensor:
+    ids = torch.zeros(len(rows), length, dtype=torch.int32)
+    for row, columns in zip(ids, rows, strict=True):
+        row[columns] = 1
+    return document_starts(ids.cumsum(1))
+
+
+def make_inputs(dtype=torch.float64, length=T, decay=3.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(B, length, *shape, generator=generator, dtype=torch.float64)
+
+    g = -decay * draw(HV).abs()
+    inputs = draw(HK, DK), draw(HK, DK), draw(HV, DV), g, draw(HV).sigmoid()
+    return [
+        x.to(torch.promote_types(dtype, torch.float32) if x is g else dtype).requires_grad_()
+        for x in inputs
+    ]
+
+
+def one_by_one(q, k, v, g, beta, state=None):
+    """The definition, for rows of one document."""
+    heads = v.shape[2] // k.shape[2]
+    q, k = (x.repeat_interleave(heads, dim=2) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
+    outs = []
+    for t in range(v.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * k.shape[-1] ** -0.5)
+    return torch.stack(outs, dim=1), state
+
+
+def each_document_alone(compute, starts: Tensor, *inputs: Tensor) -> Tensor:
+    """Return compute's outputs of every document, as rows."""
+    rows = []
+    for row, its_starts in enumerate(starts):
+        ends = [*its_starts.unique().tolist(), len(its_starts)]
+        rows.append(
+            torch.cat(
+                [compute(*(x[row : row + 1, a:b] for x in inputs)) for a, b in pairwise(ends)], 1
+            )
+        )
+    return torch.cat(rows)
+
+
+def grads_of(outputs, inputs: list[Tensor]):
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    generator = torch.Generator().manual_seed(1)
+    seeds = [
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs
+    ]
+    return torch.autograd.grad(outputs, inputs, seeds)
+
+
+def largest_difference(xs, ys) -> float:
+    return max((x - y).abs().max().item() for x, y in zip(xs, ys, strict=True))
+
+
+def difference_to_truth(chunk=None, decay=3.0, first=FIRST) -> tuple[float, float]:
+    """Return the largest differences of outputs and gradients from the documents alone."""
+    inputs, starts = make_inputs(decay=decay), starts_of(*first)
+    truth = each_document_alone(lambda *x: one_by_one(*x)[0], starts, *inputs)
+    out, _ = gated_delta_rule(*inputs, starts, chunk=chunk)
+    return (
+        (out - truth).abs().max().item(),
+        largest_difference(grads_of(out, inputs), grads_of(truth, inputs)),
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 16, 64])
+def test_packed_documents_equal_each_document_alone_for_any_chunk(chunk):
+    assert max(difference_to_truth(chunk)) < 1e-13
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-3, 80.0])
+def test_packed_documents_equal_each_document_alone_for_weak_and_strong_decay(decay):
+    assert max(difference_to_truth(decay=decay)) < 1e-13
+
+
+def test_rows_of_one_token_documents_equal_each_document_alone():
+    assert max(difference_to_truth(first=(list(range(T)), [0, *range(60, 70)]))) < 1e-13
+
+
+def test_lone_rows_equal_transformers():
+    transformers = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    inputs = make_inputs(torch.float32)
+    state = torch.randn(B, HV, DK, DV, requires_grad=True)
+    expected = transformers.torch_chunk_gated_delta_rule(
+        *inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    starts = torch.full((B, T), -1)
+    actual = gated_delta_rule(*inputs, starts, state, return_state=True)
+    assert largest_difference(actual, expected) < 1e-5  # transformers' own error is 3e-6
+    inputs.append(state)
+    assert largest_difference(grads_of(actual, inputs), grads_of(expected, inputs)) < 2e-5
+
+
+def test_gradients_equal_finite_differences():
+    inputs = [x[:, :9].detach().requires_grad_() for x in make_inputs()]
+    state = torch.randn(B, HV, DK, DV, dtype=torch.float64, requires_grad=True)
+    starts = starts_of([0, 3, 4], [0, 7], length=9)
+    starts[0, :3] = -1  # continues from the state
+
+    def compute(*tensors):
+        return gated_delta_rule(*tensors[:5], starts, tensors[5], return_state=True, chunk=4)
+
+    assert torch.autograd.gradcheck(compute, (*inputs, state), fast_mode=True)
+
+
+def test_row_in_two_pieces_equals_whole_row():
+    inputs, starts, cut = make_inputs(), starts_of(*FIRST), 70
+    whole = gated_delta_rule(*inputs, starts, return_state=True)
+    first, state = gated_delta_rule(
+        *(x[:, :cut] for x in inputs), starts[:, :cut], return_state=True
+    )
+    rest = gated_delta_rule(
+        *(x[:, cut:] for x in inputs), starts[:, cut:] - cut, state, return_state=True
+    )
+    pieces = torch.cat((first, rest[0]), dim=1), rest[1]
+    assert largest_difference(whole, pieces) < 1e-13
+    assert largest_difference(grads_of(whole, inputs), grads_of(pieces, inputs)) < 1e-13
+
+
+# ---- isolation ----
+
+
+def foreign_bits(dtype=torch.float32, chunk=None) -> int:
+    """Return the number of outputs whose bits depend on another document, for a change of every input."""
+    changed = 0
+    starts = starts_of(*FIRST)
+    inputs = [x.detach() for x in make_inputs(dtype)]
+    out, _ = gated_delta_rule(*inputs, starts, chunk=chunk)
+    for document in (0, 17, 40, 65):  # in row 0
+        is_foreign = starts != document
+        is_foreign[1] = True
+        others = [x.clone() for x in inputs]
+        for x in others:
+            x[~is_foreign] *= 1.5
+        again, _ = gated_delta_rule(*others, starts, chunk=chunk)
+        changed += int((out != again)[is_foreign].sum())
+        assert (out != again)[~is_foreign].any()
+    return changed
+
+
+def foreign_gradient() -> float:
+    """Return the largest gradient of one document's outputs in other documents' inputs."""
+    inputs, starts = make_inputs(torch.float32), starts_of(*FIRST)
+    largest = 0.0
+    for document in (17, 40, 65):
+        own = starts == document
+        own[1] = False
+        out, _ = gated_delta_rule(*inputs, starts)
+        grads = torch.autograd.grad(out[own].square().sum(), inputs)
+        largest = max(largest, *(x[~own].abs().max().item() for x in grads))
+    return largest
+
+
+def uses_decay_of_first_tokens() -> bool:
+    (*inputs, g, beta), starts = make_inputs(torch.float32), starts_of(*FIRST)
+    is_first = starts == torch.arange(T)
+    changed = torch.where(is_first.unsqueeze(2), -1e30, g)
+    outs = [gated_delta_rule(*inputs, x, beta, starts)[0] for x in (g, changed)]
+    (grad,) = torch.autograd.grad(outs[0].square().sum(), [g])
+    return not torch.equal(*outs) or bool(grad[is_first].any())
+
+
+def test_decay_of_first_token_has_no_effect_and_no_gradient():
+    assert not uses_decay_of_first_tokens()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_bits_of_document_do_not_depend_on_others(dtype, chunk):
+    assert foreign_bits(dtype, chunk) == 0
+
+
+def test_gradients_in_other_documents_are_exactly_zero():
+    assert foreign_gradient() == 0
+
+
+TRUE_DOCUMENTS = delta_rule._documents
+
+
+def _running_sums(g, documents):
+    return g.cumsum(-1)
+
+
+def _unreset_sums(g, documents):
+    return (documents.pairs.to(g.dtype) @ g.mT).mT
+
+
+def _documents_with(**leaks):
+    def documents(starts, chunk):
+        result = TRUE_DOCUMENTS(starts, chunk)
+        return result._replace(**{name: leak(result) for name, leak in leaks.items()})
+
+    return documents
+
+
+def _all_causal(documents):
+    return torch.ones_like(documents.pairs).tril()
+
+
+LEAKS = {
+    "state is kept": {
+        "_documents": _documents_with(is_carried=lambda d: torch.ones_like(d.is_carried))
+    },
+    "state is kept up to the chunk's first document": {
+        "_documents": _documents_with(is_carried=lambda d: d.is_carried | d.is_first)
+    },
+    "chunk is one document": {"_documents": _documents_with(pairs=_all_causal)},
+    "decay of the first token counts": {"_decay_sums": _unreset_sums},
+    "decays are summed over the chunk": {"_decay_sums": _running_sums},
+    "documents begin one token late": {
+        "_documents": lambda starts, chunk: TRUE_DOCUMENTS(starts + (starts > 0), chunk)
+    },
+    "documents begin at the chunk": {
+        "_documents": lambda starts, chunk: TRUE_DOCUMENTS(starts.clamp(min=0), chunk)
+    },
+    "one state for all documents": {
+        "_documents": lambda starts, chunk: TRUE_DOCUMENTS(torch.full_like(starts, -1), chunk)
+    },
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_seeded_leak_is_caught(leak, monkeypatch):
+    for name, function in LEAKS[leak].items():
+        monkeypatch.setattr(delta_rule, name, function)
+    is_wrong = max(difference_to_truth(chunk=64)) > 1e-13
+    assert is_wrong or foreign_bits() or foreign_gradient() or uses_decay_of_first_tokens()
+
+
+# ---- cost ----
+
+
+def test_backward_keeps_inputs_and_one_state_per_sixteen_chunks():
+    inputs = make_inputs(torch.float32, length=1024)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        gated_delta_rule(*inputs, starts_of([0], [0, 700], length=1024), chunk=16)
+    states = [x for x in kept if x.shape[1:] == (B, HV, DK, DV)]
+    assert [len(x) for x in states] == [1024 / 16 / 16]
+    assert len(kept) == len(inputs) + 1 + len(states)  # and the starts
+
+
+def test_compiled_code_has_one_operator_whatever_the_length():
+    nodes = []
+
+    def count_nodes(module, _):
+        nodes.append([n.target for n in module.graph.nodes if n.op == "call_function"])
+        return module.forward
+
+    inputs, starts = make_inputs(torch.float32), starts_of(*FIRST)
+
+    def compute(*tensors):
+        return gated_delta_rule(*tensors, starts)[0]
+
+    for backend in (count_nodes, "aot_eager"):
+        out = torch.compile(compute, backend=backend, fullgraph=True)(*inputs)
+        assert torch.equal(out, compute(*inputs))
+    assert len(nodes[0]) < 5
+    grads = grads_of(out, inputs), grads_of(compute(*inputs), inputs)
+    assert largest_difference(*grads) == 0
+
+
+# ---- generation ----
+
+
+def test_prefill_and_steps_equal_whole_rows():
+    """Rows of 5 and 70 tokens in one padded prefill, then three tokens one by one."""
+    inputs, lengths, n_steps = [x.detach() for x in make_inputs()], torch.tensor([5, 70]), 3
+    q, k, v, g, beta = inputs
+    starts = torch.zeros(B, 72, dtype=torch.int32)
+    padded = [x[:, :72] for x in (q, k, v)]
+    g_and_beta_and_starts = end_rows(lengths, g[:, :72], beta[:, :72], starts)
+    out, state = gated_delta_rule(*padded, *g_and_beta_and_starts, return_state=True)
+    for row, length in enumerate(lengths.tolist()):
+        truth, last = one_by_one(*(x[row : row + 1, : length + n_steps] for x in inputs))
+        assert (out[row, :length] - truth[0, :length]).abs().max() < 1e-13
+        state_of_row = state[row : row + 1]
+        for t in range(length, length + n_steps):
+            step, state_of_row = gated_delta_step(
+                *(x[row : row + 1, t] for x in inputs), state_of_row
+            )
+            assert (step - truth[:, t]).abs().max() < 1e-13
+        assert (state_of_row - last).abs().max() < 1e-13
+
+
+def test_row_without_tokens_keeps_its_state():
+    inputs, state = [x.detach() for x in make_inputs()], torch.randn(B, HV, DK, DV).double()
+    *tensors, g, beta = inputs
+    ended = end_rows(torch.tensor([0, T]), g, beta, torch.zeros(B, T, dtype=torch.int32))
+    _, last = gated_delta_rule(*tensors, *ended, state, return_state=True)
+    assert torch.equal(last[0], state[0])
+
+
+# ---- convolution ----
+
+
+def conv_inputs(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, T, 7), (7, W)
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in shapes
+    ]
+
+
+def torch_conv(x, weight, tail=None):
+    x = F.pad(x, (0, 0, W - 1, 0)) if tail is None else torch.cat((tail, x), 1)
+    return F.silu(F.conv1d(x.mT, weight.unsqueeze(1), groups=len(weight)).mT)
+
+
+def conv_difference() -> float:
+    (x, weight), starts = conv_inputs(), starts_of(*FIRST)
+    truth = each_document_alone(lambda x: torch_conv(x, weight), starts, x)
+    out = document_conv.document_conv(x, weight, starts)
+    return max(
+        (out - truth).abs().max().item(),
+        largest_difference(grads_of(out, [x, weight]), grads_of(truth, [x, weight])),
+    )
+
+
+def test_convolution_equals_torchs_for_each_document_alone():
+    assert conv_difference() < 1e-13
+
+
+TRUE_IS_OTHER = document_conv._is_other
+
+
+@pytest.mark.parametrize(
+    "leak",
+    {
+        "no reset": lambda starts, back: torch.zeros_like(starts, dtype=torch.bool)[..., None],
+        "one tap too many": lambda starts, back: TRUE_IS_OTHER(starts, back - 1),
+        "one tap too few": lambda starts, back: TRUE_IS_OTHER(starts, back + 1),
+        "reset only in the first row": lambda starts, back: TRUE_IS_OTHER(
+            starts * torch.tensor([[1], [0]]), back
+        ),
+    }.items(),
+    ids=lambda leak: leak[0],
+)
+def test_seeded_leak_of_convolution_is_caught(leak, monkeypatch):
+    monkeypatch.setattr(document_conv, "_is_other", leak[1])
+    assert conv_difference() > 1e-3
+
+
+def test_convolution_reads_nothing_of_other_documents():
+    (x, weight), starts = conv_inputs(torch.float32), starts_of(*FIRST)
+    is_foreign = starts != 17
+    out = document_conv.document_conv(x, weight, starts)
+    with torch.no_grad():
+        changed = torch.where(is_foreign.unsqueeze(2), torch.nan, x)
+    again = document_conv.document_conv(changed, weight, starts)
+    assert torch.equal(out[~is_foreign], again[~is_foreign])
+    (grad,) = torch.autograd.grad(out[~is_foreign].sum(), [x])
+    assert not grad[is_foreign].any() and grad[~is_foreign].all()
+
+
+def test_convolution_rounds_once_in_bf16():
+    (x, weight), starts = conv_inputs(torch.bfloat16), starts_of([0], [0])
+    expected = torch.zeros(B, T, 7)
+    for back in range(W):
+        expected[:, back:] += x.float()[:, : T - back] * weight.float()[:, W - 1 - back]
+    expected = F.silu(expected.bfloat16())
+    assert torch.equal(document_conv.document_conv(x, weight, starts), expected)
+
+
+def test_convolution_continues_from_tail_of_rows_with_padding():
+    x, weight = conv_inputs()
+    starts, lengths, cut = starts_of([0, 9], [0, 39]), torch.tensor([2, 41]), 60
+    starts[0] = 0
+    truth = document_conv.document_conv(x, weight, starts)
+    tail = document_conv.conv_tail(x[:, :cut], starts[:, :cut], lengths, W)
+    for row, length in enumerate(lengths.tolist()):
+        rest = x[row : row + 1, length:]
+        starts_of_rest = torch.full(rest.shape[:2], -1)
+        out = document_conv.document_conv(rest, weight, starts_of_rest, tail[row : row + 1])
+        assert (out - truth[row : row + 1, length:]).abs().max() < 1e-13
+        (grad,) = torch.autograd.grad(out.sum(), [x], retain_graph=True)
+        begin = max(length - (W - 1), 0 if row == 0 else 39)
+        assert grad[row, begin:].all() and not grad[row, :begin].any()
+    # The tail of a piece without tokens is the tail before it.
+    kept = document_conv.conv_tail(x, starts, torch.tensor([0, 0]), W, tail)
+    assert torch.equal(kept, tail)
+
+
+# ---- flash-linear-attention ----
+
+
+class _FlaStandIn(torch.autograd.Function):
+    """Like fla's: its backward is not recorded by autograd, and computes each document by itself."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return _FlaStandIn.compute(*inputs)
+
+    @staticmethod
+    def compute(q, k, v, g, beta, cu_seqlens):
+        documents = pairwise(cu_seqlens.tolist())
+        rows = ([x[:, a:b].double() for x in (q, k, v, g, beta)] for a, b in documents)
+        return torch.cat([one_by_one(*row)[0] for row in rows], dim=1).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        *inputs, cu_seqlens = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            return *torch.autograd.grad(
+                _FlaStandIn.compute(*inputs, cu_seqlens), inputs, grad
+            ), None
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, *, use_qk_l2norm_in_kernel=False, cu_seqlens=None
+):
+    """Part of the signature of flash-linear-attention 0.6.0, and what it asks of these arguments."""
+    assert q.shape == k.shape == (1, B * T, HK, DK) and v.shape == (1, B * T, HV, DV)
+    assert g.shape == beta.shape == (1, B * T, HV) and g.dtype == torch.float32
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+    assert scale == DK**-0.5 and use_qk_l2norm_in_kernel
+    assert cu_seqlens[0] == 0 and cu_seqlens[-1] == B * T and (cu_seqlens.diff() > 0).all()
+    return _FlaStandIn.apply(q, k, v, g, beta, cu_seqlens), None
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    module = types.ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    for name in ("fla", "fla.ops", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(delta_rule_fla, "is_supported", lambda q, v: q.dtype == torch.bfloat16)
+    delta_rule_fla._kernel.cache_clear()
+    yield
+    delta_rule_fla._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_fla_gets_one_row_with_all_documents(fla, is_compiled):
+    inputs, starts = make_inputs(torch.bfloat16), starts_of(*FIRST)
+    lengths = DocumentMask(starts).with_lengths().lengths
+
+    def compute(*tensors):
+        return gated_delta_rule(*tensors, starts, cu_seqlens=lengths.cu_seq_q)[0]
+
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    out = (compiled if is_compiled else compute)(*inputs)
+    expected, _ = gated_delta_rule(*inputs, starts)
+    assert "Fla" in type(compute(*inputs).grad_fn.next_functions[0][0]).__name__
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=1e-3)
+    for actual, wanted in zip(grads_of(out, inputs), grads_of(expected, inputs), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.01)
+
+
+def test_fla_is_not_used_on_cpu_or_with_state(fla, monkeypatch):
+    inputs, starts = make_inputs(torch.bfloat16), starts_of(*FIRST)
+    monkeypatch.setattr(delta_rule_fla, "gated_delta_rule", None)
+    cu_seqlens = DocumentMask(starts).with_lengths().lengths.cu_seq_q
+    gated_delta_rule(*inputs, starts, cu_seqlens=cu_seqlens, return_state=True)
+    monkeypatch.undo()
+    assert not delta_rule_fla.is_supported(inputs[0], inputs[2])

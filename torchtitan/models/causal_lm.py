@@ -1,0 +1,229 @@
+"""A decoder that is told by facts: its args say how each kind of layer differs from Llama's.
+
+A family of Hugging Face's that needs no other formula is a table of args; see `models.families`. RoPE pairs
+the numbers of a head by halves. B rows, T tokens, M model dim, H query heads, K key/value heads, D head size.
+"""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.batch.mask import DocumentMask, Masks
+from torchtitan.config.job_config import ParameterGroup
+from torchtitan.models.decoder import Attention, Decoder
+from torchtitan.models.gated_delta import GatedDeltaNet
+from torchtitan.models.moe import MoEDecoderArgs
+from torchtitan.models.norm import head_norm, whole_norm
+from torchtitan.models.rope import RoPEArgs, apply_rotary_emb_to_halves, rotate_columns
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.numerics.delta_rule import multiplications_per_token
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What the layers of one kind have in common.
+
+    rope: None for layers without RoPE. window: a token sees itself and the window - 1 tokens before it.
+    mixer: "gated_delta" for linear attention, see `models.gated_delta`.
+    """
+
+    rope: RoPEArgs | None = RoPEArgs()
+    window: int | None = None
+    mixer: Literal["attention", "gated_delta"] = "attention"
+
+
+FULL_ATTENTION = "full_attention"
+
+
+@dataclass
+class CausalLMArgs(MoEDecoderArgs):
+    """The facts of a model; the defaults are Llama's.
+
+    hidden_dim, moe_inter_dim: hidden size of a dense feed-forward, and of one expert.
+    qkv_bias, output_bias, mlp_bias: biases in wq, wk and wv, in wo, and in dense feed-forwards.
+    qk_norm: normalise each head of queries and keys before RoPE, or "whole": all heads at once.
+    softmax_scale: the factor on attention scores; None: head_dim ** -0.5.
+    attention_gate: see `Attention.has_gate`.
+    query_scale, query_scale_length: multiply the query at position p of its document by
+        1 + query_scale * ln(1 + floor(p / query_scale_length)), after RoPE.
+    layer_kinds: name -> facts of a kind of layer. layer_types: the name of each layer's kind; empty: all
+        layers are of the first kind.
+    linear_*: sizes of `GatedDeltaNet`, for layers of a kind with this mixer.
+    moe_enabled: layers have experts, except the `dense_layers`.
+    hf_type: model_type in Hugging Face's config.json.
+    """
+
+    n_kv_heads: int = 8
+    head_dim: int = 128
+    hidden_dim: int = 11008
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool | Literal["whole"] = False
+    softmax_scale: float | None = None
+    attention_gate: bool = False
+    query_scale: float = 0.0
+    query_scale_length: int = 1
+    layer_kinds: dict[str, LayerKind] = field(default_factory=lambda: {FULL_ATTENTION: LayerKind()})
+    layer_types: tuple[str, ...] = ()
+    linear_key_heads: int = 16
+    linear_value_heads: int = 32
+    linear_key_dim: int = 128
+    linear_value_dim: int = 128
+    linear_conv_width: int = 4
+    moe_enabled: bool = False
+    moe_inter_dim: int = 768
+    dense_layers: tuple[int, ...] = ()
+    hf_type: str = ""
+
+    def kind_of(self, layer_id: int) -> tuple[str, LayerKind]:
+        """Return the name and the facts of a layer's kind."""
+        name = self.layer_types[layer_id] if self.layer_types else next(iter(self.layer_kinds))
+        return name, self.layer_kinds[name]
+
+    @property
+    def n_linear_layers(self) -> int:
+        """The number of layers with linear attention."""
+        kinds = (self.kind_of(n)[1] for n in range(self.n_layers))
+        return sum(kind.mixer == "gated_delta" for kind in kinds)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        products = (self.n_layers - self.n_linear_layers) * self.n_heads * self.head_dims * seq_len
+        each = multiplications_per_token(self.linear_key_dim, self.linear_value_dim)
+        products += self.n_linear_layers * self.linear_value_heads * each
+        return get_moe_model_nparams_and_flops(self, model, self.head_dims, seq_len, products)
+
+    def check(self) -> None:
+        """Raise ValueError for layer types that don't fit, and a kernel that the windows don't work with."""
+        if self.layer_types and len(self.layer_types) != self.n_layers:
+            raise ValueError(
+                f"layer_types must name the kind of each of the {self.n_layers} layers, got "
+                f"{len(self.layer_types)} names; correct one of the two"
+            )
+        if unknown := {*self.layer_types} - {*self.layer_kinds}:
+            raise ValueError(
+                f"layer_types has {', '.join(sorted(unknown))}, and layer_kinds only "
+                f"{', '.join(self.layer_kinds)}; add the kind"
+            )
+        if self.attn_type == "sdpa" and any(kind.window for kind in self.layer_kinds.values()):
+            raise ValueError(
+                "attn_type 'sdpa' has no sliding windows, which this model needs; set model.attn_type to "
+                "'flex' or 'varlen'"
+            )
+
+
+class CausalLM(Decoder):
+    """The decoder of `CausalLMArgs`. Raises ValueError like `CausalLMArgs.check`.
+
+    The RoPE table fp32 [L, ...] has the columns of each kind of layer side by side, and at the end the
+    queries' factor at each position, if there is a query_scale. Masks are a dict, by the kinds' names, if a
+    kind has a window.
+    """
+
+    model_args: CausalLMArgs
+    rope_buffer_name = "rope_cache"
+
+    def __init__(self, model_args: CausalLMArgs):
+        model_args.check()
+        super().__init__(model_args)
+
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        """See `optim.groups`. Weight decay would pull states to another decay, and offset norms to scale 1."""
+        if not self.model_args.n_linear_layers:
+            return ()
+        return (
+            ParameterGroup(pattern=r"norm\.weight$|\.(A_log|dt_bias)$", weight_decay=0.0),
+            ParameterGroup(pattern=r"\.conv_[qkv]$", muon=False),
+        )
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        return self.model_args.moe_enabled and layer_id not in self.model_args.dense_layers
+
+    def hidden_dim(self, layer_id: int) -> int:
+        args = self.model_args
+        return args.moe_inter_dim if self.is_moe_layer(layer_id) else args.hidden_dim
+
+    def build_attention(self, layer_id: int) -> nn.Module:
+        args = self.model_args
+        name, kind = args.kind_of(layer_id)
+        if kind.mixer == "gated_delta":
+            return GatedDeltaNet(
+                args.dim,
+                args.linear_key_heads,
+                args.linear_value_heads,
+                args.linear_key_dim,
+                args.linear_value_dim,
+                args.linear_conv_width,
+                args.norm_eps,
+            )
+        norm = {False: None, True: head_norm, "whole": whole_norm}[args.qk_norm]
+        return Attention(
+            args.dim,
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_dim,
+            attn_type=args.attn_type,
+            qkv_bias=args.qkv_bias,
+            output_bias=args.output_bias,
+            qk_norm=norm and functools.partial(norm, args),
+            apply_rope=self._rotation_of(name, kind),
+            mask_name=name,
+            softmax_scale=args.softmax_scale,
+            window=kind.window,
+            has_gate=args.attention_gate,
+        )
+
+    def _rotation_of(self, name: str, kind: LayerKind) -> Any:
+        args, sizes = self.model_args, self._table_sizes()
+        size = None if kind.rope is None else kind.rope.size(args.head_dim)
+        if len(sizes) == 1 and size == args.head_dim and not args.query_scale:
+            return apply_rotary_emb_to_halves  # the whole table
+        if size is None and not args.query_scale:
+            return None
+        names = list(sizes)
+        first = sum(2 * sizes[before] for before in names[: names.index(name)]) if size else 0
+        scale_column = sum(2 * n for n in sizes.values()) if args.query_scale else None
+        return functools.partial(rotate_columns, first=first, size=size, scale_column=scale_column)
+
+    def _table_sizes(self) -> dict[str, int]:
+        """Return kind -> R, for the kinds of layers with RoPE."""
+        args = self.model_args
+        kinds = {name: kind.rope for name, kind in args.layer_kinds.items()}
+        return {name: rope.size(args.head_dim) for name, rope in kinds.items() if rope is not None}
+
+    def build_rope_table(self, length: int) -> Tensor:
+        args = self.model_args
+        ropes = [args.layer_kinds[name].rope for name in self._table_sizes()]
+        parts = [rope.table(args.head_dim, length, args.rope_theta) for rope in ropes if rope]
+        if args.query_scale and parts[0].device.type == "meta":
+            parts.append(parts[0].new_empty(length, 1))
+        elif args.query_scale:
+            steps = torch.arange(length, dtype=torch.float32).div(args.query_scale_length).floor()
+            parts.append(torch.log1p(steps).mul(args.query_scale).add(1)[:, None])
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def check_rows(self, attention_masks: Any, row_len: int) -> None:
+        if not self.model_args.n_linear_layers:
+            return
+        masks = attention_masks.values() if isinstance(attention_masks, dict) else [attention_masks]
+        if any(
+            DocumentMask.from_mask(m).boundaries(row_len) is None for m in masks if m is not None
+        ):
+            raise ValueError(
+                "linear attention needs the boundaries of documents, which a mask of your own does not "
+                "have; give a mask from the model's get_attention_masks"
+            )
+
+    def layer_masks(self, documents: DocumentMask) -> Masks:
+        kinds = self.model_args.layer_kinds
+        if self.model_args.n_linear_layers and not documents.rows_are_documents:
+            documents = documents.with_lengths()  # for flash-linear-attention
+        if not any(kind.window for kind in kinds.values()):
+            return documents
+        # Kinds with the same window share a mask, so that it is lowered once.
+        masks = {kind.window: documents.with_window(kind.window) for kind in kinds.values()}
+        return {name: masks[kind.window] for name, kind in kinds.items()}

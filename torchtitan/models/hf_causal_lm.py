@@ -1,0 +1,308 @@
+"""Hugging Face's (HF) side of `CausalLMArgs`: kinds of layers in config.json, and names of weights."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLMArgs, LayerKind
+from torchtitan.models.hf_adapter import (
+    HF_EXPERTS,
+    HF_LINEARS,
+    Fused,
+    HFKeyMap,
+    KeyMapAdapter,
+    block_hf_key_map,
+    dense_hf_key_map,
+)
+from torchtitan.models.hf_config import hf_types
+from torchtitan.models.hf_fields import (
+    COUNT,
+    KV_HEADS,
+    ORIGINAL_LENGTH,
+    SIZE,
+    TOP_K,
+    Config,
+    Field,
+    Row,
+    check_kind,
+    read_rope,
+    refusal,
+    rope_table,
+    write_rope,
+)
+from torchtitan.models.rope import (
+    LongRoPE,
+    RoPEArgs,
+)
+
+SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
+NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
+
+HEAD_DIM = Field(
+    "head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]
+)
+# Biases of all four linear layers of attention.
+BIASES = (
+    Field("attention_bias", "qkv_bias", bool, False),
+    Field("attention_bias", "output_bias", bool, False),
+)
+DENSE: tuple[Row, ...] = (KV_HEADS, HEAD_DIM, Field("intermediate_size", "hidden_dim"))
+
+
+def every(
+    n: int, field: str | None = None, others: str = SLIDING_ATTENTION
+) -> Callable[[Config], list[str]]:
+    """Return the function for `Layers.types` of which each n-th layer has full attention.
+
+    field: HF's field with another n. others: the type of the other layers.
+    """
+
+    def types(config: Config) -> list[str]:
+        step = config.get(field) or n if field else n
+        local = range(1, config["num_hidden_layers"] + 1)
+        return [others if layer % step else FULL_ATTENTION for layer in local]
+
+    return types
+
+
+def has_rope(config: Config) -> list[int]:
+    """Return 1 for each layer with RoPE, and 0 for the others."""
+    if given := config.get("no_rope_layers"):
+        return given
+    interval = config.get("no_rope_layer_interval") or 4
+    return [int((n + 1) % interval != 0) for n in range(config["num_hidden_layers"])]
+
+
+def _dense_layers(config: Config) -> tuple[int, ...]:
+    """Return the layers without experts by Qwen's rule."""
+    only, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    layers = range(config["num_hidden_layers"])
+    return tuple(n for n in layers if n in only or (n + 1) % step != 0)
+
+
+# Rows for `dense_layers`, by the first layers, by each layer's name, and by Qwen's rule.
+FIRST_DENSE = Field(
+    "first_k_dense_replace",
+    "dense_layers",
+    COUNT,
+    (),
+    from_hf=lambda n, _: tuple(range(n)),
+    to_hf=lambda args: len(args.dense_layers),
+)
+QWEN_DENSE = Field(
+    "mlp_only_layers",
+    "dense_layers",
+    None,
+    _dense_layers,
+    from_hf=lambda _, config: _dense_layers(config),
+    to_hf=lambda args: list(args.dense_layers),
+    also=("decoder_sparse_step",),
+)
+
+QWEN_EXPERTS: tuple[Row, ...] = (
+    Field("num_experts", "moe_args.num_experts"),
+    TOP_K,
+    Field("moe_intermediate_size", "moe_inter_dim"),
+    Field("shared_expert_intermediate_size", "moe_args.shared_expert_dim"),
+)
+
+
+@dataclass(frozen=True)
+class Layers(Row):
+    """The row of `layer_types`, `layer_kinds` and `rope_theta`: HF's types of layers, windows and RoPE.
+
+    types: function from a config to its layer_types, if it lacks them; None: the type has no such field, and
+        all layers share a window. window: if a config lacks sliding_window.
+    is_switched: windows hold only if use_sliding_window is true.
+    lacks_rope: no_rope_layers may take RoPE from some layers.
+    theta, share: if a config lacks rope_theta or partial_rotary_factor; share may be a function of it.
+    thetas: of a family with a RoPE table for each type of layers: type -> theta if a config lacks it. A table
+        in the older field rope_scaling is that of layers with full attention.
+    has_query_scale: the RoPE table has the numbers of `query_scale`, too.
+    """
+
+    types: Callable[[Config], list[str]] | None = None
+    window: int | None = None
+    is_switched: bool = False
+    lacks_rope: bool = False
+    theta: float = 10000.0
+    share: float | Callable[[Config], float] = 1.0
+    thetas: Mapping[str, float] | None = None
+    has_query_scale: bool = False
+
+    @property
+    def fields(self) -> Iterable[str]:
+        names = (
+            "rope_theta rope_scaling rope_parameters partial_rotary_factor sliding_window "
+            + ORIGINAL_LENGTH
+        )
+        names += " layer_types full_attention_interval sliding_window_pattern" if self.types else ""
+        names += " use_sliding_window max_window_layers" if self.is_switched else ""
+        names += " no_rope_layers no_rope_layer_interval" if self.lacks_rope else ""
+        return (names + (" rope_local_base_freq" if self.thetas else "")).split()
+
+    def read(self, config: Config) -> dict[str, Any]:
+        n_layers = config["num_hidden_layers"]
+        window = config.get("sliding_window", self.window) or None
+        if window is not None:
+            check_kind({"sliding_window": window}, "sliding_window", SIZE)
+        if self.is_switched and not config.get("use_sliding_window"):
+            window = None
+            if SLIDING_ATTENTION in (config.get("layer_types") or ()):
+                raise refusal(config, "use_sliding_window", "layer_types has layers with windows")
+        if self.types is None:
+            types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * n_layers
+        else:
+            types = config.get("layer_types") or self.types(config)
+        if window is None and self.thetas is None:
+            types = [FULL_ATTENTION if name == SLIDING_ATTENTION else name for name in types]
+        known = {FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION}
+        if len(types) != n_layers or not known.issuperset(types):
+            raise refusal(
+                config, "layer_types", f"it must have {n_layers} of {', '.join(sorted(known))}"
+            )
+        tables = self._tables(config)
+        share = self.share(config) if callable(self.share) else self.share
+        ropes = {name: read_rope(tables[name], config, share) for name in tables}
+        head_dim = HEAD_DIM.read(config)["head_dim"]
+        if any(rope.size(head_dim) % 2 for rope in ropes.values()):
+            name = "partial_rotary_factor"
+            raise refusal(config, name, f"it must turn an even part of a head's {head_dim} numbers")
+        theta = ropes[FULL_ATTENTION].theta
+        kinds, names = {}, []
+        rotations = has_rope(config) if self.lacks_rope else [1] * n_layers
+        if len(rotations) != n_layers:
+            raise refusal(config, "no_rope_layers", f"it must have {n_layers} numbers")
+        for name, rotates in zip(types, rotations, strict=True):
+            rope = ropes.get(name, ropes[FULL_ATTENTION])
+            if rope.theta == theta:
+                rope = RoPEArgs(None, rope.share, rope.proportional, rope.scaling, rope.magnitude)
+            kind = LayerKind(rope, window if name == SLIDING_ATTENTION else None)
+            if name == LINEAR_ATTENTION:
+                kind = LayerKind(None, mixer="gated_delta")
+            elif not rotates:
+                name, kind = name + NO_ROPE, LayerKind(None, kind.window)
+            kinds[name] = kind
+            names.append(name)
+        values = {"layer_kinds": kinds, "rope_theta": theta}
+        values["layer_types"] = tuple(names) if len(kinds) > 1 else ()
+        if any(kind.window for kind in kinds.values()):
+            values["attn_type"] = "flex"  # sdpa has no windows
+        table = tables[FULL_ATTENTION]
+        if self.has_query_scale and table.get("llama_4_scaling_beta"):
+            values["query_scale"] = table["llama_4_scaling_beta"]
+            values["query_scale_length"] = table[ORIGINAL_LENGTH]
+        return values
+
+    def _tables(self, config: Config) -> dict[str, Config]:
+        """Return type of layers -> its RoPE table, with theta."""
+        name = next((n for n in ("rope_parameters", "rope_scaling") if config.get(n)), "")
+        given = config.get(name) or {}
+        is_nested = isinstance(given, Mapping) and any(
+            isinstance(t, Mapping) for t in given.values()
+        )
+        if self.thetas is None:
+            if is_nested:
+                raise refusal(config, name, "all layers must share one RoPE table")
+            return {FULL_ATTENTION: {"rope_theta": self.theta} | rope_table(config)}
+        if is_nested:
+            return {
+                name: {"rope_theta": theta} | rope_table({"rope_parameters": given.get(name)})
+                for name, theta in self.thetas.items()
+            }
+        if name == "rope_parameters":  # which transformers does not read
+            raise refusal(config, name, f"it must have tables for {' and '.join(self.thetas)}")
+        full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
+        local = self.thetas[SLIDING_ATTENTION]
+        if local == self.thetas[FULL_ATTENTION]:
+            # One theta for all layers. transformers 5 takes it for those with full attention only.
+            local = full["rope_theta"]
+        local = config.get("rope_local_base_freq", local)
+        return {
+            FULL_ATTENTION: full,
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": local},
+        }
+
+    def write(self, args: CausalLMArgs) -> dict[str, Any]:
+        named = [args.kind_of(n) for n in range(args.n_layers)]
+        windows = [kind.window for _, kind in named if kind.window]
+        config: dict[str, Any] = {}
+        if windows or self.types or self.window:
+            config["sliding_window"] = windows[0] if windows else None
+        if self.types:
+            config["layer_types"] = [name.removesuffix(NO_ROPE) for name, _ in named]
+        if self.is_switched:
+            config["use_sliding_window"] = bool(windows)
+        if self.lacks_rope:
+            config["no_rope_layers"] = [int(kind.rope is not None) for _, kind in named]
+        ropes = {name: kind.rope for name, kind in named if kind.rope is not None}
+        if self.thetas is not None:
+            of_types = {name: RoPEArgs(theta) for name, theta in self.thetas.items()} | ropes
+            theta, length = args.rope_theta, args.max_seq_len
+            tables = {name: write_rope(rope, theta, length) for name, rope in of_types.items()}
+            return config | {"rope_parameters": tables}
+        rope = next(iter(ropes.values()), RoPEArgs())
+        table = write_rope(rope, args.rope_theta, args.max_seq_len)
+        theta = table.pop("rope_theta")
+        if self.has_query_scale and args.query_scale:
+            table["llama_4_scaling_beta"] = args.query_scale
+        if rope.share != 1 or self.share != 1:
+            config["partial_rotary_factor"] = rope.share
+        if isinstance(rope.scaling, LongRoPE):
+            config[ORIGINAL_LENGTH] = rope.scaling.original_seq_len
+        scaling = None if table["rope_type"] == "default" else table
+        return config | {"rope_theta": theta, "rope_scaling": scaling}
+
+
+# Spellings of the text model's names in multimodal files, and names of the other parts there.
+MULTIMODAL = ("model.language_model.", "language_model.")
+VISION = (r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\.",)
+_BLOCK_SPARSE = "model.layers.{}.block_sparse_moe"
+# Router and experts in files of Mixtral and MiniMax.
+BLOCK_SPARSE_MOE: HFKeyMap = {
+    f"{_BLOCK_SPARSE}.gate.weight": "layers.{}.moe.router.gate.weight",
+    **{
+        f"{_BLOCK_SPARSE}.experts.{{}}.{name}.weight": f"layers.{{}}.moe.experts.{name}"
+        for name in ("w1", "w3", "w2")
+    },
+}
+
+
+class CausalLMAdapter(KeyMapAdapter):
+    """The names that follow from the args, and those of the args' `hf_type`, which come first."""
+
+    def __init__(self, model_args: CausalLMArgs, hf_assets_path: str | None):
+        super().__init__(model_args, hf_assets_path)
+        args, (_, hf_type) = model_args, hf_types()[model_args.hf_type]
+        self.text_prefixes, self.ignored_hf_keys = hf_type.prefixes, hf_type.left_out
+        is_biased = {"self_attn.o_proj": args.output_bias}
+        is_biased |= {f"self_attn.{name}_proj": args.qkv_bias for name in "qkv"}
+        biased = [hf for hf in HF_LINEARS if is_biased.get(hf, args.mlp_bias)]
+        table = dense_hf_key_map(biased, args.norm_placement)
+        if args.qk_norm:
+            norms = {f"self_attn.{norm}": f"attention.{norm}" for norm in ("q_norm", "k_norm")}
+            table |= block_hf_key_map(norms)
+        if args.attention_gate:
+            for kind in ("weight", "bias") if args.qkv_bias else ("weight",):
+                parts = tuple(f"layers.{{}}.attention.{name}.{kind}" for name in ("wq", "wg"))
+                queries = Fused(parts, n_groups=args.n_heads)
+                table[f"model.layers.{{}}.self_attn.q_proj.{kind}"] = queries
+        if args.moe_enabled:
+            table |= HF_EXPERTS | self._shared_experts(args)
+            if args.moe_args.score_func == "sigmoid":
+                bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
+                table[bias] = "layers.{}.moe.expert_bias"
+        own = hf_type.names(args) if callable(hf_type.names) else hf_type.names
+        self.name_text_model({**own, **table, **own})
+
+    @staticmethod
+    def _shared_experts(args: CausalLMArgs) -> HFKeyMap:
+        if not args.moe_args.num_shared_experts:
+            return {}
+        has_gate = args.moe_args.shared_expert_gate  # Qwen's; these have another name
+        module = "mlp.shared_expert" if has_gate else "mlp.shared_experts"
+        names = {
+            f"{module}.{hf}_proj": f"moe.shared_experts.{ours}"
+            for hf, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items()
+        }
+        return block_hf_key_map(names | ({f"{module}_gate": "moe.shared_gate"} if has_gate else {}))

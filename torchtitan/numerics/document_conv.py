@@ -1,0 +1,90 @@
+"""The short causal convolution in front of the gated delta rule, within documents.
+
+B rows, T tokens, N channels, W taps. Token t of a row gets silu(sum over j < W of w[:, W - 1 - j] x[t - j]),
+where a tap that lies before t's document counts nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def document_conv(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None = None) -> Tensor:
+    """Return [B, T, N] in x's dtype; the sum is rounded once, before the SiLU.
+
+    x: [B, T, N]; weight: [N, W]; starts: int [B, T], as for `delta_rule.gated_delta_rule`: negative if the
+    document began before these tokens, and then its last inputs are in `tail` [B, W - 1, N] (see
+    `conv_tail`; None is zeros).
+    """
+    return F.silu(_DocumentConv.apply(x, weight, starts, tail))
+
+
+def conv_tail(
+    x: Tensor, starts: Tensor, lengths: Tensor, width: int, tail: Tensor | None = None
+) -> Tensor:
+    """Return the `tail` [B, W - 1, N] for the token after each row's first `lengths` [B] tokens.
+
+    x, starts and tail: the inputs of `document_conv`.
+    """
+    inputs = _after_tail(x, width, tail)
+    places = lengths.long().unsqueeze(1) + torch.arange(width - 1, device=x.device)
+    first = starts.gather(1, (lengths - 1).clamp(min=0).long().unsqueeze(1)).long()
+    first = torch.where((first < 0) | (lengths.unsqueeze(1) == 0), -width, first)
+    is_before = places - (width - 1) < first
+    return inputs[torch.arange(len(x), device=x.device)[:, None], places].masked_fill(
+        is_before.unsqueeze(2), 0
+    )
+
+
+def _after_tail(x: Tensor, width: int, tail: Tensor | None) -> Tensor:
+    tail = x.new_zeros(x.shape[0], width - 1, x.shape[2]) if tail is None else tail.to(x.dtype)
+    return torch.cat((tail, x), dim=1)
+
+
+def _is_other(starts: Tensor, back: int) -> Tensor:
+    """Return bool [B, T, 1], True where the token `back` places earlier is in another document."""
+    columns = torch.arange(starts.shape[1], device=starts.device)
+    return ((columns - back < starts) & (starts >= 0)).unsqueeze(2)
+
+
+class _DocumentConv(torch.autograd.Function):
+    """The sum before the SiLU, without keeping the shifted inputs for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, starts, tail)
+        length, width, dtype = x.shape[1], weight.shape[1], _sum_dtype(x)
+        inputs, weight = _after_tail(x.to(dtype), width, tail), weight.to(dtype)
+        total = inputs[:, width - 1 :] * weight[:, -1]
+        for back in range(1, width):
+            place = width - 1 - back
+            # Selected, because a product with 0 would keep NaN and infinities of other documents.
+            tap = torch.where(_is_other(starts, back), 0, inputs[:, place : place + length])
+            total.addcmul_(tap, weight[:, place])
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, starts, tail = ctx.saved_tensors
+        length, width, dtype = x.shape[1], weight.shape[1], _sum_dtype(x)
+        inputs, taps, grad = _after_tail(x.to(dtype), width, tail), weight.to(dtype), grad.to(dtype)
+        grad_inputs = torch.zeros_like(inputs)
+        grad_weight = torch.zeros_like(taps)
+        for back in range(width):
+            place = width - 1 - back
+            reached = grad if back == 0 else torch.where(_is_other(starts, back), 0, grad)
+            grad_inputs[:, place : place + length].addcmul_(reached, taps[:, place])
+            grad_weight[:, place] = (reached * inputs[:, place : place + length]).sum((0, 1))
+        grad_tail, grad_x = grad_inputs.split((width - 1, length), dim=1)
+        return (
+            grad_x.to(x.dtype),
+            grad_weight.to(weight.dtype),
+            None,
+            None if tail is None else grad_tail.to(tail.dtype),
+        )
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
