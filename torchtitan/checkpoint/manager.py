@@ -215,9 +215,8 @@ class CheckpointManager:
     def _save(self, curr_step: int, last_step: bool, path: str | None = None) -> None:
         self._saver.wait(self.folder)
         start = time.monotonic()
-        self._selection = Selection(
-            self._retention.damaged, self.bucket
-        )  # the step may replace the newest one
+        # The step may replace the newest one.
+        self._selection = Selection(self._retention.damaged, self.bucket)
         address = ""
         if path is None:
             folder = self._create_checkpoint_id(curr_step)

@@ -248,7 +248,7 @@ def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
     addresses, starts, ends = map(list, zip(*ranges, strict=True))
 
     def work(fs: Any, _: str) -> list[bytes]:
-        names = [fs._strip_protocol(address) for address in addresses]
+        names = [_open(address)[1] for address in addresses]
         return fs.cat_ranges(names, starts, ends, on_error="raise")
 
     parts = _call(addresses[0], work)
