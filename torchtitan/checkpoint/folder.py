@@ -126,7 +126,6 @@ def list_steps(folder: str) -> list[StepFolder]:
                 contents = contents_of(path, sizes) if is_uploaded else Contents.UNFINISHED
                 step, is_base = int(match.group(1)), sizes.get(KEPT_MARKER, 0) > 0
                 found.append(StepFolder(step, path, contents, is_base))
-        return sorted(found, key=lambda folder: folder.step)
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
