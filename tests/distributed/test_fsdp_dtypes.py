@@ -1,10 +1,13 @@
 """The tensors that FSDP casts to bf16, and those that it leaves in fp32."""
 
+import pytest
 import torch
 
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.engine import TrainingEngine
+from torchtitan.models.gated_delta import Decay
 from torchtitan.models.parallelize import parallelize_decoder
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.testing.gloo import run_ranks
@@ -59,3 +62,53 @@ def test_position_tables_stay_fp32_where_parameters_are_bf16():
     for _, dtypes in results:
         assert dtypes == [torch.bfloat16, torch.float32]
     assert torch.equal(torch.cat([logits for logits, _ in results]), expected)
+
+
+def decay_in_bf16_training(folder, flags):
+    """Return what two steps saw of a layer's A_log, and its value after them.
+
+    For each step: its value and dtype in the forward, the dtype of another weight, and its gradient.
+    """
+    options = ["model.name=qwen3_5", "model.flavor=debugmodel", "training.seq_len=32"]
+    options += ["training.local_batch_size=2", f"job.dump_folder={folder}", *flags]
+    config = ConfigManager().parse_args([f"--{option}" for option in options])
+    config.training.mixed_precision_param = "bfloat16"
+    with TrainingEngine(config) as engine:
+        (model,) = engine.model_parts
+        layer = model.layers["0"].attention
+        decay: Decay = layer.decay
+        seen, parameter = [], decay.A_log
+
+        def record(*_):
+            seen.append([decay.A_log.detach().clone(), layer.wq.weight.dtype])
+
+        layer.inner_attention.register_forward_pre_hook(record)
+        tokens = torch.arange(64).view(2, 32)
+        for _ in range(2):
+            engine.forward_backward_step(
+                input_dict={"input": tokens}, labels=tokens, global_valid_tokens=128
+            )
+            seen[-1].append(parameter.grad.full_tensor())
+            engine.optim_step()
+        return seen, parameter.full_tensor().detach()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["activation_checkpoint.mode=none"],
+        ["activation_checkpoint.mode=none", "compile.enable", "compile.backend=aot_eager"],
+    ],
+    ids=["eager", "compiled"],
+)
+def test_decay_of_linear_attention_stays_fp32_where_other_parameters_are_bf16(flags, tmp_path):
+    (seen, last), other = run_ranks(decay_in_bf16_training, 2, str(tmp_path), flags)
+    assert torch.equal(last, other[1])
+    if "compile.enable" not in flags:  # compiled code calls no hook
+        (first, dtype, _), (second, *_) = seen
+        assert dtype == torch.bfloat16 and first.dtype == torch.float32
+        assert not torch.equal(first, first.bfloat16().float())
+        assert not torch.equal(first, second)  # the second forward has the new values
+    for *_, grad in seen:
+        assert grad.dtype == torch.float32 and grad.any()
+    assert not torch.equal(last, last.bfloat16().float())

@@ -214,9 +214,9 @@ class Layers(Row):
             raise refusal(config, name, f"it must have tables for {' and '.join(self.thetas)}")
         full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
         local = self.thetas[SLIDING_ATTENTION]
-        if local == self.thetas[FULL_ATTENTION]:
-            # One theta for all layers. transformers 5 takes it for those with full attention only.
-            local = full["rope_theta"]
+        if local == self.thetas[FULL_ATTENTION] != full["rope_theta"]:
+            kinds = " and ".join(self.thetas)  # transformers 5 takes it for full attention only
+            raise refusal(config, "rope_theta", f"rope_parameters must have tables for {kinds}")
         local = config.get("rope_local_base_freq", local)
         return {
             FULL_ATTENTION: full,

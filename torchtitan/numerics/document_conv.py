@@ -18,7 +18,9 @@ def document_conv(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None
     document began before these tokens, and then its last inputs are in `tail` [B, W - 1, N] (see
     `conv_tail`; None is zeros).
     """
-    return F.silu(_DocumentConv.apply(x, weight, starts, tail))
+    # The compiler fuses the steps. Torch 2.11 also loses the gradients that it traces through the class.
+    sum_taps = _sum_taps if torch.compiler.is_compiling() else _DocumentConv.apply
+    return F.silu(sum_taps(x, weight, starts, tail))
 
 
 def conv_tail(
@@ -49,21 +51,25 @@ def _is_other(starts: Tensor, back: int) -> Tensor:
     return ((columns - back < starts) & (starts >= 0)).unsqueeze(2)
 
 
+def _sum_taps(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None) -> Tensor:
+    length, width, dtype = x.shape[1], weight.shape[1], _sum_dtype(x)
+    inputs, weight = _after_tail(x.to(dtype), width, tail), weight.to(dtype)
+    total = inputs[:, width - 1 :] * weight[:, -1]
+    for back in range(1, width):
+        place = width - 1 - back
+        # Selected, because a product with 0 would keep NaN and infinities of other documents.
+        tap = torch.where(_is_other(starts, back), 0, inputs[:, place : place + length])
+        total = torch.addcmul(total, tap, weight[:, place])
+    return total.to(x.dtype)
+
+
 class _DocumentConv(torch.autograd.Function):
-    """The sum before the SiLU, without keeping the shifted inputs for backward."""
+    """`_sum_taps`, without keeping the shifted inputs for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, starts, tail)
-        length, width, dtype = x.shape[1], weight.shape[1], _sum_dtype(x)
-        inputs, weight = _after_tail(x.to(dtype), width, tail), weight.to(dtype)
-        total = inputs[:, width - 1 :] * weight[:, -1]
-        for back in range(1, width):
-            place = width - 1 - back
-            # Selected, because a product with 0 would keep NaN and infinities of other documents.
-            tap = torch.where(_is_other(starts, back), 0, inputs[:, place : place + length])
-            total.addcmul_(tap, weight[:, place])
-        return total.to(x.dtype)
+        return _sum_taps(x, weight, starts, tail)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -67,7 +67,7 @@ def dense_masks():
         document = after_eos - (input_batch == tokenizer.eos_id).long()
         return (document[:, :, None] == document[:, None]).tril()[:, None]
 
-    def attend(inner_attention, q, k, v, mask):
+    def attend(inner_attention, q, k, v, mask, *unused):
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, mask.lowered, enable_gqa=gqa)
         return out.transpose(1, 2)

@@ -61,7 +61,7 @@ def test_every_parameter_of_every_family_lies_on_the_mesh(family, flavor):
         assert parameter.shape == shapes[name]
         if parameter.ndim > 1 and not name.endswith("_bias"):
             # Split, except for matrices whose whole result every head or expert needs.
-            alike = any(part in name for part in ("router.gate", "wq_a", "wkv_a"))
+            alike = any(part in name for part in ("router.gate", "shared_gate", "wq_a", "wkv_a"))
             assert parameter.placements[0].is_shard() != alike, name
 
 

@@ -97,7 +97,7 @@ BILLIONS = {
     "gemma3": {"270M": 0.268, "1B": 1.00, "4B": 3.88, "12B": 11.8, "27B": 27.0},
 }
 WITHOUT_KNOWN_SIZE = {"qwen3": [*BILLIONS["qwen3"]], "gpt_oss": ["debugmodel_small"]}
-WITH_EXPERTS = ("qwen3", "deepseek_v3", "llama4", "gpt_oss")
+WITH_EXPERTS = ("qwen3", "deepseek_v3", "llama4", "gpt_oss", "qwen3_5")
 
 
 def args_of(family, flavor):
@@ -307,7 +307,8 @@ def test_config_reaches_the_model_and_no_shared_flavor(family):
     config = JobConfig()
     config.training.seq_len = 128
     config.debug.moe_force_load_balance = True
-    flavor = "debugmodel_moe_small" if family == "qwen3" else "debugmodel"
+    flavors = {"qwen3": "debugmodel_moe_small", "qwen3_5": "debugmodel_moe"}
+    flavor = flavors.get(family, "debugmodel")
     shared = args_of(family, flavor)
     before = copy.deepcopy(shared)
     args = copy.copy(shared)
@@ -323,5 +324,5 @@ def test_config_reaches_the_model_and_no_shared_flavor(family):
 def test_spec_balances_the_load_of_experts_and_validates(family):
     spec = get_train_spec(family)
     with_experts = build_optimizers_with_moe_load_balancing
-    build = with_experts if family in WITH_EXPERTS else build_optimizers
+    build = with_experts if family in (*WITH_EXPERTS, "qwen3_5") else build_optimizers
     assert spec.build_optimizers_fn is build and spec.build_validator_fn is not None

@@ -7,10 +7,9 @@ import torch
 
 from tests.unit.models.tiny import filled
 from torchtitan.batch.mask import DocumentMask, VarlenMetadata
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import context_parallel, tensor_parallel_sizes
 from torchtitan.config.job_config import Compile, Optimizer, ParameterGroup
-from torchtitan.engine import TrainingEngine
 from torchtitan.models.attention import create_attention_mask, get_causal_mask_mod
 from torchtitan.models.gated_delta import Decay
 from torchtitan.models.parallelize import apply_compile
@@ -34,50 +33,6 @@ def tiny_model(**changes):
 
 
 # ---- parameters of the decay ----
-
-
-def bf16_engine(folder, *flags):
-    return TrainingEngine(
-        ConfigManager().parse_args(
-            [
-                "--model.name=qwen3_5",
-                "--model.flavor=debugmodel",
-                "--training.seq_len=32",
-                "--training.local_batch_size=2",
-                "--training.mixed_precision_param=bfloat16",
-                f"--job.dump_folder={folder}",
-                *flags,
-            ]
-        )
-    )
-
-
-@pytest.mark.parametrize("flags", [[], ["--compile.enable", "--compile.backend=aot_eager"]])
-def test_decay_is_in_fp32_where_fsdp_casts_other_parameters(tmp_path, flags, monkeypatch):
-    with bf16_engine(tmp_path, *flags) as engine:
-        (model,) = engine.model_parts
-        decays = [m for m in model.modules() if isinstance(m, Decay)]
-        assert len(decays) == 3
-        used = []
-
-        def record(*_):
-            used.append((decays[0].A_log, model.layers["0"].attention.wq.weight.dtype))
-
-        model.layers["0"].register_forward_pre_hook(record)
-        gradients = []
-        for _ in range(2):
-            tokens = torch.randint(0, 2000, (2, 32), generator=torch.Generator().manual_seed(0))
-            engine.forward_backward_step(
-                input_dict={"input": tokens}, labels=tokens, global_valid_tokens=64
-            )
-            gradients.append(decays[0].A_log.grad.full_tensor())
-            assert gradients[-1].dtype == torch.float32 and gradients[-1].any()
-            engine.optim_step()
-        for parameter, dtype in used:
-            assert (parameter.dtype, dtype) == (torch.float32, torch.bfloat16)
-        whole = decays[0].A_log.full_tensor()
-        assert not torch.equal(whole, whole.bfloat16().float())
-        assert not torch.equal(used[0][0], used[1][0])  # the second forward has the new values
 
 
 def test_decay_is_in_fp32_in_a_model_of_bf16():
