@@ -100,17 +100,21 @@ def foreign_numbers(dump_folder, cases):
 
 # (layout, family, whether its layers leak); one spawn for all layouts of as many ranks
 DENSE, EXPERTS = "gates and scales", "qwen3 MoE"
+LINEAR, LINEAR_EXPERTS = "qwen3_5", "qwen3_5 MoE"
 TWO = ["FSDP 2", "TP 2", "CP 2", "CP 2, alltoall, full AC", "PP 2, 1F1B"]
 CASES = {
     2: [
         *((layout, DENSE, False) for layout in TWO),
         ("CP 2", DENSE, True),
         ("FSDP 2, EP 2", EXPERTS, False),
+        *((layout, LINEAR, False) for layout in TWO),
+        ("FSDP 2, EP 2", LINEAR_EXPERTS, False),
     ],
+    4: [("TP 2, CP 2", LINEAR, False), ("FSDP 2, PP 2", LINEAR, False)],
 }
 
 
-@pytest.mark.parametrize("n_ranks", CASES)
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_loss_and_gradients_have_no_bit_of_other_documents(n_ranks, tmp_path):
     how = dict(init_process_group=False, timeout_seconds=600)
     for found in run_ranks(foreign_numbers, n_ranks, str(tmp_path), CASES[n_ranks], **how):

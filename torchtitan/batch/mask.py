@@ -182,15 +182,10 @@ class DocumentMask:
     def starts_of_rows(self, n_rows: int, seq_len: int, device: torch.device) -> Tensor:
         """Return the column where each token's document begins, int [B, T], for whole rows.
 
-        Raises ValueError if the boundaries are unknown, as of a client's BlockMask.
+        The boundaries must be known, see `boundaries`.
         """
-        boundaries = self.boundaries(seq_len)
-        if boundaries is None:
-            raise ValueError(
-                "linear attention needs the boundaries of documents, which a "
-                f"{type(self.lowered).__name__} of your own does not have; give a mask from the model's "
-                "get_attention_masks"
-            )
+        boundaries = self.boundaries(seq_len) if self.starts is None else self.starts
+        assert boundaries is not None
         boundaries = boundaries.to(device)
         if boundaries.dim() == 2:
             return boundaries.expand(n_rows, -1)

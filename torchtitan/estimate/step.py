@@ -174,9 +174,8 @@ def bytes_of_states(job_config: JobConfig) -> int:
     Of the whole model, after conversion. Raises ConfigError for an unknown model.
     """
     config = _config_to_estimate(job_config)
-    config.parallelism = Parallelism(
-        always_fsdp=True
-    )  # which stores frozen weights as trained jobs do
+    # With FSDP, because it decides how frozen weights are stored.
+    config.parallelism = Parallelism(always_fsdp=True)
     spec = resolve_job(config, builds_data=False).train_spec
     args = build.derive_model_args(config, spec)
     dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1, always_fsdp=True)

@@ -25,14 +25,13 @@ from torchtitan.numerics.document_conv import conv_tail, document_conv
 class _Store:
     """Tensors [B, _, max_length, _] with an entry per cached token; allocated in the first call.
 
-    Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens, `end`, the number of
-    filled slots after the call, and `counts` [B], the number of new tokens of each row without padding.
+    Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens, and `end`, the
+    number of filled slots after the call.
     """
 
     max_length: int
     stored: list[Tensor]  # a list, because buffers would appear in a model's state dict
     slots: Tensor
-    counts: Tensor
     end = 0
 
     def put_rows(self, places: Tensor, other: "_Store", rows: Tensor) -> None:
@@ -117,7 +116,10 @@ class CachedDeltaRule(_Store, DeltaRule):
     """Replaces a layer's `DeltaRule`: rows continue from the state and the convolution's last inputs.
 
     stored: the state of the delta rule, and the last inputs of the three convolutions, [B, ...] each.
+    counts: [B], set before each call: the number of new tokens of each row, without padding.
     """
+
+    counts: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,9 +264,12 @@ class CachedForward:
             lambda mask: replace(mask, lowered=mask(zero, zero, slots[:, None, :, None], keys)),
             self._masks,
         )
-        n_new = torch.tensor(counts, device=self._device)
         for store in self._stores:
-            store.slots, store.end, store.counts = slots, end, n_new
+            store.slots, store.end = slots, end
+        if delta_rules := [x for x in self.kernels if isinstance(x, CachedDeltaRule)]:
+            n_new = torch.tensor(counts, device=self._device)
+            for kernel in delta_rules:
+                kernel.counts = n_new
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
             if layer.inner_attention is not kernel:  # a second cache may have put its kernel there
                 layer.inner_attention = kernel

@@ -198,7 +198,8 @@ class CausalLM(Decoder):
     def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
         ropes = [args.layer_kinds[name].rope for name in self._table_sizes()]
-        parts = [rope.table(args.head_dim, length, args.rope_theta) for rope in ropes if rope]
+        how = args.head_dim, length, args.rope_theta, args.max_seq_len
+        parts = [rope.table(*how) for rope in ropes if rope]
         if args.query_scale and parts[0].device.type == "meta":
             parts.append(parts[0].new_empty(length, 1))
         elif args.query_scale:

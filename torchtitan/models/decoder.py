@@ -219,14 +219,9 @@ class TransformerBlock(nn.Module):
         return x + (out if self.residual_scale == 1 else out * self.residual_scale)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        for norm in (
-            self.attention_norm,
-            self.ffn_norm,
-            self.attention_post_norm,
-            self.ffn_post_norm,
-        ):
-            if norm is not None:
-                norm.reset_parameters()
+        for name, module in self.named_children():
+            if name.endswith("_norm"):
+                module.reset_parameters()
         self.attention.init_weights(self.weight_init_std)
         if self.moe_enabled:
             self.moe.init_weights(self.weight_init_std, buffer_device)

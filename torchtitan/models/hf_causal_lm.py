@@ -30,10 +30,7 @@ from torchtitan.models.hf_fields import (
     rope_table,
     write_rope,
 )
-from torchtitan.models.rope import (
-    LongRoPE,
-    RoPEArgs,
-)
+from torchtitan.models.rope import LongRoPE, RoPEArgs
 
 SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
 NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
@@ -80,7 +77,7 @@ def _dense_layers(config: Config) -> tuple[int, ...]:
     return tuple(n for n in layers if n in only or (n + 1) % step != 0)
 
 
-# Rows for `dense_layers`, by the first layers, by each layer's name, and by Qwen's rule.
+# Rows for `dense_layers`, by the number of first layers, and by Qwen's rule.
 FIRST_DENSE = Field(
     "first_k_dense_replace",
     "dense_layers",

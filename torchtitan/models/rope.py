@@ -108,7 +108,7 @@ class LongRoPE:
     """Each frequency divided by a factor of its own (Ding et al. 2024, arXiv:2402.13753).
 
     short_factors, long_factors: [D/2], for rows of up to original_seq_len tokens, and for longer rows. The
-    length of the table decides, which is training.seq_len, so that no frequency depends on a batch.
+    model's max_seq_len decides, which is training.seq_len, so that no frequency depends on a batch.
     """
 
     short_factors: tuple[float, ...]
@@ -148,11 +148,14 @@ class RoPEArgs:
         """Return the number R of a head's numbers that the table is for."""
         return head_dim if self.proportional else int(head_dim * self.share)
 
-    def table(self, head_dim: int, length: int, theta: float) -> Tensor:
-        """Return the table fp32 [length, 2 R] for `apply_rotary_emb_to_halves`. theta: the model's."""
+    def table(self, head_dim: int, length: int, theta: float, max_seq_len: int) -> Tensor:
+        """Return the table fp32 [length, 2 R] for `apply_rotary_emb_to_halves`.
+
+        theta, max_seq_len: the model's. The table may be longer than max_seq_len.
+        """
         size, scaling = self.size(head_dim), self.scaling
         if isinstance(scaling, LongRoPE):
-            scaling = scaling.for_length(length)
+            scaling = scaling.for_length(max_seq_len)
         theta = theta if self.theta is None else self.theta
         table = precompute_rope_cache(size, length, theta, scaling, self.magnitude)
         if self.proportional and table.device.type != "meta":

@@ -192,11 +192,13 @@ def test_table_has_the_frequencies_and_the_magnitude_of_transformers(name):
         frequencies, magnitude = ROPE_INIT_FUNCTIONS[name](config, "cpu", seq_len=64)
     angles = torch.outer(torch.arange(64).float(), frequencies)
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
-    table = ours.table(16, 64, theta=5e4)
+    table = ours.table(16, 64, theta=5e4, max_seq_len=64)
     torch.testing.assert_close(table, torch.cat((cos, cos, sin, sin), 1), rtol=1e-6, atol=1e-6)
 
 
-def test_longrope_takes_the_short_factors_for_a_short_table():
+def test_longrope_takes_the_short_factors_for_a_short_model():
     scaling = LongRoPE((1.0,) * 6, tuple(_FACTORS), original_seq_len=64)
-    plain = RoPEArgs(share=0.75).table(16, 64, theta=5e4)
-    assert torch.equal(RoPEArgs(share=0.75, scaling=scaling).table(16, 64, theta=5e4), plain)
+    plain, scaled = RoPEArgs(share=0.75), RoPEArgs(share=0.75, scaling=scaling)
+    for length in (64, 65):  # a longer row of one batch changes no frequency
+        tables = [rope.table(16, length, 5e4, max_seq_len=64) for rope in (plain, scaled)]
+        assert torch.equal(*tables)

@@ -81,13 +81,7 @@ _ROWS = (
     ),
 )
 _DENSE = (*_ROWS, hf.Field("intermediate_size", "hidden_dim"))
-_EXPERTS = (
-    *_ROWS,
-    hf.Field("num_experts", "moe_args.num_experts"),
-    hf.TOP_K,
-    hf.Field("moe_intermediate_size", "moe_inter_dim"),
-    hf.Field("shared_expert_intermediate_size", "moe_args.shared_expert_dim"),
-)
+_EXPERTS = (*_ROWS, *hf_lm.QWEN_EXPERTS)
 _NEXT = (
     *_EXPERTS,
     hf.Field("intermediate_size", "hidden_dim"),
