@@ -132,33 +132,30 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
     If the block fails, `folder` stays as it was. Log lines name `folder`. Raises ValueError or OSError.
     At an address, the new folder is uploaded: its files replace those of the same names and all weights.
     """
-    if storage.is_address(folder):
-        if not overwrite and (names := storage.names_in(folder)):
+    where = storage.resolved(folder)
+    for source in map(storage.resolved, sources):
+        if f"{where}/".startswith(f"{source}/") or f"{source}/".startswith(f"{where}/"):
             raise ValueError(
-                f"{folder} holds files already ({shorten(names)}); give another address, or --overwrite to "
-                "replace the weights there"
+                f"{folder} cannot be written while {source} is read, because one is in the other; "
+                "give another folder to write to"
             )
+    if storage.is_file(where):
+        raise ValueError(f"{where} is a file; give a folder to write to")
+    if not overwrite and (names := storage.names_in(where)):
+        raise ValueError(
+            f"{where} holds files already ({shorten(sorted(names))}); give "
+            "another folder, or --overwrite to replace the weights in it"
+        )
+    if storage.is_address(folder):
+        storage.check_writable(folder)
         shutil.rmtree(staged := storage.staging_folder(folder), ignore_errors=True)
         with replacing(staged, True, ()) as unfinished:
             yield unfinished
         upload_folder(staged, folder)
         shutil.rmtree(staged)
         return
-    target = Path(folder).resolve()
-    for source in (Path(source).resolve() for source in sources):
-        if target.is_relative_to(source) or source.is_relative_to(target):
-            raise ValueError(
-                f"{folder} cannot be written while {source} is read, because one is in the other; "
-                "give another folder to write to"
-            )
-    if target.is_file():
-        raise ValueError(f"{target} is a file; give a folder to write to")
+    target = Path(where)
     entries = list(target.iterdir()) if target.exists() else []
-    if entries and not overwrite:
-        raise ValueError(
-            f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
-            "another folder, or --overwrite to replace the weights in it"
-        )
     folders = [e.name for e in entries if e.is_dir() and e.name != NAMED_TEMPLATES]
     if folders or target.is_mount():
         what = f"holds folders ({shorten(sorted(folders))})" if folders else "is a mounted volume"

@@ -203,9 +203,10 @@ def finish_writing(folder: str, hashes: dict[str, str]) -> None:
 def remove_folder(folder: str) -> None:
     mark_unfinished(folder)
     if storage.is_address(folder):
-        for name in storage.find(folder).keys() - {UNFINISHED_MARKER}:
+        # The hashes by name, because a listing may lack them: without them, nothing else counts.
+        listed = storage.find(folder).keys() - {HASHES_FILE, UNFINISHED_MARKER}
+        for name in (HASHES_FILE, *listed, UNFINISHED_MARKER):
             storage.delete(storage.join(folder, name))
-        storage.delete(storage.join(folder, UNFINISHED_MARKER))
         return
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):

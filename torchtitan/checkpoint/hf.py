@@ -367,7 +367,7 @@ def _write_over_ranks(
         enable_consolidation=False,
     )
     dcp.save(tensors, storage_writer=writer, checkpoint_id=None)
-    if len({*all_ranks(tuple(sorted(os.listdir(sharded))))}) > 1:
+    if len({*on_all_ranks(lambda: tuple(sorted(os.listdir(sharded))))}) > 1:
         raise OSError(
             errno.ENOENT,
             "ranks see different files there, and joining them needs a folder that all machines share; "

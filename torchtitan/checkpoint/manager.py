@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from torchtitan.adapters.peft_files import PeftOptions, check_layers, load_peft,
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
     KEPT_MARKER,
-    Contents,
-    contents_of,
+    UNFINISHED_MARKER,
     mark_unfinished,
     recorded_hashes,
     upload_folder,
@@ -66,9 +65,16 @@ _WEIGHTS_ONLY_HINT = (
 
 
 def _differ(folder: str, address: str) -> bool:
-    """True if the checkpoint at `address` is not finished, or not the one in `folder`."""
-    is_unfinished = contents_of(address) == Contents.UNFINISHED
-    return is_unfinished or recorded_hashes(folder) != recorded_hashes(address)
+    """True if the checkpoint at `address` is not finished, not whole, or not the one in `folder`."""
+    hashes, there = recorded_hashes(folder), storage.find(address)
+    sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in hashes}
+    if UNFINISHED_MARKER in there or any(
+        name not in there or there[name].st_size != size for name, size in sizes.items()
+    ):
+        return True
+    with suppress(ValueError):  # the file of hashes there is damaged
+        return recorded_hashes(address) != hashes
+    return True
 
 
 class CheckpointManager:
@@ -229,10 +235,15 @@ class CheckpointManager:
             if storage.is_address(folder):
                 folder, address = storage.staging_folder(folder), folder
             self._retention.leave_alone(address or folder)
-            what = f"The checkpoint {folder} could not be written"
+
+            def begin() -> None:
+                if address:
+                    storage.check_writable(address)
+                mark_unfinished(folder, KEPT_MARKER)  # before the save, which may be killed
+
+            what = f"The checkpoint {address or folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
-                # Before the save, which may be killed.
-                from_rank_zero(lambda: mark_unfinished(folder, KEPT_MARKER))
+                from_rank_zero(begin)
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
@@ -246,6 +257,8 @@ class CheckpointManager:
             if address:
                 self._saver.prepare(AsyncMode.DISABLED)
                 self._saver.follow(None, folder, self._upload(folder, address))
+                if path is not None:  # the caller may end without `close`
+                    self._saver.wait(self.folder)
         else:
             GarbageCollection.collect("before saving a checkpoint")
             self.async_mode = self._saver.prepare(self.async_mode)
@@ -263,12 +276,9 @@ class CheckpointManager:
 
     def _upload(self, folder: str, address: str) -> Callable[[], None]:
         """Return the function that uploads a written folder. It holds no reference to this manager."""
-        group, bucket, n_kept, retention = (
-            self._saver.group,
-            self.bucket if self.enable else "",
-            self.keep_latest_k if is_rank_zero() else 0,
-            self._retention,
-        )
+        group, retention = self._saver.group, self._retention
+        bucket = self.bucket if self.enable else ""
+        n_kept = self.keep_latest_k if is_rank_zero() else 0
 
         def work() -> None:
             upload_folder(folder, address, group)
@@ -288,6 +298,8 @@ class CheckpointManager:
             folder = storage.staging_folder(path)
             self._saver.wait(self.folder)
         with self._saver.one_error(what, folder, self.folder):
+            if folder != path:
+                from_rank_zero(lambda: storage.check_writable(path))
             yield folder
             if folder != path:
                 self._saver.prepare(AsyncMode.DISABLED)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -105,7 +106,8 @@ class Saver:
                     f'here ({error}); saving as with "async"'
                 )
         if self.group is None and dist.is_initialized():
-            self.group = dist.new_group(backend="gloo")
+            # An upload may take hours; a rank that is lost is noticed at once by its connections.
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
         return mode
 
     def follow(

@@ -14,6 +14,7 @@ from torchtitan.checkpoint.folder import Contents, contents_of
 from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
 from torchtitan.job import find_train_spec
+from torchtitan.tools import storage
 from torchtitan.tools.logging import init_logger, logger
 
 
@@ -105,7 +106,8 @@ def main() -> None:
             if contents_of(reference) != Contents.HF:
                 engine.save_hf(reference := folder)
             logger.info("running transformers on %s", reference)
-            comparison = compare_logits(hf_logits(reference, tokens), ours.cpu())
+            theirs = hf_logits(storage.fetched(reference), tokens)
+            comparison = compare_logits(theirs, ours.cpu())
     print(comparison)
     # Written so that nan fails, too.
     if not comparison.max_logprob_difference <= options.tolerance:

@@ -63,11 +63,12 @@ def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]
     The config is read from the first of these: `config_file`, the source if it is a TOML file, the
     source's config.json, the config that its run recorded. Raises UnknownModelError without any of them.
     """
-    source = _on_disk(source or ("" if config_file else RUN_FOLDER))
-    if os.path.isfile(source) and not config_file:
+    source = source or ("" if config_file else RUN_FOLDER)
+    if not config_file and storage.is_file(source):
         config_file = source
     flags = [f"--job.config_file={config_file}"] if config_file else []
-    if not config_file and os.path.isfile(os.path.join(source, "config.json")):
+    if not config_file and storage.is_file(storage.join(source, "config.json")):
+        source = storage.fetched(source, has_weights=False)
         family, _, args = from_hf_config(source)
         flags = [f"--model.name={family}"]
         flags += [f"--model.{key}={source}" for key in ("hf_config", "hf_assets_path")]
@@ -78,8 +79,8 @@ def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]
 
 def _recorded_config(source: str) -> dict[str, Any]:
     """Return the config in the events of the run that `source` is part of, as nested tables."""
-    path = Path(source).resolve()
-    for events in (folder / FILE_NAME for folder in (path, *path.parents[:3])):
+    path, is_address = Path(source).resolve(), storage.is_address(source)
+    for events in (f / FILE_NAME for f in (path, *path.parents[:3]) if not is_address):
         if not events.is_file():
             continue
         with open_file(events) as file:
@@ -90,7 +91,7 @@ def _recorded_config(source: str) -> dict[str, Any]:
             if not config["job"]["custom_config_module"]:
                 config = {section: values for section, values in config.items() if section in own}
             return _without_none(config)
-    if not path.exists() and not storage.is_address(source):
+    if not path.exists() and not is_address:
         raise UnknownModelError(
             f"SOURCE must be a file or folder, and {source!r} is none; correct the path"
         )
@@ -127,14 +128,8 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _on_disk(source: str) -> str:
-    """Return the source; of a Hugging Face folder at an address, the copy on this disk."""
-    is_hf = storage.is_address(source) and storage.is_file(storage.join(source, "config.json"))
-    return storage.fetched(source) if is_hf else source
-
-
 def _is_peft(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, CONFIG_FILE))
+    return storage.is_file(storage.join(folder, CONFIG_FILE))
 
 
 def weights_in(source: str | None, config: JobConfig) -> str:
@@ -143,22 +138,26 @@ def weights_in(source: str | None, config: JobConfig) -> str:
     A TOML file stands for the run in its job.dump_folder. config: that of the source's job. Raises
     ValueError if there are no weights.
     """
-    source = _on_disk(source or RUN_FOLDER)
-    if os.path.isfile(source):
+    source = source or RUN_FOLDER
+    if storage.is_file(source):
         source = config.job.dump_folder
     if contents_of(source) != Contents.UNKNOWN or _is_peft(source):
         return source
-    found, uploaded = [], config.checkpoint.folder
+
+    def last_step(folder: str) -> list[str]:
+        return [step.path for step in list_steps(folder) if step.is_finished][-1:]
+
+    uploaded, is_local = config.checkpoint.folder, not storage.is_address(source)
     is_uploaded = storage.is_address(uploaded)
     own = storage.join(source, Checkpoint.folder if is_uploaded else uploaded)
-    for folder in (source, own, *[uploaded] * is_uploaded):
-        if not (found and storage.is_address(folder)):  # what is on the disk comes first
-            found += [step.path for step in list_steps(folder) if step.is_finished][-1:]
-    exported = os.path.join(source, MODEL_FOLDER)  # without adapters, which are merged there
+    found = last_step(source) + last_step(own)
+    exported = storage.join(source, MODEL_FOLDER)  # without adapters, which are merged there
     if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
         found.append(exported)
+    if not found and is_uploaded:
+        found = last_step(uploaded)
     if found:
-        return max(found, key=os.path.getmtime) if len(found) > 1 else found[0]
+        return max(found, key=os.path.getmtime) if is_local and found[1:] else found[-1]
     raise ValueError(
         f"SOURCE must be a step folder of a run, a folder of such, or a folder with Hugging Face "
         f"safetensors files, and {source!r} is none; train with --checkpoint.enable to get "

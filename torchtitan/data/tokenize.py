@@ -189,6 +189,8 @@ def _plan(options: argparse.Namespace) -> _Job:
     if options.custom_import:
         import_named("--custom_import", options.custom_import)
     chosen = {"bos_token": options.bos_token, "eos_token": options.eos_token}
+    folder = Path(storage.require_disk("OUT", options.out))
+    storage.require_disk("--tokenizer", options.tokenizer)
     try:
         tokenizer = HuggingFaceTokenizer(options.tokenizer, **chosen)
     except (FileNotFoundError, ValueError) as error:
@@ -229,11 +231,6 @@ def _plan(options: argparse.Namespace) -> _Job:
         "documents": len(documents),
         "documents_per_part": options.documents_per_part,
     }
-    if storage.is_address(options.out):
-        raise ConfigError(
-            f"OUT must be a folder on a disk, got {options.out!r}; write to a disk, and copy the folder there"
-        )
-    folder = Path(options.out)
     if os.path.isdir(path) and folder.resolve().is_relative_to(Path(path).resolve()):
         raise ConfigError(
             f"OUT must not be in SOURCE, got {folder}, in {path}; name another folder"

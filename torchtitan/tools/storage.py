@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 READ_SECONDS = 20.0  # how long a call on an address is repeated
 UPLOAD_SECONDS = 600.0  # uploads are repeated for longer, because training goes on meanwhile
-_BLOCK, _BLOCKS_KEPT = (
-    2**20,
-    64,
-)  # bytes per range, and ranges in memory, for all files of a process
+_BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a range, and ranges that a process keeps
 _STREAM_BUFFER = 8 * 2**20
-_FETCHED = (".safetensors", ".json", ".jinja", ".txt", ".model")  # files of a Hugging Face model
+_FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights
+
+
+_REFUSALS = re.compile("credential|forbidden|unauthori[sz]ed|access denied", re.IGNORECASE)
 
 
 class StorageError(OSError, RunError):
@@ -58,6 +58,15 @@ def problem_of(address: str) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def require_disk(key: str, path: str) -> str:
+    """Return the path. Raises ConfigError, which names `key`, for an address."""
+    if is_address(path):
+        raise ConfigError(
+            f"{key} must be on a disk, got the address {path!r}; copy it to a disk and name the copy"
+        )
+    return path
 
 
 def _open(address: str) -> tuple[Any, str]:
@@ -88,12 +97,20 @@ def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = N
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             # The classes stay, because callers catch them; some stores name no address.
             raise type(error)(error.errno or errno.ENOENT, str(error), address) from None
-        except (NotImplementedError, PermissionError, ValueError) as error:
-            code = errno.EACCES if isinstance(error, PermissionError) else errno.EINVAL
-            remedy = "check the address, the credentials and what they allow"
-            raise StorageError(code, f"the store refuses ({error}); {remedy}", address) from error
+        except NotImplementedError as error:
+            reason = "fsspec cannot do this there, most often because it only reads; give another address"
+            raise StorageError(errno.EROFS, reason, address) from error
         except Exception as error:  # each store's client has exceptions of its own
             reason = f"{type(error).__name__}: {error}"
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    errno.ENOSPC, "this machine has no room for its copy", address
+                ) from error
+            if isinstance(error, (PermissionError, ValueError)) or _REFUSALS.search(reason):
+                remedy = "check the address, the credentials and what they allow"
+                raise StorageError(
+                    errno.EACCES, f"the store refuses ({reason}); {remedy}", address
+                ) from error
             if time.monotonic() + pause > deadline:
                 raise StorageError(
                     errno.EIO, f"the store does not answer ({reason})", address
@@ -107,11 +124,9 @@ def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = N
 
 
 def join(folder: str, *names: str) -> str:
-    return (
-        "/".join((folder.rstrip("/"), *names))
-        if is_address(folder)
-        else os.path.join(folder, *names)
-    )
+    if is_address(folder):
+        return "/".join((folder.rstrip("/"), *names))
+    return os.path.join(folder, *names)
 
 
 def resolved(path: str) -> str:
@@ -168,11 +183,13 @@ def find(address: str) -> dict[str, Stat]:
     """Return name below `address` -> size and version, of all files there; "" is a file's own name."""
 
     def work(fs: Any, root: str) -> dict[str, Stat]:
-        # An object whose name ends with "/" is how some tools make an empty folder.
-        found = {
-            name: about for name, about in fs.find(root, detail=True).items() if name[-1] != "/"
-        }
-        return {name[len(root) :].lstrip("/"): _stat(about) for name, about in found.items()}
+        found = {}
+        for name, about in fs.find(root, detail=True).items():
+            if not name.startswith(root):
+                raise ValueError(f"{name} is listed, which is not below {root}")
+            if name[-1] != "/":  # an object that some tools make for an empty folder
+                found[name[len(root) :].lstrip("/")] = _stat(about)
+        return found
 
     try:
         return _call(address, work)
@@ -193,6 +210,13 @@ def write_text(path: str, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def check_writable(address: str) -> None:
+    """Write and delete an object below `address`. Raises OSError if the store does not let this process."""
+    trial = join(address, f".writable-{os.getpid()}")
+    write_text(trial, "Is writing allowed?")
+    delete(trial)
+
+
 def delete(path: str) -> None:
     """Remove a file. A missing object is removed already."""
     if not is_address(path):
@@ -203,16 +227,19 @@ def delete(path: str) -> None:
 
 
 def upload(path: str, address: str) -> None:
-    """Copy a file of this disk to an address, and compare the sizes."""
+    """Copy a file of this disk to an address."""
+    _transfer(address, path, is_upload=True)
 
+
+def _transfer(address: str, path: str, is_upload: bool) -> None:
     def work(fs: Any, name: str) -> None:
-        fs.put_file(path, name)
-        if (size := fs.info(name)["size"]) != os.path.getsize(path):
-            raise StorageError(
-                errno.EIO, f"of {os.path.getsize(path)} bytes, {size} have arrived", address
-            )
+        fs.put_file(path, name) if is_upload else fs.get_file(name, path)
+        there, here = fs.info(name)["size"], os.path.getsize(path)
+        if there != here:
+            reason = f"the copy is not whole: {there} bytes there, {here} on this disk"
+            raise StorageError(errno.EIO, reason, address)
 
-    _call(address, work, UPLOAD_SECONDS)
+    _call(address, work, UPLOAD_SECONDS if is_upload else None)
 
 
 def sweep(address: str) -> None:
@@ -333,15 +360,15 @@ def _in_cache(kind: str, key: str) -> str:
     return str(cache_folder() / f"{kind}_{hashlib.sha256(key.encode()).hexdigest()[:24]}")
 
 
-def fetched(path: str) -> str:
-    """Return a folder on this disk with a Hugging Face model's files: `path`, or its copy in the cache."""
+def fetched(path: str, has_weights: bool = True) -> str:
+    """Return a folder on this disk with a Hugging Face model's files: `path`, or its copy in the cache.
+
+    has_weights: False leaves out the *.safetensors.
+    """
     if not is_address(path):
         return path
-    files = {
-        name: found
-        for name, found in find(path).items()
-        if name.endswith(_FETCHED) and "/" not in name
-    }
+    endings = (*_FETCHED, ".safetensors") if has_weights else _FETCHED
+    files = {n: found for n, found in find(path).items() if n.endswith(endings) and "/" not in n}
     if not files:
         raise FileNotFoundError(errno.ENOENT, "there are no files of a Hugging Face model", path)
     copy = _in_cache("fetched", repr((resolved(path), sorted(files.items()))))
@@ -355,13 +382,7 @@ def fetched(path: str) -> str:
             logger.info(f"copying {path} ({size / 2**30:.2f} GiB) to {copy}")
             shutil.rmtree(unfinished := f"{copy}.unfinished", ignore_errors=True)
             os.mkdir(unfinished)
-            for name, found in files.items():
-                target = os.path.join(unfinished, name)
-                _call(
-                    join(path, name), lambda fs, source, target=target: fs.get_file(source, target)
-                )
-                if os.path.getsize(target) != found.st_size:
-                    reason = f"of {found.st_size} bytes, {os.path.getsize(target)} have arrived"
-                    raise StorageError(errno.EIO, reason, join(path, name))
+            for name in files:
+                _transfer(join(path, name), os.path.join(unfinished, name), is_upload=False)
             os.rename(unfinished, copy)
     return copy

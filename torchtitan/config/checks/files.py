@@ -7,7 +7,14 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
-from torchtitan.config.checks.common import data_sections, guess, is_file, needs, value_of
+from torchtitan.config.checks.common import (
+    data_sections,
+    guess,
+    is_file,
+    is_path,
+    needs,
+    value_of,
+)
 from torchtitan.config.fields import settings_of
 from torchtitan.config.job_config import Checkpoint, JobConfig
 from torchtitan.tools import storage
@@ -19,7 +26,7 @@ _READ_A_PATH = ("local", "tokens", "chat", "preference")
 
 # Settings that also take an address (see `storage`); the data of a mixture are in a list.
 _TAKE_AN_ADDRESS = (
-    *("checkpoint.folder", "checkpoint.initial_load_path", "lora.adapter_path"),
+    *("job.config_file", "checkpoint.folder", "checkpoint.initial_load_path", "lora.adapter_path"),
     *("training.dataset_path", "training.mixture", "validation.dataset_path"),
 )
 
@@ -27,15 +34,10 @@ _TAKE_AN_ADDRESS = (
 def addresses(job_config: JobConfig) -> Iterator[str]:
     """An address needs a package that opens it, and a setting that takes one."""
     for key, value, *_ in settings_of(job_config, in_lists=True):
-        is_path = key.endswith(("path", "folder", "file", "hf_config", "chat_template"))
-        if not (is_path and isinstance(value, str) and storage.is_address(value)):
+        if not (is_path(key) and isinstance(value, str) and storage.is_address(value)):
             continue
         if not key.startswith(_TAKE_AN_ADDRESS):
-            keys = ", ".join(_TAKE_AN_ADDRESS)
-            yield (
-                f"{key} must be on a disk, got the address {value!r}; copy it to a disk and name the copy "
-                f"(the settings that take an address are {keys})"
-            )
+            storage.require_disk(key, value)
         elif problem := storage.problem_of(value):
             yield f"{key}: {problem}"
 
@@ -106,10 +108,8 @@ def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
 
 def _unwritable(key: str, folder: str) -> Iterator[str]:
     if storage.is_address(folder):
-        trial = storage.join(folder, f".writable-{os.getpid()}")
         try:
-            storage.write_text(trial, "Is writing allowed?")
-            storage.delete(trial)
+            storage.check_writable(folder)
         except OSError as error:
             yield f"{key} must be an address to which this job may write, got {folder!r}: {error}"
         return
@@ -208,9 +208,8 @@ def _is_there(path: str | None) -> bool:
 def _checkpoint_folder(job_config: JobConfig) -> str:
     """Return the folder of the run's steps, or the address to which they are uploaded."""
     folder = job_config.checkpoint.folder
-    return (
-        folder if storage.is_address(folder) else os.path.join(job_config.job.dump_folder, folder)
-    )
+    is_address = storage.is_address(folder)
+    return folder if is_address else os.path.join(job_config.job.dump_folder, folder)
 
 
 def _own_steps(job_config: JobConfig) -> list[str]:
