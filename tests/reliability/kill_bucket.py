@@ -51,7 +51,7 @@ VARIANTS = {
     )
 }
 KEPT = 3  # checkpoint.keep_latest_k
-SECONDS_TO_END = 240
+SECONDS_TO_END = 1200  # the machine may be busy
 WEATHERS = ("slow", "throttles", "hangs up", "refuses", "all")
 
 
