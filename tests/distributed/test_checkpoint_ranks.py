@@ -281,10 +281,10 @@ def test_all_ranks_hear_of_what_fails_on_one_of_them_and_of_another_model(tmp_pa
         assert not is_loaded
 
 
-def upload_from_two_disks(folder: str, async_mode: str) -> None:
+def upload_from_two_disks(folder: str) -> None:
     disk, bucket = f"{folder}/disk-{dist.get_rank()}", f"{folder}/bucket"
     os.environ["XDG_CACHE_HOME"] = f"{disk}/cache"
-    run = Run(disk, async_mode=async_mode, folder=f"file://{bucket}")
+    run = Run(disk, async_mode="async", folder=f"file://{bucket}")
     run.train()
     run.manager.save(1)
     run.train()
@@ -305,6 +305,5 @@ def upload_from_two_disks(folder: str, async_mode: str) -> None:
         run.manager.save_hf(f"file://{bucket}/hf")
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_machines_without_a_shared_folder_meet_in_the_bucket(tmp_path, async_mode):
-    run_ranks(upload_from_two_disks, 2, str(tmp_path), async_mode)
+def test_machines_without_a_shared_folder_meet_in_the_bucket(tmp_path):
+    run_ranks(upload_from_two_disks, 2, str(tmp_path))

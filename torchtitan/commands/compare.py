@@ -80,6 +80,11 @@ def main() -> None:
     options, overrides = parser.options_and_overrides()
     init_logger()
     with errors_as_sentences():
+        named = options.reference
+        if named and not storage.is_file(storage.join(named, "config.json")):
+            raise ValueError(
+                f"--with must be a folder that transformers opens, with config.json, got {named!r}; correct it"
+            )
         config = job_of(options.source, options.config, overrides)
         weights = weights_in(options.checkpoint or options.source, config)
         config.model.attn_mask_type = "causal"  # each row is one text
@@ -102,8 +107,8 @@ def main() -> None:
                 tokens = torch.randint(0, engine.model_args.vocab_size, shape, generator=generator)
             logger.info("running torchtitan's %s on %s", config.model.name, weights)
             (ours,) = engine.forward_step([{"input": tokens}])
-            reference = options.reference or (options.checkpoint and options.source) or weights
-            if contents_of(reference) != Contents.HF:
+            reference = named or (options.checkpoint and options.source) or weights
+            if not named and contents_of(reference) != Contents.HF:
                 engine.save_hf(reference := folder)
             logger.info("running transformers on %s", reference)
             theirs = hf_logits(storage.fetched(reference), tokens)

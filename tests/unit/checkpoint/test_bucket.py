@@ -213,6 +213,28 @@ def test_last_step_in_hugging_face_format_goes_to_the_bucket(bucket, tmp_path):
     assert_same_weights(run, other)
 
 
+@pytest.mark.parametrize("damage", [flip_bit, Path.unlink])
+def test_uploaded_copy_that_is_not_whole_is_replaced_by_the_one_on_the_disk(
+    bucket, tmp_path, damage
+):
+    run = run_with(bucket, tmp_path / "a")
+    run.train_and_save(1)
+    name = HASHES_FILE if damage is flip_bit else "__0_0.distcp"
+    whole = (bucket / "step-1" / name).read_bytes()
+    damage(bucket / "step-1" / name)
+    again = run_with(bucket, tmp_path / "a", seed=1)
+    assert again.manager.load()
+    again.manager.close()
+    assert (bucket / "step-1" / name).read_bytes() == whole
+
+
+def test_step_is_removed_whole_although_a_listing_shows_nothing(bucket, tmp_path, monkeypatch):
+    run_with(bucket, tmp_path / "a").train_and_save(1)
+    monkeypatch.setattr(folders.storage, "find", lambda address: {})
+    folders.remove_folder(f"file://{bucket}/step-1")
+    assert not (bucket / "step-1" / HASHES_FILE).exists()
+
+
 def test_failed_upload_is_one_error_and_leaves_the_step_on_the_disk(bucket, tmp_path, monkeypatch):
     run = run_with(bucket, tmp_path / "a")
     run.train_and_save(1)

@@ -1,11 +1,13 @@
 """Addresses, by stores in memory and in folders; tests/reliability/test_bucket.py has a real S3 server."""
 
+import errno
 import os
 import subprocess
 import sys
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import check_job_config
@@ -98,6 +100,55 @@ def test_store_that_refuses_is_asked_once_and_a_missing_file_is_no_failure(monke
     assert len(store.errors) == 1
     store.errors = [FileNotFoundError("x")]
     assert storage.stat("s3://b/x") is None
+
+
+class Objects(MemoryFileSystem):
+    """What a test has put to memory://, at gs:// and hf://, which name objects without a slash in front."""
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.partition("://")[2].strip("/") if "://" in path else path
+
+
+class ReadOnly(Objects):
+    def pipe_file(self, path, value, **options):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("scheme", ["gs", "hf"])
+def test_address_of_any_kind_is_read_by_fsspecs_file_system(bucket, monkeypatch, scheme):
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, scheme, Objects)
+    address = f"{scheme}://datasets/a"
+    storage.write_text(f"{address}/x/y", "text")
+    assert storage.find(address)["x/y"].st_size == 4 and storage.names_in(address) == ["x"]
+    assert storage.is_folder(f"{address}/x") and not storage.is_folder(f"{address}/z")
+    assert open_file(f"{address}/x/y").read() == "text"
+    storage.check_writable(address)
+    storage.delete(f"{address}/x/y")
+    assert storage.find(address) == {}
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, scheme, ReadOnly)
+    with pytest.raises(ConfigError, match=f"checkpoint.folder.*{address}.*only reads"):
+        check_job_config(job("--checkpoint.enable", f"--checkpoint.folder={address}"))
+
+
+def test_listing_of_something_else_is_refused(bucket, monkeypatch):
+    put(f"{bucket}/a/x", b"1")
+    found = {"/elsewhere/x": {"size": 1, "type": "file"}}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda self, path, **options: found)
+    with pytest.raises(storage.StorageError, match="/elsewhere/x is listed.*not below"):
+        storage.find(f"{bucket}/a")
+
+
+def test_full_disk_and_missing_credentials_are_told_at_once(monkeypatch):
+    for error, message in (
+        (OSError(errno.ENOSPC, "full"), "no room for its copy"),
+        (RuntimeError("Unable to locate credentials"), "the store refuses.*check"),
+    ):
+        store = Store(error, error)
+        monkeypatch.setattr(storage, "_open", lambda address, store=store: (store, "x"))
+        with pytest.raises(OSError, match=message):
+            storage.stat("s3://b/x")
+        assert len(store.errors) == 1
 
 
 def test_missing_package_and_unknown_scheme_are_told_before_the_run(monkeypatch):
