@@ -48,7 +48,7 @@ def test_step_launches_what_the_table_says_and_every_kernel_fits_the_card(name):
     assert record["shared"] <= SHARED_MEMORY
 
 
-@pytest.mark.parametrize("name", slow(BLOCKS, {"llama3"}))
+@pytest.mark.parametrize("name", slow(BLOCKS))
 def test_kernels_of_a_block_compute_what_the_eager_block_does(name):
     (record,) = records("interpret", name)
     largest = max(record["differences"].values())

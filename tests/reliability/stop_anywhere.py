@@ -67,15 +67,16 @@ MET = " job: "  # logged once the ranks know of each other; nobody misses one th
 TRAINS = "step:  1 "
 
 
-def wait_for(text: str, job: jobs.Job, rank: int) -> None:
-    jobs.wait_until(lambda: text in job.output(rank), job, START_SECONDS)
+def wait_for(text: str, job: jobs.Job) -> None:
+    """Rank 0 logs for all."""
+    jobs.wait_until(lambda: text in job.output(), job, START_SECONDS)
 
 
 def stop(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     rank = draw.randrange(ranks)
     job = start(folder, ranks)
     try:
-        wait_for(TRAINS, job, rank)
+        wait_for(TRAINS, job)
         time.sleep(draw.uniform(0, 3))
         steps_before = len(losses(folder))
         job.send(signal.SIGTERM, rank)
@@ -99,7 +100,7 @@ def kill(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     rank = draw.randrange(ranks)
     job = start(folder, ranks, flags=["--training.steps=1000"])
     try:
-        wait_for(draw.choice([MET, TRAINS, TRAINS]), job, rank)
+        wait_for(draw.choice([MET, TRAINS, TRAINS]), job)
         time.sleep(draw.uniform(0, 2))
         steps_before, sent_at = len(losses(folder)), time.monotonic()
         job.send(signal.SIGKILL, rank)
@@ -118,7 +119,7 @@ def freeze(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str
     flags = ["--training.steps=1000", "--comm.train_timeout_seconds=3"]
     job = start(folder, ranks, flags=[*flags, "--comm.init_timeout_seconds=20"])
     try:
-        wait_for(draw.choice([MET, TRAINS, TRAINS]), job, rank)
+        wait_for(draw.choice([MET, TRAINS, TRAINS]), job)
         time.sleep(draw.uniform(0, 1))
         steps_before, sent_at = len(losses(folder)), time.monotonic()
         job.send(signal.SIGSTOP, rank)

@@ -19,6 +19,7 @@ from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import moe as moe_module
 from torchtitan.rl.generator import LocalGenerator
+from torchtitan.tools.errors import RunError
 
 LORA = ["--model.converters=lora", "--lora.rank=4", SHALLOW]
 
