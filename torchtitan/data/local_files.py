@@ -472,7 +472,7 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
     files = _files_in(path)
     digest = hashlib.sha256()
     every = -(-len(files) // 128) if is_movable else 1
-    read_samples = _read_samples(path, [*files.items()][::every])
+    read_samples = _read_samples([*files.items()][::every])
     for number, (file, found) in enumerate(files.items()):
         name = file.removeprefix(path).lstrip(os.sep) or "."
         time = None if is_movable else found.st_mtime_ns
@@ -483,27 +483,19 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
     return {"files": len(files), "bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
-def _read_samples(root: str, files: list[tuple[str, Any]]) -> Iterator[bytes]:
+def _read_samples(files: list[tuple[str, Any]]) -> Iterator[bytes]:
     """Yield samples from the head, the middle and the tail of each file; all of a short file."""
-    ranges: list[list[tuple[str, int, int]]] = []
-    for path, found in files:
-        places, length = [0], found.st_size
-        if length > _NUM_SAMPLES * _SAMPLE_BYTES:
-            length = _SAMPLE_BYTES
-            places = [
-                (found.st_size - length) * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)
-            ]
-        ranges.append([(path, place, place + length) for place in places])
-    if storage.is_address(root):
-        parts = iter(
-            storage.read_ranges([part for of_file in ranges for part in of_file if part[2]])
-        )
-        for of_file in ranges:
-            yield b"".join(next(parts) for part in of_file if part[2])
-        return
-    for (path, _), of_file in zip(files, ranges, strict=True):
-        if not os.access(path, os.R_OK):
-            yield b""
-            continue
-        with open_file(path, "rb", buffering=0) as file:
-            yield b"".join(os.pread(file.fileno(), end - start, start) for _, start, end in of_file)
+    for first in range(0, len(files), 128):  # as many at a time, because requests take long
+        ranges = [_sampled(path, found.st_size) for path, found in files[first : first + 128]]
+        parts = iter(storage.read_ranges([part for of_file in ranges for part in of_file]))
+        yield from (b"".join(next(parts) for _ in of_file) for of_file in ranges)
+
+
+def _sampled(path: str, size: int) -> list[tuple[str, int, int]]:
+    """Return (path, start, end) of each sample; none of a file that cannot be read."""
+    places, length = [0], size
+    if size > _NUM_SAMPLES * _SAMPLE_BYTES:
+        length = _SAMPLE_BYTES
+        places = [(size - length) * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)]
+    is_readable = size > 0 and (storage.is_address(path) or os.access(path, os.R_OK))
+    return [(path, place, place + length) for place in places] if is_readable else []

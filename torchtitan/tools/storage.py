@@ -51,15 +51,6 @@ def is_address(path: str | os.PathLike[str]) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
-def problem_of(address: str) -> str | None:
-    """Return why an address cannot be used, without connecting to it; None if it can."""
-    try:
-        _open(address)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 def require_disk(key: str, path: str) -> str:
     """Return the path. Raises ConfigError, which names `key`, for an address."""
     if is_address(path):
@@ -69,8 +60,8 @@ def require_disk(key: str, path: str) -> str:
     return path
 
 
-def _open(address: str) -> tuple[Any, str]:
-    """Return (fsspec's file system, the path in it)."""
+def resolve(address: str) -> tuple[Any, str]:
+    """Return (fsspec's file system, the path in it), without connecting. Raises ConfigError if there is none."""
     try:
         from fsspec.core import url_to_fs
 
@@ -88,7 +79,7 @@ def _open(address: str) -> tuple[Any, str]:
 
 def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = None) -> T:
     """Return `work(file system, path)`, repeated for `seconds` (None: `READ_SECONDS`)."""
-    file_system, path = _open(address)
+    file_system, path = resolve(address)
     deadline, pause = time.monotonic() + (seconds or READ_SECONDS), 0.25
     while True:
         try:
@@ -97,27 +88,25 @@ def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = N
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             # The classes stay, because callers catch them; some stores name no address.
             raise type(error)(error.errno or errno.ENOENT, str(error), address) from None
-        except NotImplementedError as error:
-            reason = "fsspec cannot do this there, most often because it only reads; give another address"
-            raise StorageError(errno.EROFS, reason, address) from error
         except Exception as error:  # each store's client has exceptions of its own
             reason = f"{type(error).__name__}: {error}"
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                raise OSError(
-                    errno.ENOSPC, "this machine has no room for its copy", address
-                ) from error
-            if isinstance(error, (PermissionError, ValueError)) or _REFUSALS.search(reason):
+                reason = "this machine has no room for its copy"
+                raise OSError(errno.ENOSPC, reason, address) from error
+            refused = isinstance(error, (PermissionError, ValueError)) or _REFUSALS.search(reason)
+            if isinstance(error, NotImplementedError):
+                reason = "fsspec cannot do this there, most often because it only reads; give another address"
+            elif refused:
                 remedy = "check the address, the credentials and what they allow"
-                raise StorageError(
-                    errno.EACCES, f"the store refuses ({reason}); {remedy}", address
-                ) from error
-            if time.monotonic() + pause > deadline:
-                raise StorageError(
-                    errno.EIO, f"the store does not answer ({reason})", address
-                ) from error
-            logger.warning(f"{address}: {reason}; trying again")
-            time.sleep(pause)
-            pause = min(2 * pause, 30)
+                reason = f"the store refuses ({reason}); {remedy}"
+            elif time.monotonic() + pause > deadline:
+                reason = f"the store does not answer ({reason})"
+            else:
+                logger.warning(f"{address}: {reason}; trying again")
+                time.sleep(pause)
+                pause = min(2 * pause, 30)
+                continue
+            raise StorageError(errno.EIO, reason, address) from error
 
 
 # ---- what checkpoints and data need, for paths of both kinds ----
@@ -269,13 +258,13 @@ def _block(address: str, found: Stat, number: int) -> bytes:
 
 
 def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
-    """Return the bytes of each (address, start, end), at addresses of one store, several at a time."""
-    if not ranges:
-        return []
+    """Return the bytes of each (path, start, end), on a disk, or at one store, several at a time."""
+    if not ranges or not is_address(ranges[0][0]):
+        return [_bytes_at(*part) for part in ranges]
     addresses, starts, ends = map(list, zip(*ranges, strict=True))
 
     def work(fs: Any, _: str) -> list[bytes]:
-        names = [_open(address)[1] for address in addresses]
+        names = [resolve(address)[1] for address in addresses]
         return fs.cat_ranges(names, starts, ends, on_error="raise")
 
     parts = _call(addresses[0], work)
@@ -284,6 +273,13 @@ def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
             reason = f"has {len(part)} bytes at {start} now, not {end - start}; do not change it meanwhile"
             raise StorageError(errno.EIO, reason, address)
     return parts
+
+
+def _bytes_at(path: str, start: int, end: int) -> bytes:
+    from torchtitan.tools.files import open_file
+
+    with open_file(path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), end - start, start)
 
 
 class RangedFile(io.RawIOBase):

@@ -81,7 +81,7 @@ class Store:
 def test_busy_store_is_asked_again_until_the_time_is_over(monkeypatch):
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     store = Store(OSError("SlowDown"), ConnectionResetError("lost"))
-    monkeypatch.setattr(storage, "_open", lambda address: (store, "x"))
+    monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
     assert storage.stat("s3://b/x").st_size == 1
     store.errors = [OSError("SlowDown")] * 5
     monkeypatch.setattr(storage, "READ_SECONDS", -1)
@@ -92,7 +92,7 @@ def test_busy_store_is_asked_again_until_the_time_is_over(monkeypatch):
 
 def test_store_that_refuses_is_asked_once_and_a_missing_file_is_no_failure(monkeypatch):
     store = Store(PermissionError("Forbidden"), PermissionError("Forbidden"))
-    monkeypatch.setattr(storage, "_open", lambda address: (store, "x"))
+    monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
     with pytest.raises(
         storage.StorageError, match=r"refuses \(PermissionError: Forbidden\); check.*'s3://b/x'"
     ):
@@ -145,7 +145,7 @@ def test_full_disk_and_missing_credentials_are_told_at_once(monkeypatch):
         (RuntimeError("Unable to locate credentials"), "the store refuses.*check"),
     ):
         store = Store(error, error)
-        monkeypatch.setattr(storage, "_open", lambda address, store=store: (store, "x"))
+        monkeypatch.setattr(storage, "resolve", lambda address, store=store: (store, "x"))
         with pytest.raises(OSError, match=message):
             storage.stat("s3://b/x")
         assert len(store.errors) == 1

@@ -13,6 +13,7 @@ from torchtitan.config.checks.common import (
     is_file,
     is_path,
     needs,
+    problem_in,
     value_of,
 )
 from torchtitan.config.fields import settings_of
@@ -38,8 +39,7 @@ def addresses(job_config: JobConfig) -> Iterator[str]:
             continue
         if not key.startswith(_TAKE_AN_ADDRESS):
             storage.require_disk(key, value)
-        elif problem := storage.problem_of(value):
-            yield f"{key}: {problem}"
+        yield from (f"{key}: {problem}" for problem in problem_in(storage.resolve, value))
 
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
