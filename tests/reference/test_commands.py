@@ -488,7 +488,6 @@ def test_plan_and_estimate_read_an_address_without_its_weights(store):
         (("tokenize", *TOKENIZE[1:2], "memory://b/x", *TOKENIZE[3:]), "OUT must be on a disk"),
         ((*TOKENIZE[:3], "--tokenizer=memory://b/hf"), "--tokenizer must be on a disk"),
         (("show", "memory://b/none.toml"), "job.config_file names .* got 'memory://b/none.toml'"),
-        (("show", "--training.chat_template=memory://b/x"), "training.chat_template must be on a disk"),
         (("show", "--job.dump_folder=memory://b/x"), "job.dump_folder must be on a disk"),
         (("report", "memory://b/run"), "RUN_FOLDER must be on a disk"),
         (("report", "x", "--output=memory://b/page.html"), "--output must be on a disk"),
