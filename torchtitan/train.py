@@ -133,6 +133,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)
                 peers.compare_data(getattr(checkpointer, "run_record", {}))
+                peers.watch(config.comm, getattr(trainer, "progress", None))
             if config.comm.mode == "local_tensor":
                 logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
             elif config.checkpoint.create_seed_checkpoint:

@@ -258,6 +258,7 @@ QUIRKS = [
     ("gemma3, layers", {"rope_parameters": FLAT_YARN}),
     ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}),
     ("gemma3, layers", {"rope_parameters": None, "rope_theta": 1e4}),
+    ("gemma4", {"rope_parameters": None, "rope_theta": 1e4}),
 ]
 
 
@@ -290,6 +291,13 @@ REFUSED = [
     ("glm4_moe", "rope_type", NOT_SCALED),
     ("gemma3", "use_bidirectional_attention", True),
     ("gemma3", "hidden_activation", "relu"),
+    ("gemma4", "num_kv_shared_layers", 2),
+    ("gemma4", "hidden_size_per_layer_input", 8),
+    ("gemma4", "enable_moe_block", True),
+    ("gemma4", "use_bidirectional_attention", "all"),
+    ("gemma4", "hidden_activation", "relu"),
+    ("gemma4", "per_layer_config", {"per_layer_config": {"1": {"head_dim": 16}}}),
+    ("gemma4", "layer_types", ["chunked_attention"] * 4),
     ("mistral", "hidden_act", "relu"),
     ("mistral", "rope_type", NOT_SCALED),
     ("ministral3", "rope_type", NOT_SCALED),
@@ -329,6 +337,7 @@ MULTIMODAL = [
     ("qwen3_5_moe", "qwen3_5_moe", "model.language_model.", VISION),
     ("gemma3", "gemma3", "model.language_model.", {"model.vision_tower.x": torch.ones(3)}),
     ("gemma3", "gemma3", "language_model.model.", {"vision_tower.x": torch.ones(3)}),
+    ("gemma4", "gemma4", "model.language_model.", {"model.embed_vision.x": torch.ones(3)}),
     ("mistral3", "ministral3", "model.language_model.", {"model.vision_tower.x": torch.ones(3)}),
     ("mistral3", "ministral3", "language_model.model.", {"vision_tower.x": torch.ones(3)}),
     ("llama4", "llama4", "language_model.model.", {"vision_model.x": torch.ones(3)}),

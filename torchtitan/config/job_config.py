@@ -452,6 +452,12 @@ class Comm(Section):
     init_timeout_seconds: Annotated[int, Range(1, 10**8)] = 300
     # Timeout of collectives after step 1
     train_timeout_seconds: Annotated[int, Range(1, 10**8)] = 100
+    # Seconds, at most a third of the timeout, after which a rank that keeps the others waiting is named
+    # with its stack; 0 names none
+    stuck_rank_seconds: Annotated[float, Range(0, 10**8)] = 30.0
+    # The slowest rank is named after a step (of a second or more) that took this many times the median
+    # of the last steps; 0 names none
+    slow_step_factor: Annotated[float, Range(1, 10**6, special=0)] = 3.0
     # Events that NCCL's flight recorder keeps; 0 turns it off
     trace_buf_size: Count = 20000
     # Folder for flight recorder dumps, under the dump folder

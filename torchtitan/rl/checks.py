@@ -180,6 +180,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
                 "rl.teacher.folder": job_config.rl.teacher.folder,
             },
         )
+    if batch.share_prefixes and not batch.packing:
+        yield (
+            "rl.batch.share_prefixes puts the samples that share tokens into one row, got rl.batch.packing = "
+            "False; turn it on"
+        )
     if batch.packing and not reads_positions(job_config.model.attn_mask_type):
         yield (
             f"rl.batch.packing needs positions, got model.attn_mask_type = {job_config.model.attn_mask_type!r}"
@@ -202,6 +207,7 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
             "rl.generator.dtype": generator.dtype,
             "rl.generator.in_flight": generator.in_flight,
             "rl.generator.rescore": generator.rescore,
+            "rl.batch.share_prefixes": job_config.rl.batch.share_prefixes,
             "compile.enable": job_config.compile.enable,
             **split,
         },

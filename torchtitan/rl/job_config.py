@@ -154,6 +154,9 @@ class RLBatch(Section):
     # Put several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each sample has its own row
     packing: bool = False
+    # Compute the tokens with which samples begin alike only once, such as a prompt's for all its completions;
+    # needs packing. Loss and gradients are equal up to rounding; experts count a shared token once
+    share_prefixes: bool = False
     # Group rows of similar length into a microbatch, padded only to its own longest row
     bucketing: bool = False
     # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators

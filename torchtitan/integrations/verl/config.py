@@ -74,10 +74,12 @@ class EngineConfig(TorchtitanEngineConfig):
 
     data_parallel_shard_size: -1 means world size / product of the other sizes.
     job: key of `JobConfig`, dotted or nested -> value. These values override verl's fields.
+    share_prefixes: samples of a microbatch that begin alike share the computation of these tokens.
     """
 
     data_parallel_shard_size: int = -1
     job: dict[str, Any] = field(default_factory=dict)
+    share_prefixes: bool = False
 
 
 def job_config_of(
