@@ -136,8 +136,7 @@ class CheckpointManager:
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
         # Steps are written to `folder`. If checkpoint.folder is an address, they are then uploaded there.
-        self.bucket = config.folder if storage.is_address(config.folder) else ""
-        name = Checkpoint.folder if self.bucket else config.folder
+        name, self.bucket = config.places()
         self.folder = os.path.join(base_folder, name)
         self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
         self.run_record: dict[str, Any] = {}

@@ -17,7 +17,6 @@ from torchtitan.checkpoint.run_record import read_record
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import (
     ActivationCheckpoint,
-    Checkpoint,
     Compile,
     LRScheduler,
     Parallelism,
@@ -147,16 +146,15 @@ def weights_in(source: str | None, config: JobConfig) -> str:
     def last_step(folder: str) -> list[str]:
         return [step.path for step in list_steps(folder) if step.is_finished][-1:]
 
-    uploaded, is_local = config.checkpoint.folder, not storage.is_address(source)
-    is_uploaded = storage.is_address(uploaded)
-    own = storage.join(source, Checkpoint.folder if is_uploaded else uploaded)
-    found = last_step(source) + last_step(own)
+    own, bucket = config.checkpoint.places()
+    found = last_step(source) + last_step(storage.join(source, own))
     exported = storage.join(source, MODEL_FOLDER)  # without adapters, which are merged there
     if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
         found.append(exported)
-    if not found and is_uploaded:
-        found = last_step(uploaded)
+    if not found and bucket:
+        found = last_step(bucket)
     if found:
+        is_local = not storage.is_address(source)
         return max(found, key=os.path.getmtime) if is_local and found[1:] else found[-1]
     raise ValueError(
         f"SOURCE must be a step folder of a run, a folder of such, or a folder with Hugging Face "

@@ -36,6 +36,7 @@ from torchtitan.config.quantize import (  # noqa: F401 (clients import them from
 )
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
+from torchtitan.tools.storage import is_address
 
 
 @dataclass
@@ -382,6 +383,10 @@ class Checkpoint(Section):
     load_only: bool = False  # Load, but never save
     # Compare the files' hashes with those recorded when the checkpoint was saved
     verify_on_load: bool = True
+
+    def places(self) -> tuple[str, str]:
+        """Return (the folder under the dump folder, the address to which its steps are uploaded, or "")."""
+        return (Checkpoint.folder, self.folder) if is_address(self.folder) else (self.folder, "")
 
 
 @dataclass

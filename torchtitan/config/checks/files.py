@@ -17,7 +17,7 @@ from torchtitan.config.checks.common import (
     value_of,
 )
 from torchtitan.config.fields import settings_of
-from torchtitan.config.job_config import Checkpoint, JobConfig
+from torchtitan.config.job_config import JobConfig
 from torchtitan.tools import storage
 from torchtitan.tools.files import find_shipped
 
@@ -207,19 +207,16 @@ def _is_there(path: str | None) -> bool:
 
 def _checkpoint_folder(job_config: JobConfig) -> str:
     """Return the folder of the run's steps, or the address to which they are uploaded."""
-    folder = job_config.checkpoint.folder
-    is_address = storage.is_address(folder)
-    return folder if is_address else os.path.join(job_config.job.dump_folder, folder)
+    folder, bucket = job_config.checkpoint.places()
+    return bucket or os.path.join(job_config.job.dump_folder, folder)
 
 
 def _own_steps(job_config: JobConfig) -> list[str]:
     """Return the names of this run's step folders, on its disk and uploaded."""
-    folder, names = _checkpoint_folder(job_config), []
-    if storage.is_address(folder):
-        with suppress(OSError):  # the check that the address can be written to reports this
-            names = [name for name in storage.names_in(folder) if name.startswith("step-")]
-        folder = os.path.join(job_config.job.dump_folder, Checkpoint.folder)
-    return names + glob.glob("step-*", root_dir=folder)
+    (folder, bucket), names = job_config.checkpoint.places(), []
+    with suppress(OSError):  # the check that the address can be written to reports this
+        names = [name for name in storage.names_in(bucket) if name.startswith("step-")]
+    return names + glob.glob("step-*", root_dir=os.path.join(job_config.job.dump_folder, folder))
 
 
 def _looks_local(path: str) -> bool:
