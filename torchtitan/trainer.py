@@ -438,6 +438,7 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
             f"{engine.num_steps}; raise it to go on, or set another job.dump_folder to train again"
         )
+        checkpointer.finish_upload()
         return False
     excluded = config.checkpoint.exclude_from_loading
     if continues and "train_state" not in excluded and checkpointer.holds_weights_only(newest):

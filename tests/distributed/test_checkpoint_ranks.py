@@ -1,6 +1,7 @@
 """Checkpoints of sharded models on gloo ranks."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class NetAdapter(StateDictAdapter):
 class Run:
     """A sharded model with optimizer and checkpoint manager. The same seed on every rank."""
 
-    def __init__(self, folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
+    def __init__(self, dump_folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
@@ -72,7 +73,7 @@ class Run:
             states={},
             checkpoint_config=Checkpoint(enable=True, **({"interval": 1} | config)),
             sd_adapter=NetAdapter(None, None),
-            base_folder=folder,
+            base_folder=dump_folder,
         )
 
     def train(self, steps: int = 1) -> None:
@@ -309,3 +310,31 @@ def test_a_file_gets_the_tensors_of_ranks_that_do_not_write_it(tmp_path):
     }
     expected["model.tied"] = torch.ones(5)
     assert_same({n: t.bfloat16() for n, t in expected.items()}, files[0] | files[1])
+
+
+def upload_from_two_disks(folder: str) -> None:
+    disk, bucket = f"{folder}/disk-{dist.get_rank()}", f"{folder}/bucket"
+    os.environ["XDG_CACHE_HOME"] = f"{disk}/cache"
+    run = Run(disk, async_mode="async", folder=f"file://{bucket}")
+    run.train()
+    run.manager.save(1)
+    run.train()
+    saved = run.everything()
+    run.manager.save(2)
+    run.manager.close()
+    assert find_damage(f"file://{bucket}/step-2") is None
+    own = Path(f"{disk}/checkpoint/step-2")
+    assert own.exists() == (dist.get_rank() == 0)  # rank 1 sees no file of rank 0, and keeps none
+    other = Run(disk, seed=1, folder=f"file://{bucket}")
+    assert other.manager.load()
+    assert_same(other.everything(), saved)
+    with contextlib.suppress(FileNotFoundError):
+        Path(f"{bucket}/step-2/{HASHES_FILE}").unlink()  # as if the upload had been interrupted
+    third = Run(disk, seed=2, folder=f"file://{bucket}")
+    assert third.manager.load() and third.manager.newest_step() == 1
+    run.manager.save_hf(f"file://{bucket}/hf")
+    assert find_damage(f"file://{bucket}/hf") is None
+
+
+def test_machines_without_a_shared_folder_meet_in_the_bucket(tmp_path):
+    run_ranks(upload_from_two_disks, 2, str(tmp_path))

@@ -21,12 +21,13 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException, async_save, save
 from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.futures import Future
 
 from torchtitan.checkpoint.folder import DCP_METADATA, in_two_threads, is_plain, path_inside
 from torchtitan.distributed.processes.ranks import on_all_ranks
-from torchtitan.tools import torch_parts
+from torchtitan.tools import storage, torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.unpickling import Names, read_pickle, refusal
@@ -127,19 +128,39 @@ class _EntryView(torch_parts.FileView):
         return super().seek(offset, whence)
 
 
+class _Address(FileSystem):
+    """Lets DCP's file reader read a checkpoint at an address (torch's own leaves errors untranslated)."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        yield storage.RangedFile(path)
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        return path_inside(path, suffix)
+
+    def init_path(self, path: Any) -> str:
+        return os.fspath(path)
+
+
 class SafeReader(torch_dcp.FileSystemReader):
-    """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile."""
+    """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile.
+
+    path: a folder or an address.
+    """
 
     _metadata: Metadata | None = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self._harmless: set[bytes] = set()  # small entries that `_slice_file` has accepted
+        if storage.is_address(path):
+            self.fs = _Address()
+            self.path = self.fs.init_path(path)
 
     def read_metadata(self) -> Metadata:
         if self._metadata is not None:
             return self._metadata
-        path = os.path.join(self.path, DCP_METADATA)
+        path = storage.join(str(self.path), DCP_METADATA)
         try:
             with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
                 metadata = read_pickle(file, METADATA_NAMES, path)
@@ -164,6 +185,8 @@ class SafeReader(torch_dcp.FileSystemReader):
         A zip archive can be compressed, and a pickle can make a bytearray of any length.
         """
         entry: Any = _EntryView(file, sinfo.offset, sinfo.length)
+        if isinstance(file, storage.RangedFile):  # one request for the whole entry
+            entry = io.BytesIO(file[sinfo.offset : sinfo.offset + sinfo.length])
         if sinfo.length < _BYTES_OF_A_NUMBER:
             entry = io.BytesIO(data := entry.read())
             if data in self._harmless:

@@ -9,6 +9,9 @@ A folder whose writer was killed at any point is recognised as unfinished, becau
 
 Removal also creates `.incomplete` first and deletes it last. Folders of other tools have neither
 marker nor hashes: they count as complete if they hold `.metadata` or safetensors files, unverified.
+
+`upload_folder` copies a finished folder to an address (see `tools.storage`) in the same order: the hashes
+are the last object that it writes, and a run's step there counts only if it has them.
 """
 
 import dataclasses
@@ -20,7 +23,8 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -36,8 +40,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.futures import Future
 
-from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
-from torchtitan.tools.files import open_file
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.tools import storage
+from torchtitan.tools.files import UNFINISHED, open_file
 from torchtitan.tools.logging import logger
 
 T, U = TypeVar("T"), TypeVar("U")
@@ -84,22 +89,28 @@ class StepFolder(NamedTuple):
         return self.contents in (Contents.DCP, Contents.HF)
 
 
-def contents_of(folder: str) -> Contents:
+def contents_of(folder: str, names: Collection[str] | None = None) -> Contents:
+    """Return what `folder` holds. names: the files in it, if they are known; None reads them by name."""
     for name, contents in (
         (UNFINISHED_MARKER, Contents.UNFINISHED),
         (DCP_METADATA, Contents.DCP),
         (HF_INDEX, Contents.HF),
         (HF_SINGLE_FILE, Contents.HF),
     ):
-        if os.path.isfile(os.path.join(folder, name)):
+        path = storage.join(folder, name)
+        if name in names if names is not None else storage.is_file(path):
             return contents
-    names = os.listdir(folder) if os.path.isdir(folder) else []
+    names = storage.names_in(folder) if names is None else names
     is_damaged = any(name == HASHES_FILE or name.endswith(".distcp") for name in names)
     return Contents.DAMAGED if is_damaged else Contents.UNKNOWN
 
 
 def path_inside(folder: str, name: str) -> str:
     """Return the path of file `name` in `folder`, links resolved; ValueError if it leads elsewhere."""
+    if storage.is_address(folder):
+        if ".." in name.split("/"):
+            raise ValueError(f"{name} leads out of {folder}; put the file itself there")
+        return storage.join(folder, name)
     root, path = Path(folder).resolve(), Path(folder, name).resolve()
     # Links of Hugging Face's cache, from snapshots/<revision> to the repository's blobs, are allowed.
     blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
@@ -113,6 +124,17 @@ def path_inside(folder: str, name: str) -> str:
 def list_steps(folder: str) -> list[StepFolder]:
     """Return the `step-<N>` folders in `folder`, sorted by N. Other names are ignored."""
     found = []
+    if storage.is_address(folder):
+        files: dict[str, dict[str, int]] = defaultdict(dict)  # step folder -> file -> bytes
+        for path, about in storage.find(folder).items():
+            files[path.partition("/")[0]][path.partition("/")[2]] = about.st_size
+        for name, sizes in files.items():
+            if match := re.fullmatch(r"step-(\d+)", name):
+                path = storage.join(folder, name)
+                is_uploaded = HASHES_FILE in sizes
+                contents = contents_of(path, sizes) if is_uploaded else Contents.UNFINISHED
+                step, is_base = int(match.group(1)), sizes.get(KEPT_MARKER, 0) > 0
+                found.append(StepFolder(step, path, contents, is_base))
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
@@ -131,26 +153,20 @@ def newest_finished_step(folder: str) -> int:
     return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
 
 
-def _write_synced(path: str, text: str) -> None:
-    with open_file(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def mark_unfinished(folder: str, *more: str) -> None:
     """Mark a folder as unfinished. more: further markers; retention never removes a folder with `KEPT_MARKER`."""
-    os.makedirs(folder, exist_ok=True)
+    if not storage.is_address(folder):
+        os.makedirs(folder, exist_ok=True)
     for marker in (UNFINISHED_MARKER, *more):
-        _write_synced(os.path.join(folder, marker), "")
+        storage.write_text(storage.join(folder, marker), "")
 
 
 def mark_base(folder: str) -> None:
     """If `folder` is a step, mark it as the base model of adapters, which no run's retention removes."""
-    if not re.fullmatch(r"step-\d+", os.path.basename(os.path.realpath(folder))):
+    if not re.fullmatch(r"step-\d+", os.path.basename(storage.resolved(folder))):
         return
     try:
-        _write_synced(os.path.join(folder, KEPT_MARKER), "the base model of adapters\n")
+        storage.write_text(storage.join(folder, KEPT_MARKER), "the base model of adapters\n")
     except OSError as error:
         logger.warning(
             f"{folder}, the base model of the adapters, cannot be marked ({error}): see that its own "
@@ -177,20 +193,30 @@ def _remove_weights(folder: str) -> None:
         is_shards = entry.name == "sharded"
         if is_shards and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
-        elif is_shards or any(fnmatchcase(entry.name, pattern) for pattern in WEIGHT_FILES):
+        elif is_shards or _is_weight_file(entry.name):
             os.unlink(entry.path)
+
+
+def _is_weight_file(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
     """Write the hashes (file name -> SHA-256), synced, then remove the marker: `folder` is complete."""
     lines = [f"# {len(hashes)} files"]
     lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
-    _write_synced(os.path.join(folder, HASHES_FILE), "\n".join(lines) + "\n")
+    storage.write_text(os.path.join(folder, HASHES_FILE), "\n".join(lines) + "\n")
     os.unlink(os.path.join(folder, UNFINISHED_MARKER))
 
 
 def remove_folder(folder: str) -> None:
     mark_unfinished(folder)
+    if storage.is_address(folder):
+        # The hashes by name, because a listing may lack them: without them, nothing else counts.
+        listed = storage.find(folder).keys() - {HASHES_FILE, UNFINISHED_MARKER}
+        for name in (HASHES_FILE, *listed, UNFINISHED_MARKER):
+            storage.delete(storage.join(folder, name))
+        return
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -213,7 +239,7 @@ def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None
 
     def problem(name: str) -> str | None:
         try:
-            if hash_file(os.path.join(folder, name)) != expected[name]:
+            if hash_file(storage.join(folder, name)) != expected[name]:
                 return f"{name} does not have the content that was written (SHA-256 differs)"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -259,8 +285,8 @@ def own_share(names: list[str]) -> list[str]:
 
 def recorded_hashes(folder: str) -> dict[str, str]:
     """Return file name -> SHA-256; empty if the folder has no hash file. ValueError if it is damaged."""
-    path, entries = os.path.join(folder, HASHES_FILE), []
-    if os.path.exists(path):
+    path, entries = storage.join(folder, HASHES_FILE), []
+    if storage.exists(path):
         with open_file(path, errors="replace") as file:
             header, *lines = file.read().splitlines() or [""]
         entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
@@ -269,6 +295,50 @@ def recorded_hashes(folder: str) -> dict[str, str]:
     if not entries and contents_of(folder) == Contents.DAMAGED:
         raise ValueError(f"{DCP_METADATA} is missing")
     return {entry.group(2): entry.group(1) for entry in entries}
+
+
+def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = None) -> None:
+    """Copy a finished folder to `address`, replacing the weights there. Collective over `group`.
+
+    Each rank copies its own `.distcp` files, from its own disk; rank 0 copies the others. Where rank 0's
+    files cannot be seen, on other machines, the rank's files are removed afterwards.
+    """
+    rank, n_ranks, start = 0, 1, time.monotonic()
+    if dist.is_initialized():
+        rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def begin() -> set[str]:
+        mark_unfinished(address)  # first: what is there no longer counts
+        for name in filter(_is_weight_file, storage.names_in(address)):
+            storage.delete(storage.join(address, name))
+        storage.sweep(address)
+        own = {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+        own = {name for name in own if not name.endswith(UNFINISHED)} - {UNFINISHED_MARKER}
+        return own | recorded_hashes(folder).keys()
+
+    def rank_of(name: str) -> int:
+        match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+        return int(match[1]) if match and int(match[1]) < n_ranks else 0
+
+    def copy(names: Collection[str]) -> None:
+        for name in sorted(names):
+            storage.upload(os.path.join(folder, name), storage.join(address, name))
+
+    names = on_all_ranks(lambda: begin() if rank == 0 else set(), group)[0]
+    own = {name for name in names if rank_of(name) == rank} - {HASHES_FILE}
+    on_all_ranks(lambda: copy(own), group)
+
+    def end() -> None:
+        copy(names & {HASHES_FILE})
+        storage.delete(storage.join(address, UNFINISHED_MARKER))
+        logger.info(f"{folder} was uploaded to {address} in {time.monotonic() - start:.2f} s")
+
+    on_all_ranks(lambda: end() if rank == 0 else None, group)
+    if rank > 0 and HASHES_FILE in names and not os.path.exists(os.path.join(folder, HASHES_FILE)):
+        for name in own:
+            os.unlink(os.path.join(folder, name))
+        with suppress(OSError):  # other ranks of this machine still have files there
+            os.rmdir(folder)
 
 
 class HashedFile:
@@ -416,7 +486,7 @@ class HashingWriter(FileSystemWriter):
             hashes[RUN_RECORD] = self.fs.hashes[RUN_RECORD]
         hashes[DCP_METADATA] = self.fs.hashes[DCP_METADATA]
         finish_writing(str(self.path), hashes)
-        size = sum(os.path.getsize(os.path.join(self.path, name)) for name in hashes)
+        size = sum(entry.size_in_bytes for of_rank, _ in results for entry in of_rank)
         logger.info(
             f"Checkpoint {self.path} is complete: {size / GIB:.3f} GiB from {len(results)} "
             f"rank(s) in {time.monotonic() - self._started:.2f} s"

@@ -32,6 +32,7 @@ from torchtitan.commands.source import errors_as_sentences
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.checks import check_ranks
 from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.files import read_text
 
 ENGINES: dict[str, Callable[[ClusterJob], str]] = {
     "kubernetes": engines.train_job,
@@ -91,7 +92,7 @@ def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> C
     path = options.config or options.source
     if not path or not os.path.isfile(path):
         raise ConfigError(f"--config must be the job's TOML file, got {path!r}; correct the path")
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_text(path)
     is_rl, config_class = "rl" in tomllib.loads(text), JobConfig
     if is_rl:
         from torchtitan.rl.job_config import JobConfig as config_class  # noqa: N814

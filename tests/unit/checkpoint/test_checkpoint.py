@@ -101,7 +101,7 @@ class Run:
     Without a dataloader every save is due.
     """
 
-    def __init__(self, folder, model=None, dataloader=None, adapter=None, seed=0, **config):
+    def __init__(self, dump_folder, model=None, dataloader=None, adapter=None, seed=0, **config):
         torch.manual_seed(seed)
         self.model = Net() if model is None else model
         self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
@@ -117,7 +117,7 @@ class Run:
             states={"train_state": self.counter},
             checkpoint_config=Checkpoint(**(settings | config)),
             sd_adapter=adapter,
-            base_folder=str(folder),
+            base_folder=str(dump_folder),
         )
 
     def train(self, steps: int = 1) -> None:
@@ -821,7 +821,7 @@ def test_failed_write_leaves_no_folder_and_no_byte_that_fills_the_disk(tmp_path,
 def test_save_that_cannot_begin_leaves_the_whole_checkpoint_that_it_would_replace(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
-    no_room = mock.patch.object(folder, "_write_synced", side_effect=OSError("disk full"))
+    no_room = mock.patch.object(folder.storage, "write_text", side_effect=OSError("disk full"))
     with no_room, pytest.raises(RuntimeError, match="step-1 could not be written.*disk full"):
         run.manager.save(1)
     run.counter.step = 7
