@@ -60,10 +60,14 @@ def submit(cluster, folder, engine, *arguments):
     """Run what `torchtitan launch` prints, in the folder; return the job's output."""
     launch = [sys.executable, "-m", "torchtitan", "launch", engine, "--nodes=2", *arguments]
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples/verl")])
-    variables = ("VERL_USE_EXTERNAL_MODULES=verl_on_cpu.register", f"PYTHONPATH={path}")
-    launch += [
-        f"--env={variable}" for variable in (*variables, "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1")
-    ]
+    variables = {
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu.register",
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",  # on a busy machine
+    }
+    launch += [f"--env={name}={value}" for name, value in variables.items()]
     env = os.environ | {"RAY_ADDRESS": cluster, "PYTHONPATH": path}
     command = subprocess.check_output(launch, env=env, cwd=folder, text=True)
     done = subprocess.run(
