@@ -406,7 +406,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
     engine.save()  # waits for the files, because async_mode is off
-    checkpointer.async_mode = usual_mode
+    checkpointer.async_mode, checkpointer.has_stopped = usual_mode, True
     logger.warning(
         f"stopped after step {engine.step} of {engine.num_steps}: {reason}; its "
         "checkpoint is whole, and the same command goes on",
@@ -438,6 +438,7 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
             f"{engine.num_steps}; raise it to go on, or set another job.dump_folder to train again"
         )
+        checkpointer.finish_upload()
         return False
     excluded = config.checkpoint.exclude_from_loading
     if continues and "train_state" not in excluded and checkpointer.holds_weights_only(newest):

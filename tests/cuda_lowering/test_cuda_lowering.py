@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,11 @@ def test_kernels_of_a_block_compute_what_the_eager_block_does(name):
     # or factor is 1e-2.
     assert largest < 1e-5, record["differences"]
     assert len(record["differences"]) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
+def test_kernels_of_the_delta_rule_fit_the_card():
+    kernels = records("fla_kernels")
+    assert len(kernels) >= 10
+    assert all(kernel["shared"] <= SHARED_MEMORY for kernel in kernels)

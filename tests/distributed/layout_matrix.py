@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.training_runs import DealtRows
+from tests.distributed.training_runs import DealtRows, build_dealt_rows
 from tests.reliability.jobs import flags_in
 from torchtitan.distributed.tied_copies import FIRST, name_in_whole_model, trained_copies_in
 from torchtitan.models.causal_lm import CausalLM, CausalLMArgs, LayerKind
@@ -240,7 +240,13 @@ def register_tiny(family: str) -> str:
         shallow = dataclasses.replace(args, n_layers=n_layers, **fewer)
         flavors = {"tiny": args, "shallow": shallow}
         train_spec.register_train_spec(
-            name, dataclasses.replace(spec, model_args=flavors, build_tokenizer_fn=None)
+            name,
+            dataclasses.replace(
+                spec,
+                model_args=flavors,
+                build_dataloader_fn=build_dealt_rows,
+                build_tokenizer_fn=None,
+            ),
         )
     return name
 

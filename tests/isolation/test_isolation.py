@@ -168,6 +168,15 @@ def test_certificate_prints_what_it_has_checked(capsys):
     assert "0 failures in 3 packings: under flex and varlen" in capsys.readouterr().out
 
 
+def test_certificate_checks_whole_models_and_reports_a_leak_in_one(monkeypatch, capsys):
+    packings = ["--models", "qwen3_5_moe", "--packings=3"]
+    assert isolation.main(packings) == 0
+    assert "qwen3_5_moe: 0 failures in 3 packings" in capsys.readouterr().out
+    for name, broken in LEAKS["state kept"].items():
+        monkeypatch.setattr(gated_delta, name, broken(getattr(gated_delta, name)))
+    assert isolation.main(packings) == 1
+
+
 # ---- the whole decoder ----
 
 

@@ -45,6 +45,10 @@ COMMANDS = {
         "torchtitan.estimate.__main__:main",
     ),
     "plan": Command("rank the layouts of a job on some GPUs", "torchtitan.estimate.plan:main"),
+    "launch": Command(
+        "print a job on several machines for Kubernetes, Slurm, SkyPilot, Ray or torchrun",
+        "torchtitan.commands.launch:main",
+    ),
     "report": Command("write one HTML page about a run", "torchtitan.report.__main__:main"),
     "rl": Command(
         "train by reinforcement; without a TOML file, a small policy that copies letters",

@@ -30,8 +30,9 @@ from torchtitan.config.manager import parse_args_or_exit
 from torchtitan.distributed.processes.late_ranks import Progress
 from torchtitan.distributed.processes.peers import PeerError, Peers
 from torchtitan.distributed.processes.process_group import find_peers, init_distributed
-from torchtitan.tools import signals
+from torchtitan.tools import signals, storage
 from torchtitan.tools.errors import RunError
+from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import get_device_info
@@ -102,10 +103,11 @@ class Checks:
         self.rank, self.size, self.at = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
         self.hosts = self.gather(socket.gethostname())
         self.names = [f"rank {rank} ({host})" for rank, host in enumerate(self.hosts)]
-        self.needs_shared_folder = config.checkpoint.enable
-        folder = config.checkpoint.folder if config.checkpoint.enable else ""
-        nonce = self.gather(secrets.token_hex(8))[0]
-        self.file = Path(config.job.dump_folder, folder, f".preflight_{nonce}")  # from rank 0
+        folder, self.bucket = config.checkpoint.places() if config.checkpoint.enable else ("", "")
+        self.needs_shared_folder = config.checkpoint.enable and not self.bucket
+        nonce, root = self.gather(secrets.token_hex(8))[0], config.job.dump_folder
+        root = storage.require_disk("job.dump_folder", root)
+        self.file = Path(root, folder, f".preflight_{nonce}")  # from rank 0
 
     def run(self) -> bool:
         """Make all checks; return whether one failed on any rank. Rank 0 prints figures and faults."""
@@ -165,7 +167,7 @@ class Checks:
             raise RunError(f"only {free / _GIB:.2f} GiB are free in {self.file.parent}")
         path, started = self.file.with_suffix(f".{self.rank}"), time.perf_counter()
         try:
-            with open(path, "xb", buffering=0) as file:
+            with open_file(path, "xb", buffering=0) as file:
                 while written < 2**26 and time.perf_counter() - started < 2:
                     written += file.write(chunk)
                     os.fsync(file.fileno())
@@ -174,6 +176,9 @@ class Checks:
         return {"GB/s": written / (time.perf_counter() - started) / _GB, "GiB free": free / _GIB}
 
     def shared_folder(self) -> dict[str, float]:
+        if self.bucket:
+            storage.check_writable(self.bucket)
+            return {"address that takes checkpoints": 1}
         if self.file.exists():
             return {"folder": 1}
         if self.needs_shared_folder:

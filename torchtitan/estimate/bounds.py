@@ -69,20 +69,28 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
 
 def depths_of(config: Any) -> tuple[int, int] | None:
     """Return two numbers of layers at which to estimate a step; the step of the real model is extrapolated
-    linearly from both. Both fill the stages of a pipeline evenly. None if the config itself assigns the
-    layers to stages.
+    linearly from both. Both fill the stages of a pipeline evenly, and have the model's share of each kind of
+    layer. None if the config itself assigns the layers to stages, or their kinds do not repeat.
     """
     # Imported here, because it imports torch, and options are read before the device is prepared.
     from torchtitan.config.pipeline_layout import SINGLE_STAGE_SCHEDULES, is_one_of
+    from torchtitan.protocols.train_spec import get_train_spec
 
+    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    types = getattr(args, "layer_types", ())
+    n_types = next((n for n in range(1, len(types)) if types[n:] == types[:-n]), len(types)) or 1
+    if n_types == len(types) > 1:
+        return None
     parallelism = config.parallelism
     pp = parallelism.pipeline_parallel_degree
     option = config.activation_checkpoint.selective_ac_option
     is_by_layers = config.activation_checkpoint.mode == "selective" and option.isdigit()
-    period = int(option) if is_by_layers else 1  # recomputation repeats every `period` layers
+    # Recomputation and kinds of layers repeat every `period` layers.
+    period = math.lcm(int(option) if is_by_layers else 1, n_types)
     if pp == 1:
         # The first layers may differ from the others, and odd layers from even ones.
-        return 4, 4 + math.lcm(2, period)
+        low = n_types * -(-4 // n_types)
+        return low, low + math.lcm(2, period)
     if parallelism.pipeline_parallel_layers_per_stage or parallelism.module_fqns_per_model_part:
         return None
     is_single = is_one_of(parallelism.pipeline_parallel_schedule, SINGLE_STAGE_SCHEDULES)
@@ -90,7 +98,7 @@ def depths_of(config: Any) -> tuple[int, int] | None:
     # The embeddings count as `first` layers, and the logits as `last` layers.
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
-    low = 1 + max(1, first, last)
+    low = n_types * -(-(1 + max(1, first, last)) // n_types)
     return low * n_stages - first - last, (low + period) * n_stages - first - last
 
 

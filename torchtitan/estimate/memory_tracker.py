@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchtitan.numerics.delta_rule import scratch_bytes
 from torchtitan.numerics.nf4 import num_numbers
 
 PARAMETERS = "parameters and buffers"
@@ -82,11 +83,18 @@ class MemoryTracker(TorchDispatchMode):
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.device.type == self.device_type:
                 self._count(value.untyped_storage())
-        if getattr(func, "_opname", "") == "nf4_mm" and result.device.type == self.device_type:
-            numbers = num_numbers(args[1]) * result.itemsize  # inside the operator
-            self.live[OTHER] += numbers
+        # What our operators take inside.
+        name = getattr(func, "_opname", "")
+        inside = 0
+        if name == "nf4_mm" and result.device.type == self.device_type:
+            inside = num_numbers(args[1]) * result.itemsize
+        elif name.startswith("gated_delta_rule") and result[0].device.type == self.device_type:
+            is_backward = name.endswith("backward")
+            inside = scratch_bytes(*(args[3:5] if is_backward else args[1:3]), is_backward)
+        if inside:
+            self.live[OTHER] += inside
             self._update_peak()
-            self.live[OTHER] -= numbers
+            self.live[OTHER] -= inside
         return result
 
     def _count(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import os
 import types
 from collections import Counter
@@ -44,7 +45,7 @@ class StepEstimate:
     parameters: shards of parameters, and buffers. gradients: all gradients, after backward.
     activations: the peak of all other memory: activations kept for backward, parameters gathered by
         FSDP, buffers of collectives, temporaries.
-    peak: the peak of the total, in the phase peak_phase; the kinds may peak at other times.
+    peaks: the peak of the total in each phase of the step; the kinds may peak at other times.
     counts: what the rank sends and computes. host_waits: place -> number of times that the host
         waited for the device there; None if the step ran on real tensors.
     tokens: of the whole step, over all ranks. model_flops: the model's FLOPs for these tokens, without
@@ -57,8 +58,7 @@ class StepEstimate:
     gradients: int
     optimizer_state: int
     activations: int
-    peak: int
-    peak_phase: str
+    peaks: dict[str, int]
     counts: StepCounts
     host_waits: Counter[str] | None
     num_params: int
@@ -66,13 +66,18 @@ class StepEstimate:
     model_flops: float
     bubble: float
 
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
     def as_table(self) -> str:
+        phase = max(self.peaks, key=lambda phase: self.peaks[phase])
         rows = {
             PARAMETERS: self.parameters,
             GRADIENTS: self.gradients,
             OPTIMIZER_STATE: self.optimizer_state,
             f"{OTHER}, at most": self.activations,
-            f"peak ({self.peak_phase})": self.peak,
+            f"peak ({phase})": self.peak,
         }
         lines = [f"rank {self.rank} of {self.world_size}:"]
         lines += [f"{name:45} {size / _GIB:9.3f} GiB" for name, size in rows.items()]
@@ -105,7 +110,7 @@ class StepEstimate:
             difference = (theirs - mine) * times
             return mine + (round(difference) if isinstance(mine, int) else difference)
 
-        same = "rank", "world_size", "peak_phase", "tokens", "bubble"
+        same = "rank", "world_size", "tokens", "bubble"
         values = {
             field.name: go_on(getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(self)
@@ -126,6 +131,10 @@ def estimate_step(
     def derive_fewer_layers(*args: Any) -> Any:
         model_args = derive_model_args(*args)
         model_args.n_layers = n_layers or model_args.n_layers
+        if kinds := getattr(model_args, "layer_types", ()):
+            model_args.layer_types = (
+                *itertools.islice(itertools.cycle(kinds), model_args.n_layers),
+            )
         return model_args
 
     def join_fake_group(world_size: int, _mode: str) -> None:
@@ -225,14 +234,13 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
                 lambda parameter: tracker.mark([parameter.grad], GRADIENTS)
             )
 
-    peak, peak_phase = 0, ""
+    peaks: Counter[str] = Counter()
     most: Counter[str] = Counter()
     total = StepCounts()
     n_microbatches = engine.gradient_accumulation_steps
     with tracker, counter:
         for phase in _run_step(engine):
-            if tracker.peak.total() > peak:
-                peak, peak_phase = tracker.peak.total(), phase
+            peaks[phase] = max(peaks[phase], tracker.peak.total())
             most |= tracker.most  # the maximum of each kind
             tracker.reset_peak()
             # All microbatches but the last count as much as the first.
@@ -248,8 +256,7 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
         gradients=most[GRADIENTS],
         optimizer_state=most[OPTIMIZER_STATE],
         activations=most[OTHER],
-        peak=peak,
-        peak_phase=peak_phase,
+        peaks=peaks,
         counts=total,
         host_waits=None if rehearsal is None else _waits_of(rehearsal),
         num_params=engine.num_params,

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from torchtitan.numerics import delta_rule_fla as fla
 
 _GROUP = 16  # chunks that are computed together; forward keeps one state for each group
+_LEAST_EXPONENT = -80.0  # exp of it is 1e-35, far below the rounding of any sum with it
 _EPS = 1e-6  # inside the root of the L2 norm
 
 _library = library.Library("torchtitan", "FRAGMENT")
@@ -73,11 +74,13 @@ def gated_delta_rule(
     cu_seqlens: `VarlenMetadata.cu_seq_q` of the same documents. With it, flash-linear-attention is used
         where it is supported (see `numerics.delta_rule_fla`), unless a state is given or returned.
     return_state: without it the state is None.
-    chunk: tokens per chunk, a power of two; None is 32 on CPUs, where it is the fastest, and else 64.
+    chunk: tokens per chunk, a power of two; None is the fastest on CPUs (16, or 32 for keys of more than 64
+        numbers), and else 64.
     """
     if cu_seqlens is not None and state is None and not return_state and fla.is_supported(q, v):
         return fla.gated_delta_rule(q, k, v, g, beta, cu_seqlens), None
-    chunk = chunk or (32 if q.device.type == "cpu" else 64)
+    if chunk is None:
+        chunk = 64 if q.device.type != "cpu" else 16 if q.shape[-1] <= 64 else 32
     out, last, _ = torch.ops.torchtitan.gated_delta_rule(q, k, v, g, beta, starts, state, chunk)
     return out, last if return_state else None
 
@@ -122,6 +125,16 @@ def multiplications_per_token(key_dim: int, value_dim: int, chunk: int = 64) -> 
     return in_chunk + 3 * key_dim * value_dim
 
 
+def scratch_bytes(k: Tensor, v: Tensor, is_backward: bool, chunk: int = 64) -> int:
+    """Return about how many bytes the operator takes beside its results; k and v as in `gated_delta_rule`."""
+    n = min(_GROUP, -(-v.shape[1] // chunk)) * v.shape[0] * v.shape[2]
+    key_dim, value_dim = k.shape[-1], v.shape[-1]
+    # As measured: tensors [C, C], of keys and of values, and of states.
+    pairs, wide, states = (10, 10, 2) if is_backward else (4, 4, 1)
+    each = (pairs * chunk + wide * (key_dim + value_dim)) * chunk + states * key_dim * value_dim
+    return n * each * _dtype(v).itemsize
+
+
 # ---- parts of a chunk ----
 
 
@@ -137,11 +150,12 @@ def _inverse(lower: Tensor) -> Tensor:
     [[a, 0], [l, b]]^-1 = [[a^-1, 0], [-b^-1 l a^-1, b^-1]].
     """
     size = lower.shape[-1]
-    # contiguous: the copy below goes through views of `inverse`
-    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).repeat(
-        *lower.shape[:-2], 1, 1
-    )
-    width = 1
+    rows = torch.arange(size, device=lower.device).unsqueeze(1)
+    eye = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    # The blocks of two. contiguous: the copy below goes through views of `inverse`
+    is_left = (rows % 2 == 1) & (rows == rows.mT + 1)
+    inverse = torch.where(is_left, -lower, eye).contiguous()
+    width = 2
     while width < size:
 
         def blocks(x: Tensor, row: int, column: int, width: int = width) -> Tensor:
@@ -189,8 +203,9 @@ def _decays(g: Tensor, documents: _Documents) -> tuple[Tensor, Tensor]:
     """Return D [n, B, Hv, C, C] and c [n, B, Hv, C] of g [n, B, Hv, C]."""
     sums = _decay_sums(g, documents)
     gaps = sums.unsqueeze(-1) - sums.unsqueeze(-2)
-    # Masked before exp, which would overflow for j > i.
-    decays = gaps.masked_fill_(~documents.pairs.unsqueeze(2), -math.inf).exp_()
+    # Masked before exp, which would overflow for j > i. CPUs are slow at results that are no normal numbers.
+    pairs = documents.pairs.unsqueeze(2)
+    decays = gaps.masked_fill_(~pairs, 0).clamp_(min=_LEAST_EXPONENT).exp_().mul_(pairs)
     return decays, sums.masked_fill(~documents.is_carried.unsqueeze(2), -math.inf).exp()
 
 
@@ -329,8 +344,9 @@ def _forward(
             n = len(written)
             reads = reads.view(n, q.shape[0], v.shape[2], chunk, -1)
             out[:, first : first + n * chunk] = _join(reads, q.shape[1] - first)
-            current = inner[-1]
-    return out, current.clone().view_as(last), states
+            current = inner[-1].clone()
+            del chunks, written, inner, reads  # before the next group's are made
+    return out, current.view_as(last), states
 
 
 def _outputs(q: Tensor, v: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -365,7 +381,9 @@ def _backward(
             parts, current = _chunks_backward(chunks, states[group].flatten(0, 1), grad, current)
             for target, part in zip(grads, parts, strict=True):
                 target[:, first : first + n * chunk] = _join(part, q.shape[1] - first)
-    return *grads, current.clone().view_as(grad_state)
+            current = current.clone()
+            del chunks, grad, parts, part  # before the next group's are made
+    return *grads, current.view_as(grad_state)
 
 
 def _chunks_backward(

@@ -1,5 +1,6 @@
 """The gated delta rule and its convolution, against each document alone, one token after the other, in fp64."""
 
+import itertools
 import sys
 import types
 from itertools import pairwise
@@ -12,7 +13,12 @@ from torch.nn import functional as F
 from torchtitan.batch.documents import document_starts
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.numerics import delta_rule, delta_rule_fla, document_conv
-from torchtitan.numerics.delta_rule import end_rows, gated_delta_rule, gated_delta_step
+from torchtitan.numerics.delta_rule import (
+    end_rows,
+    gated_delta_rule,
+    gated_delta_step,
+    scratch_bytes,
+)
 
 B, T, HK, HV, DK, DV, W = 2, 150, 2, 4, 6, 5, 4
 # First columns of documents: at edges of chunks, several in one chunk, of one token, over several chunks.
@@ -267,6 +273,25 @@ def test_backward_keeps_inputs_and_one_state_per_sixteen_chunks():
     states = [x for x in kept if x.shape[1:] == (B, HV, DK, DV)]
     assert [len(x) for x in states] == [1024 / 16 / 16]
     assert len(kept) == len(inputs) + 1 + len(states)  # and the starts
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_scratch_memory_is_what_the_operator_takes(is_backward):
+    q, k, v = (torch.randn(1, 2048, n_heads, 64) for n_heads in (2, 2, 4))
+    g, beta = -torch.rand(1, 2048, 4), torch.rand(1, 2048, 4)
+    starts = starts_of([0], length=2048)
+    out, _, states = torch.ops.torchtitan.gated_delta_rule(q, k, v, g, beta, starts, None, 64)
+    with torch.profiler.profile(profile_memory=True) as profiler, torch.no_grad():
+        if is_backward:
+            inputs = (q, k, v, g, beta, starts, states)
+            results = torch.ops.torchtitan.gated_delta_rule_backward(out, None, *inputs, 64)
+        else:
+            results = torch.ops.torchtitan.gated_delta_rule(q, k, v, g, beta, starts, None, 64)
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = max(itertools.accumulate(n_bytes for _, n_bytes in changes))
+    taken = peak - sum(x.nbytes for x in results)
+    assert scratch_bytes(k, v, is_backward) == pytest.approx(taken, rel=0.15)
 
 
 def test_compiled_code_has_one_operator_whatever_the_length():

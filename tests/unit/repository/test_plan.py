@@ -10,6 +10,7 @@ import torch
 
 import torchtitan.models.attention_cpu  # noqa: F401 (registers its operators)
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.job_config import Model
 from torchtitan.config.pipeline_layout import modules_of_stages
 from torchtitan.estimate.bounds import Bound, Machine, bound_of, depths_of, without_memory
 from torchtitan.estimate.plan import (
@@ -21,7 +22,8 @@ from torchtitan.estimate.plan import (
     table_of,
     winner_of,
 )
-from torchtitan.estimate.step_counter import StepCounter
+from torchtitan.estimate.step import StepEstimate
+from torchtitan.estimate.step_counter import StepCounter, StepCounts
 
 GIB = 2**30
 
@@ -110,6 +112,27 @@ def test_rehearsed_depths_fill_all_stages_alike(schedule, less, option):
         sizes.append(layers[0])
     # Whole periods of what selective checkpointing repeats.
     assert (sizes[1] - sizes[0]) % (int(option) if option.isdigit() else 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "period"), [("qwen3_5", "9B", 4), ("llama3", "8B", 2)]
+)
+def test_rehearsed_depths_differ_by_all_kinds_of_layers(family, flavor, period):
+    config = JobConfig(model=Model(name=family, flavor=flavor))
+    low, high = depths_of(config)
+    assert (low, high - low) == (4, period)
+
+
+def test_phase_with_the_peak_may_be_another_in_the_whole_model():
+    def at_depth(n_layers):
+        # Logits are large beside few layers, and optimizer states beside many.
+        peaks = Counter({"forward and backward": 30 + n_layers, "optimizer step": 2 * n_layers})
+        counted = dict(parameters=1, gradients=1, optimizer_state=1, activations=1, num_params=1)
+        counted |= dict(peaks=peaks, counts=StepCounts(), host_waits=Counter(), model_flops=1.0)
+        return StepEstimate(rank=0, world_size=1, tokens=1, bubble=0, **counted)
+
+    extrapolated = at_depth(4).towards(at_depth(8), 9)
+    assert (extrapolated.peak, extrapolated.peaks) == (80, at_depth(40).peaks)
 
 
 def test_bound_of_a_step_is_its_longer_part_and_the_bubble():
