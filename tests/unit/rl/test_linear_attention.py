@@ -46,7 +46,9 @@ def test_loss_and_gradient_do_not_depend_on_how_samples_share_rows(flavor, tmp_p
     trainer.close()
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize(
+    "flavor", ["debugmodel", pytest.param("debugmodel_moe", marks=pytest.mark.slow)]
+)
 def test_resumed_run_goes_on_bit_for_bit(flavor, tmp_path):
     overrides = [*qwen(flavor), *RESUMED]
     unbroken = run_on_this_rank(tmp_path / "a", overrides)
