@@ -32,6 +32,11 @@ def _kernel() -> Callable[..., Any] | None:
     return chunk_gated_delta_rule
 
 
+@torch.compiler.assume_constant_result  # the compiler would trace the import
+def _is_installed() -> bool:
+    return _kernel() is not None
+
+
 def is_supported(q: Tensor, v: Tensor) -> bool:
     """Return True if fla is installed and computes heads like q [..., Dk] and v [..., Dv] on their device."""
     return (
@@ -39,7 +44,7 @@ def is_supported(q: Tensor, v: Tensor) -> bool:
         and q.dtype.itemsize == 2
         and q.shape[-1] <= _LARGEST_HEAD
         and q.shape[-1] % 2 == v.shape[-1] % 2 == 0
-        and _kernel() is not None
+        and _is_installed()
     )
 
 
