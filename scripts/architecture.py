@@ -40,7 +40,7 @@ LAYERS = (
     ("train",),
     ("rl",),
     ("experiments", "testing"),
-    ("integrations", "report"),
+    ("integrations", "report", "cluster"),
     ("commands",),
     ("estimate",),
 )

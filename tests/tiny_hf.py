@@ -18,10 +18,18 @@ DEEPSEEK = dict(
 )  # fmt: skip
 QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+QWEN3_5 = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+)  # fmt: skip
+QWEN3_5_EXPERTS = QWEN_EXPERTS | {"shared_expert_intermediate_size": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "qwen3_moe": ("Qwen3MoeConfig", QWEN_EXPERTS),
+    "qwen3_5": ("Qwen3_5TextConfig", QWEN3_5),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", QWEN3_5 | QWEN3_5_EXPERTS),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK),
     "gpt_oss": ("GptOssConfig", GPT_OSS),
 }
@@ -55,6 +63,6 @@ def tiny_hf_model(
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-            else:
+            elif not name.endswith("A_log"):
                 parameter.mul_(3)
     return model

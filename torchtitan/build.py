@@ -282,10 +282,12 @@ def warn_of_shared_folder(checkpointer: CheckpointManager) -> None:
         if other in (None, checkpointer):
             continue
         both_save = all(each.enable and not each.load_only for each in (checkpointer, other))
-        if both_save and os.path.realpath(checkpointer.folder) == os.path.realpath(other.folder):
+        folders = {os.path.realpath(each.folder) for each in (checkpointer, other)}
+        is_same_bucket = checkpointer.bucket and checkpointer.bucket == other.bucket
+        if both_save and (len(folders) == 1 or is_same_bucket):
             warn_once(
                 logger,
-                f"two engines of this process save in {checkpointer.folder} and overwrite and "
+                f"two engines of this process save in {checkpointer.bucket or checkpointer.folder} and overwrite and "
                 "remove each other's steps; give each a job.dump_folder or a "
                 "checkpoint.folder of its own",
             )

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -69,7 +70,8 @@ def main(
 
     trainer_class: called with the config; returns an object with `train()`, `close()` and
         `checkpointer`. config_cls, check_config: an extended config, and a function with its rules.
-    Exit code 2: the config cannot run; 1: data, files, memory or another rank failed.
+    Exit code 2: the config cannot run; 1: data, files, memory or another rank failed;
+    `job.stopped_exit_code`: the run saved and ended before its last step.
     """
     # Imported here, because programs that only import `Trainer` need no parser.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
@@ -133,6 +135,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)
                 peers.compare_data(getattr(checkpointer, "run_record", {}))
+                peers.watch(config.comm, getattr(trainer, "progress", None))
             if config.comm.mode == "local_tensor":
                 logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
             elif config.checkpoint.create_seed_checkpoint:
@@ -154,6 +157,10 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         sys.exit(exit_code)
     if peers is not None:
         peers.leave()
+    code = config.job.stopped_exit_code
+    if code and getattr(getattr(trainer, "checkpointer", None), "has_stopped", False):
+        _write_for_torchrun("stopped after a save; the same command goes on")
+        sys.exit(code)
 
 
 def _find_peers(seconds: float, helpers: range = range(0)) -> Peers:
@@ -184,7 +191,8 @@ def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None
     Returns the exit code, or None for KeyboardInterrupt.
     """
     # torch's handler would raise here if a data worker has just died, and that is the error reported.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tell = (lambda _: None) if peers is None else peers.report
     if isinstance(error, PeerError):  # rank 0 has printed it
         _write_for_torchrun(str(error))

@@ -24,6 +24,7 @@ from torchtitan.data.dataloader import DataloaderExhaustedError
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.prefetch import Step, StepCounts, StepsAhead, read_step
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.processes.late_ranks import Progress
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
 from torchtitan.objective import build_objective, check_objective
@@ -69,8 +70,10 @@ class Trainer(TrainingEngine):
             self._tally = Tally(self.objective)
             self._build_validator()
             self.isolation_probe = None
+            pp_mesh = self.parallel_dims.get_optional_mesh("pp")
+            pp_group = None if pp_mesh is None else pp_mesh.get_group()
+            self.progress = Progress(pp_group)
             if job_config.debug.check_document_isolation_freq > 0:
-                pp_mesh = self.parallel_dims.get_optional_mesh("pp")
                 self.isolation_probe = IsolationProbe(
                     lambda batch: next(iter(self.forward_step(batch) or ()), None),
                     self.model_parts,
@@ -78,7 +81,7 @@ class Trainer(TrainingEngine):
                     self.model_args.vocab_size,
                     self.seed,
                     self.device,
-                    None if pp_mesh is None else pp_mesh.get_group(),
+                    pp_group,
                 )
             training = job_config.training
             logger.info(
@@ -360,7 +363,8 @@ class Trainer(TrainingEngine):
             self.step += 1
             self.gc_handler.run(self.step)
             try:
-                self.train_step(data_iterator)
+                with self.progress.step(self.step):
+                    self.train_step(data_iterator)
             except DataloaderExhaustedError as error:
                 self.step -= 1
                 logger.warning(
@@ -402,7 +406,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
     engine.save()  # waits for the files, because async_mode is off
-    checkpointer.async_mode = usual_mode
+    checkpointer.async_mode, checkpointer.has_stopped = usual_mode, True
     logger.warning(
         f"stopped after step {engine.step} of {engine.num_steps}: {reason}; its "
         "checkpoint is whole, and the same command goes on",
@@ -434,6 +438,7 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
             f"{engine.num_steps}; raise it to go on, or set another job.dump_folder to train again"
         )
+        checkpointer.finish_upload()
         return False
     excluded = config.checkpoint.exclude_from_loading
     if continues and "train_state" not in excluded and checkpointer.holds_weights_only(newest):

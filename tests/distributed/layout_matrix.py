@@ -19,7 +19,7 @@ from torchtitan.models.causal_lm import CausalLM, CausalLMArgs, LayerKind
 from torchtitan.models.family import build_decoder_train_spec
 from torchtitan.models.llama3 import Llama3StateDictAdapter
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.rope import LinearRoPE, RoPEArgs
+from torchtitan.models.rope import RoPEArgs
 from torchtitan.testing.gloo import run_ranks
 
 STEPS = 3
@@ -142,17 +142,24 @@ _QWEN3_MOE = _HEADS | {"moe_inter_dim": 32}
 _TWO = MoEArgs(num_experts=2, num_shared_experts=1, score_func="softmax", use_grouped_mm=False)
 _MIXED = _DEEPSEEK | dict(n_layers=2, n_dense_layers=1)
 _FACTS = _HEADS | dict(hidden_dim=128)
-_GEMMA3 = _FACTS | dict(
+# Layers of two head sizes, the larger of which have no weights for values.
+_GEMMA4 = _FACTS | dict(
     logits_cap=3.0, softmax_scale=0.3, embedding_scale=8.0,
     layer_kinds={
-        "local": LayerKind(RoPEArgs(theta=1e3), window=7),
-        "global": LayerKind(RoPEArgs(theta=1e5, scaling=LinearRoPE(8.0))),
+        "local": LayerKind(RoPEArgs(theta=1e3), window=7, n_kv_heads=4),
+        "global": LayerKind(
+            RoPEArgs(theta=1e5, share=0.5, proportional=True), head_dim=32, values_from_keys=True
+        ),
     },
     layer_types=("local", "global") * 2,
 )  # fmt: skip
 _GATES_AND_SCALES = _FACTS | dict(
     attention_gate=True, query_scale=0.1, query_scale_length=4, residual_scale=0.5, logits_divisor=2.0,
-    layer_kinds={"partial": LayerKind(RoPEArgs(share=0.5)), "none": LayerKind(rope=None)},
+    v_norm=True,
+    layer_kinds={
+        "partial": LayerKind(RoPEArgs(share=0.5)),
+        "none": LayerKind(rope=None, head_dim=8, n_kv_heads=4, values_from_keys=True),
+    },
     layer_types=("partial", "none") * 2,
 )  # fmt: skip
 _QWEN3_5 = _FACTS | dict(
@@ -171,7 +178,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "one dense layer, one of experts": ("deepseek_v3", "debugmodel", _MIXED),
     "llama3, biases": ("llama3", "debugmodel", _BIASES),
     "olmo2": ("olmo", "debugmodel", _FACTS),
-    "gemma3": ("gemma3", "debugmodel", _GEMMA3),
+    "gemma4": ("gemma4", "debugmodel", _GEMMA4),
     "qwen3_5": ("qwen3_5", "debugmodel", _QWEN3_5),
     "qwen3_5 MoE": ("qwen3_5", "debugmodel_moe", _QWEN3_5 | {"moe_inter_dim": 32}),
     "gates and scales": ("causal_lm", "debugmodel", _GATES_AND_SCALES),
@@ -198,7 +205,7 @@ BATCHES = {
 }
 REPLAYED = ", experts replayed"  # behind an entry of BATCHES: batches say which experts to take
 # Windows, sinks and chunks are beyond sdpa: whole rows of these families go through flex.
-_WITHOUT_SDPA = {"llama4", "gpt_oss", "gemma3"}
+_WITHOUT_SDPA = {"llama4", "gpt_oss", "gemma4"}
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """Checkpoints of sharded models on gloo ranks."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.unit.checkpoint.test_checkpoint import assert_same
+from torchtitan.checkpoint import folder as ranks_folder
+from torchtitan.checkpoint import hf
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
@@ -51,7 +54,7 @@ class NetAdapter(StateDictAdapter):
 class Run:
     """A sharded model with optimizer and checkpoint manager. The same seed on every rank."""
 
-    def __init__(self, folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
+    def __init__(self, dump_folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
@@ -70,7 +73,7 @@ class Run:
             states={},
             checkpoint_config=Checkpoint(enable=True, **({"interval": 1} | config)),
             sd_adapter=NetAdapter(None, None),
-            base_folder=folder,
+            base_folder=dump_folder,
         )
 
     def train(self, steps: int = 1) -> None:
@@ -239,7 +242,8 @@ def error_of_failing_write(folder: str) -> str:
 
 def export_and_load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     run = Run(folder, last_save_in_hf=True)
-    run.manager.save(4, last_step=True)
+    with mock.patch.object(ranks_folder, "hash_file", side_effect=AssertionError("read again")):
+        run.manager.save(4, last_step=True)
     other = Run(folder, seed=1)
     assert other.manager.load()
     return run.everything(), other.everything()
@@ -256,10 +260,11 @@ def test_hf_export_of_shards_loads_back_and_into_one_file(tmp_path):
 
 
 def error_of_failing_export(folder: str) -> tuple[str, bool]:
-    """Rank 1 joins the ranks' parts to the only file, and its disk is full."""
-    name = "torch.distributed.checkpoint._consolidate_hf_safetensors._consolidate_safetensors_files"
+    """Rank 0 writes the only file, and its disk is full."""
     run = Run(folder, last_save_in_hf=True)
-    with mock.patch(name, side_effect=OSError("disk full")):
+    with mock.patch(
+        "torchtitan.checkpoint.folder.HashedFile.write", side_effect=OSError("disk full")
+    ):
         return error_of(lambda: run.manager.save(4, last_step=True)), run.manager.load()
 
 
@@ -276,3 +281,60 @@ def test_all_ranks_hear_of_what_fails_on_one_of_them_and_of_another_model(tmp_pa
         assert "step-4 could not be written" in of_export and "disk full" in of_export
         assert "holds no whole checkpoint yet" in of_export
         assert not is_loaded
+
+
+def export_of_stages(folder: str) -> None:
+    """Each rank holds other tensors, as stages of a pipeline do, and rank 0 writes both files."""
+    rank = dist.get_rank()
+    state = {f"{rank}.{i}": torch.full((3, i), 10.0 * rank + i) for i in range(3)}
+    tied = {"tied": torch.ones(5)}
+    state = tied | state if rank else state | tied  # the copies are in different parts
+    adapter = NetAdapter(None, None)
+    adapter.fqn_to_index_mapping = {"model.0.0": 1, "model.1.1": 2}
+    with (
+        mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="1"),
+        mock.patch.object(hf, "_BYTES_PER_PART", 1),
+    ):
+        hf.save_to_hf(state, adapter, folder, torch.bfloat16)
+    assert find_damage(folder) is None
+
+
+def test_a_file_gets_the_tensors_of_ranks_that_do_not_write_it(tmp_path):
+    from safetensors.torch import load_file
+
+    run_ranks(export_of_stages, 2, str(tmp_path))
+    files = [load_file(file) for file in sorted(tmp_path.glob("*.safetensors"))]
+    assert [len(tensors) for tensors in files] == [1, 6]
+    expected = {
+        f"model.{r}.{i}": torch.full((3, i), 10.0 * r + i) for r in (0, 1) for i in range(3)
+    }
+    expected["model.tied"] = torch.ones(5)
+    assert_same({n: t.bfloat16() for n, t in expected.items()}, files[0] | files[1])
+
+
+def upload_from_two_disks(folder: str) -> None:
+    disk, bucket = f"{folder}/disk-{dist.get_rank()}", f"{folder}/bucket"
+    os.environ["XDG_CACHE_HOME"] = f"{disk}/cache"
+    run = Run(disk, async_mode="async", folder=f"file://{bucket}")
+    run.train()
+    run.manager.save(1)
+    run.train()
+    saved = run.everything()
+    run.manager.save(2)
+    run.manager.close()
+    assert find_damage(f"file://{bucket}/step-2") is None
+    own = Path(f"{disk}/checkpoint/step-2")
+    assert own.exists() == (dist.get_rank() == 0)  # rank 1 sees no file of rank 0, and keeps none
+    other = Run(disk, seed=1, folder=f"file://{bucket}")
+    assert other.manager.load()
+    assert_same(other.everything(), saved)
+    with contextlib.suppress(FileNotFoundError):
+        Path(f"{bucket}/step-2/{HASHES_FILE}").unlink()  # as if the upload had been interrupted
+    third = Run(disk, seed=2, folder=f"file://{bucket}")
+    assert third.manager.load() and third.manager.newest_step() == 1
+    run.manager.save_hf(f"file://{bucket}/hf")
+    assert find_damage(f"file://{bucket}/hf") is None
+
+
+def test_machines_without_a_shared_folder_meet_in_the_bucket(tmp_path):
+    run_ranks(upload_from_two_disks, 2, str(tmp_path))

@@ -1,6 +1,7 @@
 """Attention over tokens that are spread over ranks equals attention of one process."""
 
 import functools
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.batch.context import cp_shard
-from torchtitan.batch.documents import document_ids_from_lengths
+from torchtitan.batch.documents import branch_depths, document_ids_from_lengths
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.distributed.context_parallel import TokenShards, deal_chunks
 from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.testing.isolation import random_tree_row
 
 ROWS, TOKENS, HEADS, KV_HEADS, DIM = 2, 64, 4, 2, 8
 LENGTHS = torch.tensor([[5, 1, 30, 20, 0], [17, 3, 3, 2, 30]])  # the rest of a row is padding
@@ -28,12 +30,18 @@ def masks():
     """Return a model's masks, from which `DocumentMask.from_mask` recovers the value, and bare VarlenMetadata."""
     documents = DocumentMask.from_documents(document_ids())
     causal = DocumentMask.from_rows(ROWS, TOKENS, torch.device("cpu"))
+    rows = [random_tree_row(random.Random(5), row, TOKENS)[:2] for row in range(ROWS)]
+    ids, parents = (torch.tensor(x) for x in zip(*rows, strict=True))
+    trees = DocumentMask.from_documents(ids, depths=branch_depths(ids, parents))
     return {
         "sdpa": ("sdpa", None),
         "flex causal": ("flex", causal.lower("flex").lowered),
         "flex documents": ("flex", documents.lower("flex").lowered),
         "flex window": ("flex", documents.with_window(6).lower("flex").lowered),
         "varlen documents": ("varlen", documents.lower("varlen").lowered),
+        "flex trees": ("flex", trees.lower("flex").lowered),
+        "varlen trees, window": ("varlen", trees.lower("varlen").with_window(6).lower("varlen")),
+        "flex trees, chunks": ("flex", trees.in_chunks(5).lower("flex").lowered),
     }
 
 
@@ -85,11 +93,14 @@ def every_mask_and_balancer():
                         random_inputs(), return_lse=True
                     )
     tensors = random_inputs(n_tokens=1024)
-    mask = DocumentMask.from_documents(document_ids(1024)).lower("varlen")
+    documents = DocumentMask.from_documents(document_ids(1024))
+    depths = (torch.arange(1024) % 300 + 100 * (torch.arange(1024) // 300)).expand(ROWS, -1).int()
+    trees = DocumentMask.from_documents(document_ids(1024), depths=depths)
     for method in METHODS:
-        differences["ptrr", method] = largest_difference_over_ranks(
-            "varlen", mask, "ptrr", method, tensors
-        )
+        for kind, mask in (("documents", documents), ("trees", trees)):
+            differences["ptrr", kind, method] = largest_difference_over_ranks(
+                "varlen", mask.lower("varlen"), "ptrr", method, tensors
+            )
     # One key head cannot be dealt to several ranks: each gets a copy.
     tensors = random_inputs(kv_heads=1)
     differences["one key head"] = largest_difference_over_ranks(
@@ -101,9 +112,9 @@ def every_mask_and_balancer():
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_attention_and_gradients_equal_one_process(world_size):
     for differences in run_ranks(every_mask_and_balancer, world_size):
-        assert len(differences) == 39
+        assert len(differences) == 65
         for case, difference in differences.items():
-            assert difference < 1e-12, case
+            assert difference < 1e-13, case
 
 
 class Operators(TorchDispatchMode):

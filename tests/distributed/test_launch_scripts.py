@@ -1,4 +1,4 @@
-"""The launch scripts: the commands that they run, and the ranks of two nodes on this machine."""
+"""Printed jobs: the commands that they run, and the ranks of two nodes on this machine."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.reliability import jobs
+from tests.unit.cluster.printed import printed
 from torchtitan.tools import launch
 
-SCRIPTS = [Path("scripts/launch/multi_node.sh"), Path("scripts/launch/train.sbatch")]
 TIMEOUT_SECONDS = 180
 JOB = jobs.flags_in("""
     training.dataset=python_docs training.steps=1000 training.seq_len=32 training.local_batch_size=1
@@ -45,27 +45,27 @@ def saved_steps(dump_folder):
     return json.loads(lines[-1])["step"], int(folder.name.removeprefix("step-"))
 
 
-def test_multi_node_script_shows_its_command():
-    variables = {"NNODES": "2:4", "MASTER": "node0:29500", "NGPU": "8", "DRY_RUN": "1"}
-    done = subprocess.run(
-        [SCRIPTS[0], "--training.steps=3"],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for part in ("--nnodes 2:4", "--nproc-per-node 8", "--rdzv-endpoint node0:29500"):
-        assert part in done.stdout
-    assert done.stdout.rstrip().endswith("python_docs.toml --training.steps=3")
+CONFIG = "torchtitan/models/llama3/train_configs/python_docs.toml"
+
+
+def written(engine, path, *flags):
+    """Write what `torchtitan launch` prints for a job on CPUs to an executable file."""
+    options = (f"--config={CONFIG}", "--gpus-per-node=0", "--cpus=1")
+    path.write_text(printed(engine, *options, *flags))
+    path.chmod(0o755)
+    return path
 
 
 @pytest.mark.slow
 def test_two_nodes_train_together_and_save_when_one_rank_is_told_to_stop(tmp_path):
-    variables = {"NNODES": "2", "MASTER": f"localhost:{jobs.free_port()}", "NGPU": "1"}
+    head = f"--head=localhost:{jobs.free_port()}"
+    flags = ["--nodes=2", "--name=two", head, *JOB, f"--job.dump_folder={tmp_path}"]
+    script = written("torchrun", tmp_path / "node.sh", *flags).read_text()
     nodes = [
         subprocess.Popen(
-            [SCRIPTS[0], *JOB, f"--job.dump_folder={tmp_path}"],
-            env=environment(**variables, LOG_DIR=str(tmp_path / "logs")),
+            ["bash", "-c", f"exec {script}"],
+            cwd=in_project(tmp_path),
+            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -84,7 +84,7 @@ def test_two_nodes_train_together_and_save_when_one_rank_is_told_to_stop(tmp_pat
     logged, saved = saved_steps(tmp_path)
     assert logged == saved < 1000
     # Each rank has its output in a file, though both are local rank 0.
-    assert len(list(tmp_path.glob("logs/*/attempt_0/0/stderr.log"))) == 2
+    assert len(list(tmp_path.glob("outputs/logs/two/*/attempt_0/0/stderr.log"))) == 2
 
 
 def command_of(pid):
@@ -100,7 +100,11 @@ wait $! || status=$?
 if [ "${status:-0}" -gt 128 ]; then wait $!; else exit "${status:-0}"; fi
 """
 SCONTROL = """#!/usr/bin/env bash
-if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$CALLS"; fi
+case "$1 $2" in
+  "show hostnames") echo localhost ;;
+  "show job") echo "JobId=17 ExcNodeList=n7 Other=1" ;;
+  *) echo "$@" >> "$CALLS" ;;
+esac
 """
 
 
@@ -112,9 +116,7 @@ def slurm_environment(folder, **others):
         "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_NTASKS": "1",
         "CALLS": str(folder / "calls"),
-        "CONFIG_FILE": "torchtitan/models/llama3/train_configs/python_docs.toml",
     }
     return environment(**variables, **others)
 
@@ -122,13 +124,22 @@ def slurm_environment(folder, **others):
 def in_project(folder):
     """Return a working folder like the project's, for the script's output."""
     for name in ("torchtitan", "tests"):
-        (folder / name).symlink_to(Path(name).resolve())
+        if not (folder / name).exists():
+            (folder / name).symlink_to(Path(name).resolve())
     return folder
 
 
 def test_slurm_job_saves_and_is_queued_again_before_its_time_limit(tmp_path):
     process = subprocess.Popen(
-        [SCRIPTS[1].resolve(), *JOB, f"--job.dump_folder={tmp_path / 'out'}"],
+        [
+            written(
+                "slurm",
+                tmp_path / "job.sh",
+                "--nodes=1",
+                *JOB,
+                f"--job.dump_folder={tmp_path / 'out'}",
+            )
+        ],
         cwd=in_project(tmp_path),
         env=slurm_environment(tmp_path),
         stdout=subprocess.PIPE,
@@ -157,11 +168,34 @@ def test_slurm_job_is_queued_again_after_a_failure_but_not_forever(
     python = tmp_path / "python"
     python.write_text(f"#!/usr/bin/env bash\nexit {exit_code}\n")
     python.chmod(0o755)
-    env = slurm_environment(tmp_path) | {"SLURM_RESTART_COUNT": attempt, "PYTHON": str(python)}
-    done = subprocess.run([SCRIPTS[1].resolve()], cwd=tmp_path, env=env)
+    env = slurm_environment(tmp_path) | {"SLURM_RESTART_COUNT": attempt}
+    script = written("slurm", tmp_path / "job.sh", "--nodes=1", *JOB)
+    script.write_text(script.read_text().replace(sys.executable, str(python)))
+    done = subprocess.run([script], cwd=tmp_path, env=env)
     assert done.returncode == (0 if calls else exit_code)
     path = tmp_path / "calls"
     assert (path.read_text() if path.exists() else None) == calls
+
+
+def test_node_whose_rank_was_killed_is_left_out_of_the_next_attempt(tmp_path):
+    python = tmp_path / "python"
+    line = "error: rank 1 ends because rank 0 ended without a message; if its output has"
+    python.write_text(f"#!/usr/bin/env bash\necho '{line}' >outputs/logs/17/0/1.log\nexit 1\n")
+    python.chmod(0o755)
+    script = written("slurm", tmp_path / "job.sh", "--nodes=1", *JOB)
+    script.write_text(script.read_text().replace(sys.executable, str(python)))
+    subprocess.run([script], cwd=tmp_path, env=slurm_environment(tmp_path), check=True)
+    expected = "requeue 17\nupdate JobId=17 ExcNodeList=localhost,n7\n"
+    assert (tmp_path / "calls").read_text() == expected
+
+
+def test_slurm_script_without_nodes_says_so(tmp_path):
+    env = slurm_environment(tmp_path)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    script = written("slurm", tmp_path / "job.sh", "--nodes=1", *JOB)
+    done = subprocess.run([script], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "scontrol names 0 nodes of 'localhost', and the job has 1" in done.stderr
 
 
 # ---- several ranks on one machine: Ctrl-C, and the message of a failure ----
@@ -232,6 +266,7 @@ def test_launcher_ends_with_the_sentence_and_code_of_the_first_failure(
     def fail(_arguments):
         raise ChildFailedError("torchtitan.train", {3: failure})
 
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # which the launcher sets
     monkeypatch.setattr("torch.distributed.run.main", fail)
     monkeypatch.setattr(launch, "SIGNALS", ())
     monkeypatch.setattr(launch, "_passed_on", passed_on)

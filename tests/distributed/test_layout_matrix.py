@@ -31,7 +31,7 @@ BIASES = [("llama3, biases", "documents, flex")]
 TWO_EXPERTS = [("qwen3 MoE, two experts", "whole rows")]
 # Norms behind, over all heads; windows by layer, and a cap on logits; gates.
 AFTER, WINDOWS, GATES = (
-    [(family, "documents, varlen")] for family in ("olmo2", "gemma3", "gates and scales")
+    [(family, "documents, varlen")] for family in ("olmo2", "gemma4", "gates and scales")
 )
 # A recurrent state, reset at documents.
 LINEAR, LINEAR_MOE = [("qwen3_5", "documents, varlen")], [("qwen3_5 MoE", "documents, flex")]

@@ -124,6 +124,10 @@ def test_two_ranks_write_the_files_of_one_bitwise(tmp_path):
     check_export("llama3", [Layout("TP 2", tp=2), PP_2], str(tmp_path))
 
 
+def test_adapters_of_joined_weights_are_written_by_two_ranks_as_by_one(tmp_path):
+    check_export("qwen3_5", [Layout("TP 2", tp=2), FSDP_2], str(tmp_path))
+
+
 def load_of_rank(folder):
     """Write adapters, then read a copy on each rank, of which rank 1's differs, and a hostile one."""
     monkeypatch = pytest.MonkeyPatch()

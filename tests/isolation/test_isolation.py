@@ -32,11 +32,10 @@ from torchtitan.batch.documents import document_starts, read_document_ids
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models import gated_delta
-from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.models.gated_delta import GatedDeltaNet
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.testing import isolation
-from torchtitan.testing.isolation import KERNELS, run_alone, run_packed
+from torchtitan.testing.isolation import KERNELS, attend_by_block_mask, run_alone, run_packed
 
 MAX_TOKENS = 24
 
@@ -66,12 +65,6 @@ def test_every_way_to_write_a_packing_reads_as_its_documents(packing, seed):
 
 
 # ---- kernels ----
-
-
-def attend_by_block_mask(q, k, v, document_ids):
-    """Flex as if a client had built the mask: block structure and mask function alone."""
-    mask = DocumentMask.from_documents(document_ids).block_mask(block_size=16)
-    return attend(build_inner_attention("flex"), q, k, v, mask)
 
 
 @given(

@@ -13,36 +13,105 @@ class Format(NamedTuple):
     template: str
     special: dict[str, str | None]  # bos_token and eos_token
     control: tuple[str, ...]  # further special tokens
+    marks_header: bool = False  # published with marks, which enclose the headers of turns, too
 
 
 def turns(
-    header: str, end: str, gap: str = "", begin: str = "", last: str = "", **roles: str
+    header: str,
+    end: str,
+    gap: str = "",
+    begin: str = "",
+    last: str = "",
+    thought: tuple[str, str] = ("", ""),
+    prompt: str = "",
+    **roles: str,
 ) -> str:
     """Return the template of a format whose turns are a header, the content, `end` and `gap`.
 
     header: with {} for the role. last: ends the last turn of a chat that is no prompt, behind `end`.
-    roles: names of roles that differ from those of the messages.
+    thought: is around the thinking, which only replies after the last question have. prompt: is behind the
+        header of a turn that the model will write, and may begin its thinking. roles: names of roles that
+        differ from those of the messages.
     """
+    close = thought[1].strip()
+    begins = f"{thought[0]!r} if kept else ''" if prompt == thought[0] else "''"
     return rf"""
 {{{{- {begin!r} }}}}
+{{%- set ns = namespace(question=-1) %}}
 {{%- for message in messages %}}
+    {{%- if message.role == 'user' %}}{{%- set ns.question = loop.index0 %}}{{%- endif %}}
+{{%- endfor %}}
+{{%- for message in messages %}}
+    {{%- set content, kept = message.content, message.reasoning_content %}}
+    {{%- if {bool(close)} and message.role == 'assistant' and {close!r} in content %}}
+        {{%- set kept = content.split({close!r})[0].split({thought[0].strip()!r})[-1].strip() %}}
+        {{%- set content = content.split({close!r})[-1].lstrip() %}}
+    {{%- endif %}}
+    {{%- set kept = kept if {bool(close)} and loop.index0 > ns.question else '' %}}
     {{%- set role = {roles!r}.get(message.role, message.role) %}}
     {{{{- {header!r}.replace('{{}}', role) }}}}
     {{%- set last = {last!r} if loop.last and not add_generation_prompt else '' %}}
     {{%- if message.role == 'assistant' %}}
-        {{%- generation %}}{{{{- message.content + {end!r} + last }}}}{{%- endgeneration %}}
+        {{%- set begins = {begins} %}}
+        {{{{- begins }}}}
+        {{%- generation %}}
+        {{%- if kept %}}{{{{- ('' if begins else {thought[0]!r}) + kept + {thought[1]!r} }}}}{{%- endif %}}
+        {{{{- content + {end!r} + last }}}}
+        {{%- endgeneration %}}
     {{%- else %}}
-        {{{{- message.content + {end!r} + last }}}}
+        {{{{- content + {end!r} + last }}}}
     {{%- endif %}}
     {{{{- {gap!r} }}}}
 {{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- {header!r}.replace('{{}}', {roles.get("assistant", "assistant")!r}) }}}}{{%- endif %}}
+{{%- if add_generation_prompt %}}{{{{- {header!r}.replace('{{}}', {roles.get("assistant", "assistant")!r}) + {prompt!r} }}}}{{%- endif %}}
 """
 
 
 CHATML = turns("<|im_start|>{}\n", "<|im_end|>", gap="\n")
 KIMI_K2 = turns("<|im_{}|>{}<|im_middle|>", "<|im_end|>")
-MINIMAX_M2 = turns("]~b]{}\n", "[e~[", gap="\n", begin="]~!b[", assistant="ai")
+THINK = ("<think>\n", "\n</think>\n\n")
+MINIMAX_M2 = turns(
+    "]~b]{}\n", "[e~[", gap="\n", begin="]~!b[", thought=THINK, prompt="<think>\n", assistant="ai"
+)
+_CHANNEL = ("<|channel>thought\n", "\n<channel|>")
+# Not to think is to begin with an empty thought.
+GEMMA_4 = turns(
+    "<|turn>{}\n", "<turn|>", gap="\n", begin="<bos>", thought=_CHANNEL, assistant="model",
+    prompt="<|channel>thought\n<channel|>",
+)  # fmt: skip
+SEED_OSS = turns("<seed:bos>{}\n", "<seed:eos>", thought=("<seed:think>", "</seed:think>"))
+MISTRAL_V7 = r"""
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.role == 'system' %}
+        {{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+    {%- elif message.role == 'assistant' %}
+        {%- generation %}{{- message.content + eos_token }}{%- endgeneration %}
+    {%- else %}
+        {{- raise_exception('Only user, system and assistant roles are supported!') }}
+    {%- endif %}
+{%- endfor %}
+"""
+# Its marks enclose the headers of turns.
+SMOLLM_3 = r"""
+{{- '<|im_start|>system\n## Metadata\n\nReasoning Mode: ' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '/no_think' }}{%- else %}{{- '/think' }}{%- endif %}
+{{- '\n\n## Custom Instructions\n\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content.rstrip() }}{%- endif %}
+{{- '\n\n<|im_end|>\n' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+        {{- '<|im_start|>assistant\n' + message.content.lstrip('\n') + '<|im_end|>\n' }}
+        {%- endgeneration %}
+    {%- elif message.role != 'system' %}
+        {{- '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
 # The headers are ordinary text, not tokens.
 OLMO_2 = turns("<|{}|>\n", "<|endoftext|>", gap="\n", begin="<|endoftext|>")
 
@@ -162,7 +231,8 @@ QWEN_3 = r"""
 {%- endif %}
 """
 
-# Calls are written as tags. Every reply after the last question has thinking, which may be empty.
+# Calls are written as tags. Every reply after the last question has thinking, which may be empty, and begins
+# in the header.
 QWEN_3_5 = QWEN_3.replace(
     """{{- '<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
             {{- tool_call.function.arguments | tojson }}
@@ -172,13 +242,25 @@ QWEN_3_5 = QWEN_3.replace(
                 {{- '<parameter=' + name + '>\\n' }}{{- value }}{{- '\\n</parameter>\\n' }}
             {%- endfor %}
             {{- '</function>\\n</tool_call>' }}""",
-).replace("and (loop.last or reasoning)", "")
-assert "<function=" in QWEN_3_5
+)
+for _old, _new in {
+    "and (loop.last or reasoning)": "",
+    "{{- '<think>\\n' + reasoning": "{{- reasoning",
+    "        {%- generation %}": """{%- if loop.index0 > ns.last_query_index %}{{- '<think>\\n' }}{%- endif %}
+        {%- generation %}""",
+    "{%- if enable_thinking": "{%- if enable_thinking is not defined %}{{- '<think>\\n' }}{%- endif %}\n    {%- if enable_thinking",
+}.items():
+    assert QWEN_3_5.count(_old) == 1
+    QWEN_3_5 = QWEN_3_5.replace(_old, _new)
 
 # No token ends a turn: the model writes the first token of the next header.
 GLM_4 = r"""
 {{- '[gMASK]<sop>' }}
 {%- set headers = {'tool': '<|observation|>'} %}
+{%- set ns = namespace(question=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.question = loop.index0 %}{%- endif %}
+{%- endfor %}
 {%- for message in messages %}
     {%- if loop.first or messages[loop.index0 - 1].role != 'assistant' %}
         {{- headers.get(message.role, '<|' + message.role + '|>') }}
@@ -186,7 +268,8 @@ GLM_4 = r"""
     {%- if message.role == 'assistant' %}
         {%- generation %}
         {%- set content = message.content if message.content is string else '' %}
-        {{- '\n<think>' + (message.reasoning_content or '') + '</think>\n' + content | trim }}
+        {%- set kept = message.reasoning_content if loop.index0 > ns.question else '' %}
+        {{- '\n<think>' + (kept or '') + '</think>\n' + content | trim }}
         {%- for call in message.tool_calls or [] %}
             {{- '\n<tool_call>' + call.function.name }}
             {%- for name, value in call.function.arguments.items() %}
@@ -205,6 +288,18 @@ GLM_4 = r"""
 {%- endfor %}
 {%- if add_generation_prompt and (not messages or messages[-1].role != 'assistant') %}{{- '<|assistant|>' }}{%- endif %}
 """
+
+# No line breaks; the header begins the thinking, and replies without thinking end it.
+GLM_4_7 = GLM_4.replace("\\n", "")
+for _old, _new in {
+    "        {%- generation %}": """        {%- set kept = message.reasoning_content if loop.index0 > ns.question else '' %}
+        {%- if kept %}{{- '<think>' }}{%- endif %}
+        {%- generation %}""",
+    "{{- '<think>' + (kept": "{{- (kept",
+    "{{- '<|assistant|>' }}": "{{- '<|assistant|><think>' }}",
+}.items():
+    assert GLM_4_7.count(_old) == 1
+    GLM_4_7 = GLM_4_7.replace(_old, _new)
 
 # The system's text stands in the first user's turn, and texts are trimmed.
 GEMMA_3 = r"""
@@ -367,10 +462,40 @@ ZEPHYR = r"""{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
+LLAMA_4 = turns(
+    "<|header_start|>{}<|header_end|>\n\n", "<|eot|>", begin="<|begin_of_text|>"
+)  # fmt: skip
+# model.name -> formats of its published models
+OF_FAMILIES = {
+    "llama3": ["llama_3"],
+    "llama4": ["llama_4"],
+    "qwen3": ["qwen_3", "chatml"],
+    "qwen3_5": ["qwen_3_5", "chatml"],
+    "qwen2_moe": ["chatml"],
+    "deepseek_v3": ["deepseek", "glm_4_7", "kimi_k2"],
+    "gpt_oss": ["gpt_oss"],
+    "glm4": ["glm_4", "glm_4_7"],
+    "gemma3": ["gemma_3"],
+    "gemma4": ["gemma_4"],
+    "mistral": ["mistral", "mistral_v7"],
+    "olmo": ["olmo_2", "chatml"],
+    "smollm3": ["smollm_3"],
+    "seed_oss": ["seed_oss"],
+    "granite": ["granite"],
+    "phi3": ["phi_3", "phi_4", "phi_4_mini"],
+    "minimax_m2": ["minimax_m2"],
+}
 _DEEPSEEK_TOOLS = ["calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"]
 _DEEPSEEK_TOOLS += ["outputs▁begin", "output▁begin", "output▁end", "outputs▁end"]
+_GLM_TOKENS = ("[gMASK]", "<sop>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+_GLM_TOKENS += ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 FORMATS = {
     "chatml": Format(CHATML, {"eos_token": "<|im_end|>"}, ("<|im_start|>",)),
+    "llama_4": Format(
+        LLAMA_4,
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
+        ("<|header_start|>", "<|header_end|>"),
+    ),
     "llama_3": Format(
         LLAMA_3,
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
@@ -386,17 +511,15 @@ FORMATS = {
         {"eos_token": "<|im_end|>"},
         ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
     ),
-    "glm_4": Format(
-        GLM_4,
-        {"eos_token": "<|endoftext|>"},
-        (
-            "[gMASK]",
-            "<sop>",
-            *(f"<|{role}|>" for role in ("system", "user", "assistant", "observation")),
-        ),
-    ),
+    "glm_4": Format(GLM_4, {"eos_token": "<|endoftext|>"}, _GLM_TOKENS),
+    "glm_4_7": Format(GLM_4_7, {"eos_token": "<|endoftext|>"}, _GLM_TOKENS),
     "gemma_3": Format(
         GEMMA_3, {"bos_token": "<bos>", "eos_token": "<eos>"}, ("<start_of_turn>", "<end_of_turn>")
+    ),
+    "gemma_4": Format(
+        GEMMA_4,
+        {"bos_token": "<bos>", "eos_token": "<eos>"},
+        ("<|turn>", "<turn|>", "<|channel>", "<channel|>"),
     ),
     "kimi_k2": Format(
         KIMI_K2,
@@ -407,7 +530,9 @@ FORMATS = {
             *(f"<|im_{role}|>" for role in ("system", "user", "assistant")),
         ),
     ),
-    "minimax_m2": Format(MINIMAX_M2, {"bos_token": "]~!b[", "eos_token": "[e~["}, ("]~b]",)),
+    "minimax_m2": Format(
+        MINIMAX_M2, {"bos_token": "]~!b[", "eos_token": "[e~["}, ("]~b]", "<think>", "</think>")
+    ),
     "olmo_2": Format(OLMO_2, {"eos_token": "<|endoftext|>"}, ()),
     "granite": Format(
         turns("<|start_of_role|>{}<|end_of_role|>", "<|end_of_text|>", gap="\n"),
@@ -424,11 +549,20 @@ FORMATS = {
         {"eos_token": "<|endoftext|>"},
         ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
     ),
-    "seed_oss": Format(
-        turns("<seed:bos>{}\n", "<seed:eos>"),
-        {"eos_token": "<seed:eos>"},
-        ("<seed:bos>",),
+    "phi_3": Format(
+        turns("<|{}|>\n", "<|end|>", gap="\n", last="\n<|endoftext|>"),
+        {"eos_token": "<|endoftext|>"},
+        ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
     ),
+    "seed_oss": Format(
+        SEED_OSS, {"eos_token": "<seed:eos>"}, ("<seed:bos>", "<seed:think>", "</seed:think>")
+    ),
+    "mistral_v7": Format(
+        MISTRAL_V7,
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    ),
+    "smollm_3": Format(SMOLLM_3, {"eos_token": "<|im_end|>"}, ("<|im_start|>",), marks_header=True),
     "mistral": Format(MISTRAL, {"bos_token": "<s>", "eos_token": "</s>"}, ()),
     "deepseek": Format(
         DEEPSEEK,

@@ -121,6 +121,25 @@ GEMMA3_LAYERS = GEMMA3 | dict(
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
     },
 )  # fmt: skip
+# As 31B, whose layers with full attention have other heads, and no weights for values.
+GEMMA4 = BASE | TIED | dict(
+    model_type="gemma4_text", num_hidden_layers=4, num_key_value_heads=4, head_dim=8,
+    global_head_dim=16, num_global_key_value_heads=2, attention_k_eq_v=True,
+    hidden_size_per_layer_input=0, sliding_window=7, final_logit_softcapping=5.0,
+    hidden_activation="gelu_pytorch_tanh",
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5
+        },
+    },
+)  # fmt: skip
+# The last layer has full attention, whatever the pattern.
+GEMMA4_DEFAULTS = {k: v for k, v in GEMMA4.items() if k not in ("layer_types", "rope_parameters")} | dict(
+    num_hidden_layers=3, attention_k_eq_v=False, attention_bias=True, final_logit_softcapping=None,
+    use_bidirectional_attention="vision",
+)  # fmt: skip
 OLMO3_ROPE = {
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -166,6 +185,8 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT | rope() | dict(model_type="glm4_moe_lite"),
     "gemma3": GEMMA3_PATTERN,
     "gemma3, layers": GEMMA3_LAYERS,
+    "gemma4": GEMMA4,
+    "gemma4, defaults": GEMMA4_DEFAULTS,
     "mistral": BASE | WIDE | dict(model_type="mistral", sliding_window=7),
     "mistral, scaled": BASE | BANDS | dict(model_type="mistral", sliding_window=None),
     "ministral3": BASE | WIDE | dict(model_type="ministral3") | rope(

@@ -3,23 +3,29 @@
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import sys
 from importlib.resources import files
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations import memory
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_hf import tiny_hf_model
 from torchtitan import commands
 from torchtitan.commands.generate import pieces_of
 from torchtitan.commands.source import job_of, weights_in, with_model
-from torchtitan.config import ConfigManager
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.checks.files import addresses
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.job import resolve_job
+from torchtitan.rl.job_config import JobConfig as RLConfig
 from torchtitan.tools import events
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -396,3 +402,108 @@ def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path, monkeypat
         code, out, err = run(*arguments)
         assert code in (1, 2) and message in err and "Return a" not in out, err
     assert not (tmp_path / "x").exists()
+
+
+class ReadOnly(memory.MemoryFileSystem):
+    """The objects of memory:// at ro://, which take no writing."""
+
+    protocol = ("ro",)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return memory.MemoryFileSystem._strip_protocol(path.removeprefix("ro://"))
+
+    def pipe_file(self, path, value, **options):
+        raise NotImplementedError
+
+    put_file = rm_file = pipe_file
+
+
+@pytest.fixture
+def store(hf_folder, tmp_path, monkeypatch, run):
+    """Objects: hf (a model), dcp (its checkpoint), job.toml, text, tokens. Returns a folder on the disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    fsspec.register_implementation("ro", ReadOnly, clobber=True)
+    fs = fsspec.filesystem("memory")
+    for file in hf_folder.iterdir():
+        fs.put_file(str(file), f"/b/hf/{file.name}")
+    fs.pipe_file("/b/text/a.txt", b"One text. " * 100)
+    fs.pipe_file("/b/prompts", b"One")
+    config = f'[model]\nname = "qwen3"\nhf_config = "{hf_folder}"\nhf_assets_path = "{hf_folder}"\n'
+    config += '[training]\ndataset = "local"\ndataset_path = "memory://b/text"\nseq_len = 32\n'
+    fs.pipe_file("/b/job.toml", config.encode())
+    yield tmp_path
+    fs.store.clear()
+    assert not [*tmp_path.glob("*:*")]  # an address was never taken for a path
+
+
+TOKENIZE = ("tokenize", "memory://b/text", "tokens", f"--tokenizer={TOKENIZER}", "--processes=1")
+
+
+@pytest.mark.parametrize(
+    "commands",
+    {
+        "import, export, compare, generate": [
+            ("import", "memory://b/hf", "memory://b/dcp", "--config=memory://b/job.toml"),
+            ("compare", "memory://b/dcp", "--config=memory://b/job.toml", "--with=memory://b/hf",
+             "--seq_len=4"),
+            ("compare", "memory://b/hf", "--checkpoint=memory://b/dcp", "--seq_len=4"),
+            ("export", "memory://b/dcp", "memory://b/out", "--config=memory://b/job.toml"),
+            ("generate", "memory://b/out", "--prompts=memory://b/prompts", "--max_new_tokens=1"),
+        ],
+        "tokenize, show": [
+            TOKENIZE,
+            ("tokenize", "--check", "file://{here}/tokens"),
+            ("show", "memory://b/job.toml", "--show.rows=1"),
+            ("show", "memory://b/job.toml", "--show.rows=1", "--training.dataset=tokens",
+             f"--model.hf_assets_path={TOKENIZER}", "--training.dataset_path=file://{here}/tokens"),
+        ],
+    }.values(),
+)  # fmt: skip
+def test_command_takes_addresses_of(store, run, commands):
+    for command in commands:
+        code, out, err = run(*(argument.format(here=store) for argument in command))
+        assert code == 0, (command, out, err)
+
+
+def test_plan_and_estimate_read_an_address_without_its_weights(store):
+    config = job_of("memory://b/hf", None, [])
+    assert config.model.name == "qwen3"
+    copied = os.listdir(config.model.hf_assets_path)
+    assert "tokenizer.json" in copied and "model.safetensors" not in copied
+    assert weights_in("memory://b/hf", config) == "memory://b/hf"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("export", "memory://b/hf", "ro://b/x"), "only reads.*ro://b/x"),
+        (("import", "memory://b/hf", "ro://b/x"), "only reads.*ro://b/x"),
+        (("export", "memory://b/hf", "memory://b/hf", "--overwrite"), "one is in the other"),
+        (("export", "memory://b/hf", "memory://b/text"), "memory://b/text holds files already"),
+        (("generate", "memory://b/none"), "the model of 'memory://b/none' is unknown"),
+        (("generate", "zzz://b/none"), "zzz://b/none.* is no address that fsspec knows"),
+        (("compare", "memory://b/hf", "--with=memory://b/none", "--seq_len=4"), "--with must be .* got 'memory://b/none'"),
+        (("tokenize", *TOKENIZE[1:2], "memory://b/x", *TOKENIZE[3:]), "OUT must be on a disk"),
+        ((*TOKENIZE[:3], "--tokenizer=memory://b/hf"), "--tokenizer must be on a disk"),
+        (("show", "memory://b/none.toml"), "job.config_file names .* got 'memory://b/none.toml'"),
+        (("show", "--job.dump_folder=memory://b/x"), "job.dump_folder must be on a disk"),
+        (("report", "memory://b/run"), "RUN_FOLDER must be on a disk"),
+        (("report", "x", "--output=memory://b/page.html"), "--output must be on a disk"),
+    ],
+)  # fmt: skip
+def test_address_that_a_command_cannot_use_is_refused_by_name(store, run, command, message):
+    code, out, err = run(*command)
+    assert code in (1, 2) and "Traceback" not in err
+    assert re.search(message, err), (out, err)
+
+
+@pytest.mark.parametrize("config_class", [JobConfig, RLConfig])
+def test_training_takes_addresses_in_the_settings_that_say_so(store, config_class):
+    keys = ("checkpoint.folder", "checkpoint.initial_load_path", "training.dataset_path")
+    flags = ["--job.config_file=memory://b/job.toml", *(f"--{key}=memory://b/x" for key in keys)]
+    assert not [*addresses(ConfigManager(config_class).parse_args(flags))]
+    config = ConfigManager(config_class).parse_args([*flags, "--job.dump_folder=memory://b/x"])
+    with pytest.raises(ConfigError, match="job.dump_folder must be on a disk"):
+        next(addresses(config))

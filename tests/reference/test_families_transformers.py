@@ -28,10 +28,14 @@ from tests.reference.families import (
     tokens_and_positions,
 )
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
+from torchtitan.config import JobConfig
+from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.models.llama3 import Llama3StateDictAdapter, TransformerModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.rl.generator import LocalGenerator
+from torchtitan.rl.types import SamplingConfig
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -258,6 +262,7 @@ QUIRKS = [
     ("gemma3, layers", {"rope_parameters": FLAT_YARN}),
     ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}),
     ("gemma3, layers", {"rope_parameters": None, "rope_theta": 1e4}),
+    ("gemma4", {"rope_parameters": None, "rope_theta": 1e4}),
 ]
 
 
@@ -290,6 +295,13 @@ REFUSED = [
     ("glm4_moe", "rope_type", NOT_SCALED),
     ("gemma3", "use_bidirectional_attention", True),
     ("gemma3", "hidden_activation", "relu"),
+    ("gemma4", "num_kv_shared_layers", 2),
+    ("gemma4", "hidden_size_per_layer_input", 8),
+    ("gemma4", "enable_moe_block", True),
+    ("gemma4", "use_bidirectional_attention", "all"),
+    ("gemma4", "hidden_activation", "relu"),
+    ("gemma4", "per_layer_config", {"per_layer_config": {"1": {"head_dim": 16}}}),
+    ("gemma4", "layer_types", ["chunked_attention"] * 4),
     ("mistral", "hidden_act", "relu"),
     ("mistral", "rope_type", NOT_SCALED),
     ("ministral3", "rope_type", NOT_SCALED),
@@ -329,6 +341,7 @@ MULTIMODAL = [
     ("qwen3_5_moe", "qwen3_5_moe", "model.language_model.", VISION),
     ("gemma3", "gemma3", "model.language_model.", {"model.vision_tower.x": torch.ones(3)}),
     ("gemma3", "gemma3", "language_model.model.", {"vision_tower.x": torch.ones(3)}),
+    ("gemma4", "gemma4", "model.language_model.", {"model.embed_vision.x": torch.ones(3)}),
     ("mistral3", "ministral3", "model.language_model.", {"model.vision_tower.x": torch.ones(3)}),
     ("mistral3", "ministral3", "language_model.model.", {"vision_tower.x": torch.ones(3)}),
     ("llama4", "llama4", "language_model.model.", {"vision_model.x": torch.ones(3)}),
@@ -376,6 +389,35 @@ def test_kimi_k2_is_a_deepseek_v3(outer):
     inner = CASES["deepseek_v3"] | {"model_type": "kimi_k2"}
     config = inner if outer == "kimi_k2" else {"model_type": outer, "text_config": inner}
     assert from_hf_config(config) == from_hf_config(CASES["deepseek_v3"])
+
+
+# ---- generation ----
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_greedy_completions_and_pushed_names_are_those_of_transformers(case, tmp_path):
+    """Prompts of unequal lengths share a batch, whose rows have states, convolution inputs and keys."""
+    reference, n_new = hf_model(case), 12
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    prompts = [[5, 6, 7, 8, 9], [11], [20, 21], [*range(30, 47)]]
+    config = JobConfig()
+    config.training.mixed_precision_param = "float32"
+    with TrainingEngine.from_hf(str(tmp_path), config) as engine:
+        drawn = LocalGenerator(engine, seed=1, max_rows=3).generate(
+            prompts, SamplingConfig(max_tokens=n_new, temperature=0), 1
+        )
+        pushed = {name for name, _ in engine.iter_hf_weights()}
+    # vLLM reads the names of the files.
+    assert (
+        pushed
+        == json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].keys()
+    )
+    for prompt, completion in zip(prompts, drawn, strict=True):
+        tokens = torch.tensor([prompt])
+        whole = reference.generate(
+            tokens, max_new_tokens=n_new, do_sample=False, eos_token_id=[], pad_token_id=0
+        )
+        assert list(completion.token_ids) == whole[0, len(prompt) :].tolist()
 
 
 # ---- what the cases above would not see ----

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from tests.reference.families import hf_model
 from tests.reliability import jobs
 from tests.tiny_hf import VOCAB, tiny_hf_model
 from torchtitan.adapters.lora import adapted_weights, redraw_adapters
@@ -240,6 +241,65 @@ def test_experts_adapters_of_peft_for_transformers_5_load(tmp_path):
             assert relative(engine.forward_step({"input": batch(9)})[0], expected) > 1e-2
     with pytest.raises(ValueError, match=r"experts\.0\.down_proj is scaled by 0\.875 in the file"):
         engine_of(folder, *flags)
+
+
+LINEAR = "in_proj_qkv,in_proj_z,in_proj_b,in_proj_a,out_proj"
+JOINED_TOLERANCE = 3e-5  # fp32: linear attention solves triangular systems
+# Case of `families` -> layers, by PEFT's names.
+LAYERS = {
+    "qwen3_5": f"{LINEAR},q_proj,down_proj",
+    "qwen3_5_moe": LINEAR,
+    "qwen3_next": "in_proj_qkvz,in_proj_ba,out_proj,o_proj",
+    "phi3": "qkv_proj,o_proj,gate_up_proj",
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_adapters_of_joined_weights_are_those_of_peft_in_both_directions(case, tmp_path):
+    folder, tokens = str(tmp_path / "base"), batch(9)
+    hf_model(case).save_pretrained(folder)
+    names = LAYERS[case].split(",")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names)
+    theirs = peft.get_peft_model(model, config).eval()
+    for name, parameter in theirs.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    own_scale = '--lora.alpha_pattern="wq"=3'  # parts of one weight have two scales
+
+    def logits_of(engine):
+        return engine.forward_step({"input": tokens})[0]
+
+    def check(folder_of_adapters, ours):
+        loaded = peft_model(folder, folder_of_adapters)
+        with torch.no_grad():
+            assert relative(ours, loaded(input_ids=tokens).logits) <= JOINED_TOLERANCE
+
+    flags = f"--lora.target_modules={LAYERS[case]}"
+    with engine_of(folder, flags, f"--lora.adapter_path={tmp_path / 'theirs'}") as engine:
+        with torch.no_grad():
+            assert relative(logits_of(engine), theirs(input_ids=tokens).logits) <= JOINED_TOLERANCE
+        # Targets by PEFT's names are PEFT's layers.
+        n_joined = {"in_proj_qkv": 3, "in_proj_qkvz": 4, "in_proj_ba": 2, "qkv_proj": 3}
+        n_joined["q_proj"] = 2  # queries and gates
+        n_joined["gate_up_proj"] = 2
+        layers = [n for n, _ in theirs.named_modules() if n.rpartition(".")[2] in names]
+        n_adapters = sum(n_joined.get(name.rpartition(".")[2], 1) for name in layers)
+        assert len(list(adapted_weights(engine.model_parts))) == n_adapters
+        with engine.adapters_off():
+            assert relative(logits_of(engine), theirs(input_ids=tokens).logits) > 1e-2
+    with engine_of(folder, flags, own_scale) as engine:
+        randomize(engine)
+        ours = logits_of(engine)
+        engine.save_peft(tmp_path / "ours")
+        check(tmp_path / "ours", ours)
+        randomize(engine)
+        engine.load_peft(tmp_path / "ours")
+        assert relative(logits_of(engine), ours) <= JOINED_TOLERANCE
+    part = "wk" if case == "phi3" else "linear_attn.wk"
+    with pytest.raises(ValueError, match="joins, and the model's cannot hold .*wq.weight"):
+        engine_of(folder, flags.replace(names[0], part), f"--lora.adapter_path={tmp_path}/theirs")
 
 
 # adapter_config.json of peft 0.18.0 on transformers 4.57.1.

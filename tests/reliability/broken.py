@@ -25,8 +25,8 @@ def break_down() -> None:
         sys.exit(0)
     if action == "out of memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ...")
-    if action == "hang":
-        time.sleep(60)
+    if action.startswith("hang"):  # "hang", or "hang SECONDS"
+        time.sleep(float(action.partition(" ")[2] or 60))
     elif action == "kill data worker":
         multiprocessing.active_children()[0].kill()
     else:

@@ -63,9 +63,10 @@ def load_model(folder: str, is_critic: bool = False) -> Any:
 # ---- batches ----
 
 
-def make_batch(seed: int, /, **settings: Any) -> TensorDict:
+def make_batch(seed: int, /, n_alike: int = 1, **settings: Any) -> TensorDict:
     """`SAMPLES` prompts and responses with what `sft_loss` and `ppo_loss` read, as trainers have it.
 
+    n_alike: the number of first samples with one prompt and one first token of the response.
     settings: non-tensor entries over the usual ones.
     """
     random = torch.Generator().manual_seed(seed)
@@ -78,10 +79,12 @@ def make_batch(seed: int, /, **settings: Any) -> TensorDict:
         return torch.randn(*shape, generator=random)
 
     prompt_lengths, response_lengths = randint(2, prompt, SAMPLES), randint(1, response, SAMPLES)
+    prompt_lengths[:n_alike] = prompt_lengths[0].clone()
     is_prompt = torch.arange(prompt) >= prompt - prompt_lengths[:, None]
     response_mask = (torch.arange(response) < response_lengths[:, None]).long()
     attention_mask = torch.cat((is_prompt.long(), response_mask), dim=1)
     input_ids = randint(1, VOCAB, SAMPLES, prompt + response) * attention_mask
+    input_ids[:n_alike, : prompt + 1] = input_ids[0, : prompt + 1].clone()
     data = TensorDict(
         {
             "input_ids": input_ids,
@@ -225,9 +228,15 @@ def reference(folder: str, kind: str, adapters: str | None = None, **settings: A
     if adapters is not None:
         model = peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
     compute = values_of if kind == "value" else outputs_of
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=(0.9, 0.99), eps=EPS, weight_decay=0.1
-    )
+    # With linear attention our optimizer by default exempts its decay and all norms.
+    names = [name for name, _ in model.named_parameters()]
+    exempt = ("A_log", "dt_bias", "norm.weight") if any("A_log" in n for n in names) else ()
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if n.endswith(exempt) == is_exempt]}
+        | {"weight_decay": 0.0 if is_exempt else 0.1}
+        for is_exempt in (False, True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=EPS)
     record = Record([], [], {})
     for step in range(STEPS):
         data = batch_of(kind, step, **settings)

@@ -12,6 +12,7 @@ from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.utils.losses import ppo_loss
 
 from tests.verl import cases
+from torchtitan.integrations.verl.samples import pack, unpack
 from torchtitan.loss.aggregation import aggregation_weights
 from torchtitan.testing.gloo import run_ranks
 
@@ -51,6 +52,24 @@ def test_gradients_are_the_same_for_any_split(fresh):
         torch.testing.assert_close(record.norms, whole.norms, rtol=1e-5, atol=0)
         for name, samples in whole.outputs.items():  # in the order of the batch
             torch.testing.assert_close(record.outputs[name], samples, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_positions_of_text_may_come_in_the_four_rows_of_a_multimodal_model(fresh, split):
+    def batch(n_rows):
+        data = cases.batch_of("ppo", 0, **SPLITS[split])
+        positions = [x.expand(n_rows, -1).clone() for x in data["position_ids"].unbind()]
+        positions = positions if n_rows > 1 else [x[0] for x in positions]
+        data["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+        return data
+
+    expected = cases.score(fresh, batch(1))["log_probs"]
+    found = cases.score(fresh, batch(4))["log_probs"]
+    assert all(map(torch.equal, found, expected))
+    data = batch(4)
+    data["position_ids"].unbind()[3][2, -1] += 1
+    with pytest.raises(ValueError, match="got position_ids whose rows differ, as those of images"):
+        cases.score(fresh, data)
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
@@ -196,15 +215,53 @@ def test_experts_of_a_rollout_are_replayed(tmp_path, monkeypatch):
     worker.engine.engine.close()
 
 
+# ---- shared prefixes ----
+
+
+@pytest.mark.parametrize("kind", ["ppo", "value"])
+def test_samples_that_share_their_prefixes_train_as_in_transformers(kind, tmp_path, monkeypatch):
+    cases.pretend_torchrun(monkeypatch)
+    folder = cases.save_model(str(tmp_path), "qwen3", is_critic=kind == "value")
+    model_type = "value_model" if kind == "value" else "language_model"
+    worker = cases.make_worker(folder, model_type, share_prefixes=True)
+    settings = dict(n_alike=4, micro_batch_size_per_gpu=4)
+    if kind == "ppo":
+        settings["temperature"] = torch.tensor([0.7, 0.7, 0.7, 1.3, 1.0, 1.0, 1.0, 1.0])
+    cases.assert_same_run(
+        cases.train(worker, kind, **settings), cases.reference(folder, kind, **settings)
+    )
+    worker.engine.engine.close()
+
+
+def test_a_token_is_shared_with_its_label_temperature_and_experts():
+    experts = torch.zeros(4, 5, 1, 2, dtype=torch.int16) + torch.tensor([1, 2])
+    experts[2, 1:] = torch.tensor([3, 4])
+    tokens = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [5, 6, 7, 1, 1]])
+    data = cases.batch_of_samples(list(tokens.clone()))
+    data["routed_experts"] = torch.nested.as_nested_tensor(list(experts), layout=torch.jagged)
+    row = pack(data, 0, True, True)
+    # Samples 0 and 1 are equal; 3 has another label from 7 on; 2 has other experts from 6 on.
+    assert row["input"].numel() == 5 + 3 + 4
+    assert torch.equal(unpack(row["input"], data).values(), tokens.flatten())
+    assert torch.equal(unpack(row["routed_experts"], data).values(), experts.flatten(0, 1))
+    data["temperature"] = torch.tensor([1.0, 0.5, 1.0, 1.0])
+    assert pack(data, 0, True, True)["input"].numel() == 5 + 3 + 4 + 5
+
+
 # ---- over ranks ----
 
 
 def tempered(folder, layouts):
-    """layout -> (scores with a temperature per sample, gradient norm or None), on each rank."""
-    settings = dict(temperature=torch.linspace(0.5, 2.0, cases.SAMPLES))
+    """layout -> (scores with a temperature per sample, gradient norm or None), on each rank.
+
+    Four samples begin alike, and share these tokens in all layouts but "one".
+    """
+    temperature = torch.tensor([0.5, 0.5, 0.7, 0.5, 1.0, 1.3, 1.7, 2.0])
+    settings = dict(temperature=temperature, n_alike=4)
     results = {}
     for name in layouts:
-        worker = cases.make_worker(folder, **cases.LAYOUTS[name])
+        shares = {"share_prefixes": name != "one"}
+        worker = cases.make_worker(folder, **shares, **cases.LAYOUTS[name])
         scores = cases.score(worker, cases.make_batch(0, calculate_entropy=True, **settings))
         data = cases.make_batch(0, calculate_sum_pi_squared=True, **settings)
         scores |= cases.score(worker, data)
@@ -216,7 +273,7 @@ def tempered(folder, layouts):
     return results
 
 
-def test_temperature_per_sample_in_all_layouts(folder):
+def test_temperature_per_sample_and_shared_prefixes_in_all_layouts(folder):
     """The layouts cut rows, pad them, or send them through a pipeline."""
     (alone,) = run_ranks(tempered, 1, folder, ["one"], timeout_seconds=300)
     scores, norm = alone["one"]

@@ -1,6 +1,12 @@
 """Three steps of verl's losses: our engine in each layout against plain transformers."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.verl import cases
 from torchtitan.testing.gloo import run_ranks
@@ -89,3 +95,47 @@ def test_mixture_of_experts_trains_as_transformers_does(tmp_path):
         cases.assert_same_run(
             merged([records[family, kind, "ep"] for records in ranks], 2), expected
         )
+
+
+def test_linear_attention_trains_as_in_transformers(tmp_path):
+    folders = {("qwen3_5", "ppo"): cases.save_model(str(tmp_path), "qwen3_5")}
+    layouts = {name: cases.LAYOUTS[name] for name in ("fsdp", "pp")}
+    ranks = run_ranks(records_of, 2, folders, layouts, timeout_seconds=TIMEOUT_SECONDS)
+    for (family, kind), folder in folders.items():
+        expected = cases.reference(folder, kind)
+        for name in layouts:
+            records = [records[family, kind, name] for records in ranks]
+            cases.assert_same_run(merged(records, 2 if name == "fsdp" else 1), expected)
+
+
+def test_text_model_of_a_multimodal_folder_trains_and_keeps_its_names(tmp_path, monkeypatch):
+    cases.pretend_torchrun(monkeypatch)
+    plain = cases.save_model(str(tmp_path), "qwen3_5")
+    tensors, config = (
+        load_file(f"{plain}/model.safetensors"),
+        Path(plain, "config.json").read_text(),
+    )
+    nested = {re.sub(r"^model\.", "model.language_model.", k): v for k, v in tensors.items()}
+    (folder := tmp_path / "multimodal").mkdir()
+    file = "model-00001-of-00001.safetensors"
+    files = nested | {"model.visual.x.weight": torch.ones(3)}
+    save_file(files, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(files, file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32)
+    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    outer |= {"text_config": json.loads(config), "vision_config": vision}
+    outer["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(outer))
+
+    worker = cases.make_worker(str(folder))
+    cases.assert_same_run(cases.train(worker, "ppo"), cases.reference(plain, "ppo"))
+    pushed, _ = worker.engine.get_per_tensor_param()
+    assert {name for name, _ in pushed} == nested.keys()  # vLLM's names for such a folder
+    worker.engine.engine.save_hf(tmp_path / "export")
+    exported = {}
+    for path in (tmp_path / "export").glob("*.safetensors"):
+        exported |= load_file(path)
+    assert exported.keys() == files.keys()
+    assert torch.equal(exported["model.visual.x.weight"], torch.ones(3))
+    worker.engine.engine.close()

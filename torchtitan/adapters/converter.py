@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
-from torchtitan.adapters.lora import add_adapter, first_fit, fits
+from torchtitan.adapters.lora import add_adapter, first_fit, fits, name_of_layer
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.checks.common import guess
 from torchtitan.distributed import ParallelDims
@@ -103,7 +103,7 @@ class LoRAConverter(ModelConverter):
         """Unfreeze the modules that `lora.also_train` names, and the value head if there is one."""
         wanted = self.options.names(self.options.also_train)
         modules = {
-            name: module
+            name_of_layer(model, name): module
             for name, module in model.named_modules()
             if name and next(module.parameters(recurse=False), None) is not None
         }
@@ -175,7 +175,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
                     yield f"{name}.{weight_name}", (module, weight_name)
         elif isinstance(module, nn.Linear) and not isinstance(module, RouterGate):
             if name.rpartition(".")[2] != "score":
-                yield name, (module, "weight")
+                yield name_of_layer(model, name), (module, "weight")
 
 
 def _refuse_misfits(key: str, patterns: Collection[str], layers: Collection[str]) -> None:

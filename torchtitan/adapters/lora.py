@@ -37,26 +37,58 @@ from torchtitan.numerics.nf4 import dequantize
 from torchtitan.tools.torch_parts import name_without_wrappers
 
 # A name in the config is one or more adjacent dotted components of a layer's name ("self_attn.q_proj"),
-# in PEFT's spelling or ours.
-_SPELLINGS = dict(
-    pair.split("=")
-    for pair in (
-        "self_attn=attention q_proj=wq k_proj=wk v_proj=wv o_proj=wo q_a_proj=wq_a q_b_proj=wq_b "
-        "kv_a_proj_with_mqa=wkv_a kv_b_proj=wkv_b gate_proj=w1 up_proj=w3 down_proj=w2 "
-        "linear_attn=attention in_proj_z=wz in_proj_b=wb in_proj_a=wa out_proj=wo "
-        "mlp=feed_forward moe=feed_forward shared_expert=shared_experts lm_head=output "
-        "input_layernorm=attention_norm post_attention_layernorm=ffn_norm embed_tokens=tok_embeddings"
-    ).split()
-)
+# in our spelling or PEFT's. Our component -> PEFT's. Several components of ours have one name if Hugging
+# Face's model joins their weights.
+_SPELLINGS = {
+    ours: names.split(",")
+    for ours, names in (
+        pair.split("=")
+        for pair in (
+            "attention=self_attn wq=q_proj,qkv_proj wk=k_proj,qkv_proj wv=v_proj,qkv_proj wo=o_proj wg=q_proj "
+            "wq_a=q_a_proj wq_b=q_b_proj wkv_a=kv_a_proj_with_mqa wkv_b=kv_b_proj "
+            "w1=gate_proj,gate_up_proj w3=up_proj,gate_up_proj w2=down_proj "
+            "feed_forward=mlp,moe moe=mlp,feed_forward shared_experts=shared_expert output=lm_head "
+            "attention_norm=input_layernorm ffn_norm=post_attention_layernorm "
+            "tok_embeddings=embed_tokens"
+        ).split()
+    )
+}
+_LINEAR_ATTENTION = {
+    "attention": ["linear_attn"],
+    "wq": ["in_proj_qkv", "in_proj_qkvz"],
+    "wk": ["in_proj_qkv", "in_proj_qkvz"],
+    "wv": ["in_proj_qkv", "in_proj_qkvz"],
+    "wz": ["in_proj_z", "in_proj_qkvz"],
+    "wb": ["in_proj_b", "in_proj_ba"],
+    "wa": ["in_proj_a", "in_proj_ba"],
+    "wo": ["out_proj"],
+}
+_LINEAR = "linear_attn"
 
 
-def spelled(name: str) -> str:
-    return ".".join(_SPELLINGS.get(part, part) for part in name.removeprefix("model.").split("."))
+def name_of_layer(model: nn.Module, name: str) -> str:
+    """Return a layer's name for `fits`: with `linear_attn` in place of `attention` if that is linear."""
+    head, found, tail = f"{name}.".partition(".attention.")
+    is_linear = found and hasattr(model.get_submodule(head).attention, "conv_q")
+    return f"{head}.{_LINEAR}.{tail}".removesuffix(".") if is_linear else name
 
 
 def fits(pattern: str, name: str) -> bool:
     """True if the pattern is one or more adjacent dotted components of the layer's name."""
-    return f".{spelled(pattern)}." in f".{spelled(name)}."
+    wanted, parts = (x.removeprefix("model.").split(".") for x in (pattern, name))
+    table = _LINEAR_ATTENTION if _LINEAR in parts else {}
+    spellings = [
+        {
+            part,
+            "attention" if part == _LINEAR else part,
+            *(table.get(part) or _SPELLINGS.get(part, ())),
+        }
+        for part in parts
+    ]
+    return any(
+        all(part in spelled for part, spelled in zip(wanted, spellings[i:], strict=False))
+        for i in range(len(parts) - len(wanted) + 1)
+    )
 
 
 def first_fit(patterns: Iterable[str], name: str) -> str | None:
@@ -219,7 +251,8 @@ def redraw_adapters(
             init_adapters(part)
         parameters = {name_without_wrappers(name): p for name, p in part.named_parameters()}
         for adapted in adapted_weights([part]):
-            is_chosen = first_fit(layers, adapted.weight.removesuffix(".weight")) is not None
+            name = name_of_layer(part, adapted.weight.removesuffix(".weight"))
+            is_chosen = first_fit(layers, name) is not None
             a = parameters[adapted.a]
             local, dim = local_tensor(a), a.ndim - 2
             first_row = 0

@@ -6,6 +6,10 @@ base_model.model.M.base_layer.bias. Other parameters that train whole are stored
 base_model.model.<name>. Rows of B have the order of the rows of Hugging Face's weight. Files have one
 layer per expert; `_fused_experts` also reads the fused experts of `peft` for transformers 5. That
 release converts files with one layer per expert to its fused format; `_config` writes what it needs.
+
+If M joins the rows of several of our weights, its A has the rows of their A's below each other, and its B
+has their B's as blocks: [B1 0; 0 B2] [A1; A2]. An adapter of `peft`, whose parts share one A, gives each of
+our weights a copy of A.
 """
 
 import copy
@@ -98,6 +102,18 @@ class _Stored(NamedTuple):
     cut: tuple[slice, ...] = ()
 
 
+class _Target(NamedTuple):
+    """Layers of Hugging Face's model with the adapters of our weights.
+
+    layers: one, or one per expert. weights: those whose rows the layer joins; usually one. adapted: their
+    adapters, in the order of `weights`.
+    """
+
+    layers: list[str]
+    weights: list[str]
+    adapted: list[Adapted]
+
+
 # ---- writing ----
 
 
@@ -119,16 +135,30 @@ def save_peft(
     adapted = list(adapted_weights(parts))
     tensors: dict[str, Tensor] = {}
     layers: dict[str, _Layer] = {}
-    for one, hf_layers in zip(adapted, _hf_layers_of(adapted, entries, adapter), strict=True):
-        a, b = (whole_tensor(entries[name]) for name in (one.a, one.b))
-        a, b = a[..., : options.rank, :], b[..., : options.rank]
+    for target in _targets_of(adapted, entries, adapter):
+        scale = target.adapted[0].scale
+        pairs = {
+            one.weight: (
+                whole_tensor(entries[one.a])[..., : options.rank, :],
+                whole_tensor(entries[one.b])[..., : options.rank] * (one.scale / scale),
+            )
+            for one in target.adapted
+        }
+        a = torch.cat([a for a, _ in pairs.values()], dim=-2)
+        blocks, first = {}, 0
+        for name in target.weights:
+            blocks[name] = a.new_zeros(*a.shape[:-2], _n_rows(entries, name), a.shape[-2])
+            if name in pairs:
+                b = pairs[name][1]
+                blocks[name][..., first : first + b.shape[-1]] = b
+                first += b.shape[-1]
         # B's rows are the weight's rows, which the state-dict adapter may reorder; A's rows are not.
-        b_parts = adapter.to_hf({one.weight: b}).values()
+        b_parts = adapter.to_hf(blocks).values()
         a_parts = a.unbind() if a.ndim == 3 else [a]
-        for hf_layer, a_part, b_part in zip(hf_layers, a_parts, b_parts, strict=True):
-            layers[hf_layer] = _Layer(a_part.shape[0], one.scale)
-            tensors[f"{_PREFIX}{hf_layer}.lora_A.weight"] = a_part
-            tensors[f"{_PREFIX}{hf_layer}.lora_B.weight"] = b_part
+        for hf_layer, a_part, b_part in zip(target.layers, a_parts, b_parts, strict=True):
+            layers[hf_layer] = _Layer(a_part.shape[0], scale)
+            tensors[_matrix(hf_layer, "A")] = a_part
+            tensors[_matrix(hf_layer, "B")] = b_part
     in_adapters = adapter_names(adapted)
     trained_whole = adapter.to_hf(
         {name: whole_tensor(entries[name]) for name in trained if name not in in_adapters}
@@ -144,7 +174,8 @@ def save_peft(
     own = {name: t.contiguous().cpu() for name, t in tensors.items() if name not in sent}
     everything = {name: tensor for part in all_ranks(own) for name, tensor in part.items()}
     matrices = [name for name, t in entries.items() if t.ndim > 1 and name not in in_adapters]
-    hf_matrices = [hf for name in matrices for hf in _hf_layers(name, entries[name], adapter)]
+    groups = adapter.groups_of(matrices)
+    hf_matrices = [hf for names in groups for hf in _hf_layers(names, entries, adapter)]
     of_ranks = all_ranks((layers, hf_matrices, list(trained_whole)))
     all_layers = {name: layer for part, _, _ in of_ranks for name, layer in part.items()}
     known, names = ({name for part in of_ranks for name in part[i]} for i in (1, 2))
@@ -169,7 +200,15 @@ def check_layers(
     parts: list[nn.Module], entries: Mapping[str, Any], adapter: BaseStateDictAdapter
 ) -> None:
     """Raise ValueError if PEFT's files have no place for an adapter; see `save_peft`. Collective."""
-    _hf_layers_of(list(adapted_weights(parts)), entries, copy.copy(adapter))
+    _targets_of(list(adapted_weights(parts)), entries, copy.copy(adapter))
+
+
+def _matrix(layer: str, kind: str) -> str:
+    return f"{_PREFIX}{layer}.lora_{kind}.weight"
+
+
+def _n_rows(entries: Mapping[str, Any], weight: str) -> int:
+    return entries[weight].shape[-2]
 
 
 def _key(hf_name: str, layers: Collection[str]) -> str:
@@ -179,27 +218,34 @@ def _key(hf_name: str, layers: Collection[str]) -> str:
     return _PREFIX + (f"{layer}.base_layer.bias" if is_inside else hf_name)
 
 
-def _hf_layers(weight_name: str, weight: Tensor, adapter: BaseStateDictAdapter) -> list[str]:
-    """Return the HF layers of a weight: one, or one per expert; [] if HF has no such layers."""
-    try:
-        in_hf = adapter.to_hf({weight_name: torch.empty(weight.shape, device="meta")})
-    except ValueError:  # HF stores the weight as a part of a fused tensor
-        return []
-    return [name.removesuffix(".weight") for name in in_hf if name.endswith(".weight")]
+def _hf_layers(
+    weights: Iterable[str], entries: Mapping[str, Any], adapter: BaseStateDictAdapter
+) -> list[str]:
+    """Return the HF layers of weights that `to_hf` converts together; [] if HF has no such layers."""
+    empty = {name: torch.empty(entries[name].shape, device="meta") for name in weights}
+    return [
+        name.removesuffix(".weight") for name in adapter.to_hf(empty) if name.endswith(".weight")
+    ]
 
 
-def _hf_layers_of(
+def _targets_of(
     adapted: list[Adapted], entries: Mapping[str, Any], adapter: BaseStateDictAdapter
-) -> list[list[str]]:
-    """Return each weight's HF layers. Collective; raises ValueError if a weight has none."""
-    found = [_hf_layers(one.weight, entries[one.weight], adapter) for one in adapted]
-    missing = [one.weight for one, layers in zip(adapted, found, strict=True) if not layers]
+) -> list[_Target]:
+    """Return the layers with adapters. Collective; raises ValueError if HF has no layer for a weight."""
+    by_weight = {one.weight: one for one in adapted}
+    in_adapters = adapter_names(adapted)
+    groups = adapter.groups_of(n for n, t in entries.items() if t.ndim > 1 and n not in in_adapters)
+    targets = []
+    for weights in groups:
+        if own := [by_weight.pop(name) for name in weights if name in by_weight]:
+            targets.append(_Target(_hf_layers(weights, entries, adapter), weights, own))
+    missing = [*by_weight, *(t.adapted[0].weight for t in targets if not t.layers)]
     if missing := [name for part in all_ranks(missing) for name in part]:
         raise ValueError(
             f"PEFT's files have no place for the adapter of {shorten(missing)}, no linear layer of Hugging "
             "Face's model; leave it out of lora.target_modules, or write merged weights with save_hf"
         )
-    return found
+    return targets
 
 
 def _config(
@@ -314,21 +360,23 @@ def load_peft(
     adapter = copy.copy(adapter)
     path = os.path.join(folder, WEIGHTS_FILE)
     config, stored = _read_headers(folder)
+    # The files of a multimodal model may have the text model's names, and the other way round.
+    adapter = adapter.for_export([key.removeprefix(_PREFIX) for key in stored])
     adapted = list(adapted_weights(parts))
-    hf_layers = dict(zip(adapted, _hf_layers_of(adapted, entries, adapter), strict=True))
+    targets = _targets_of(adapted, entries, adapter)
     in_adapters = adapter_names(adapted)
     whole = {name: entries[name] for name in trained if name not in in_adapters}
     in_hf = adapter.to_hf({n: torch.empty(t.shape, device="meta") for n, t in whole.items()})
-    own = {
-        name: _Layer(entries[one.a].shape[-2], one.scale)
-        for one, names in hf_layers.items()
-        for name in names
-    }
+    own, wanted = {}, {}
+    for target in targets:
+        rank, scale = _rank_in(stored, target, entries), target.adapted[0].scale
+        n_inputs = entries[target.adapted[0].a].shape[-1]
+        n_rows = sum(_n_rows(entries, name) for name in target.weights)
+        for name in target.layers:
+            own[name] = _Layer(rank, scale)
+            wanted |= {_matrix(name, "A"): (rank, n_inputs), _matrix(name, "B"): (n_rows, rank)}
     keys = {name: _key(name, own) for name in in_hf}
-    wanted = {keys[name]: tuple(tensor.shape) for name, tensor in in_hf.items()}
-    for one, names in hf_layers.items():
-        for name, (kind, entry) in product(names, (("A", one.a), ("B", one.b))):
-            wanted[f"{_PREFIX}{name}.lora_{kind}.weight"] = tuple(entries[entry].shape[-2:])
+    wanted |= {keys[name]: tuple(tensor.shape) for name, tensor in in_hf.items()}
     # Keys of redundant tensors in peft's files -> the key or tensor that each must equal: tied weights
     # under their second name, and the frozen weight of an output projection that has an adapter.
     copies: dict[str, Any] = {
@@ -337,9 +385,9 @@ def load_peft(
         if name in in_hf
     }
     output = f"{_PREFIX}lm_head.base_layer.weight"
-    for one, names in hf_layers.items():
-        if names == ["lm_head"] and output in stored:
-            copies[output] = whole_tensor(entries[one.weight]).cpu()
+    for target in targets:
+        if target.layers == ["lm_head"] and output in stored:
+            copies[output] = whole_tensor(entries[target.weights[0]]).cpu()
     for key in set().union(*all_ranks(sorted(copies))):
         stored.pop(key, None)
     matrices = _matching(stored, wanted, own, config, folder)
@@ -360,16 +408,14 @@ def load_peft(
                     )
                 return tensor
 
-            for one, names in hf_layers.items():
-                a, b = (
-                    [tensor_of(f"{_PREFIX}{name}.lora_{kind}.weight") for name in names]
-                    for kind in "AB"
-                )
+            for target in targets:
+                a, b = ([tensor_of(_matrix(name, kind)) for name in target.layers] for kind in "AB")
+                one = target.adapted[0]
                 if entries[one.a].ndim == 3:
                     values += [(entries[one.a], torch.stack(a)), (entries[one.b], torch.stack(b))]
                 else:
-                    (rows,) = adapter.from_hf({f"{names[0]}.weight": b[0]}).values()
-                    values += [(entries[one.a], a[0]), (entries[one.b], rows)]
+                    blocks = adapter.from_hf({f"{target.layers[0]}.weight": b[0]})
+                    values += _parts_of(target, entries, a[0], blocks)
             ours = adapter.from_hf({name: tensor_of(key) for name, key in keys.items()})
         return values + [(whole[name], ours[name]) for name in whole if name in ours]
 
@@ -377,7 +423,42 @@ def load_peft(
     on_all_ranks(lambda: values.extend(read()))
     for parameter, tensor in values:
         _fill(parameter, tensor)
-    logger.info(f"Read the adapters of {len(hf_layers)} weights from {folder}")
+    logger.info(f"Read the adapters of {len(targets)} layers from {folder}")
+
+
+def _rank_in(
+    stored: Mapping[str, tuple[int, ...]], target: _Target, entries: Mapping[str, Any]
+) -> int:
+    """Return the rank of the target's layers in the file: all parts' ranks together, or the rank of each."""
+    ranks = [entries[one.a].shape[-2] for one in target.adapted]
+    in_file = stored.get(_matrix(target.layers[0], "A"), (None,))[0]
+    return sum(ranks) if in_file == sum(ranks) or len(set(ranks)) > 1 else ranks[0]
+
+
+def _parts_of(
+    target: _Target, entries: Mapping[str, Any], a: Tensor, blocks: Mapping[str, Tensor]
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Yield our parameters of a layer and their values, from its A and, for each of our weights, rows of its B.
+
+    Raises ValueError if the rows need more than our adapters hold.
+    """
+    rest, first = dict(blocks), 0
+    for one in target.adapted:
+        rank, b = entries[one.a].shape[-2], rest.pop(one.weight)
+        own = slice(first, first + rank) if a.shape[-2] > rank else slice(None)
+        outside = b.clone()
+        outside[:, own] = 0
+        rest[f"{one.weight}, other columns"] = outside
+        yield entries[one.a], a[own]
+        yield entries[one.b], b[:, own] * (target.adapted[0].scale / one.scale)
+        first += rank
+    if others := [name for name, rows in rest.items() if rows.any()]:
+        raise ValueError(
+            f"The adapter of {target.layers[0]} needs adapters of {len(blocks)} weights of rank "
+            f"{a.shape[-2]}, which it joins, and the model's cannot hold {shorten(others)}; set "
+            f"lora.target_modules to include {target.layers[0].rpartition('.')[2]} and lora.rank, or "
+            f"lora.rank_pattern, to {a.shape[-2]}"
+        )
 
 
 def _read_headers(folder: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

@@ -7,7 +7,14 @@ from typing import Any, Required, Self, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
-from torchtitan.batch.documents import BOUNDARY_KEYS, IGNORE_INDEX, PADDING, SAMPLE_IDS, per_token
+from torchtitan.batch.documents import (
+    BOUNDARY_KEYS,
+    IGNORE_INDEX,
+    PADDING,
+    PARENT_IDS,
+    SAMPLE_IDS,
+    per_token,
+)
 from torchtitan.tools.host_copy import on_host, to_device
 
 Entries = dict[str, Any]
@@ -28,6 +35,7 @@ class Batch(TypedDict, total=False):
     document_ids: Tensor  # [B, T]
     seq_lens: Tensor  # [B, n]
     cu_seqlens: Tensor  # [B, n + 1] or [n + 1]
+    parent_ids: Tensor  # [B, T], which makes documents branches of trees; see `batch.trees`
     # Experts that a generator chose; see `Decoder.check_routed_experts`.
     routed_experts: Tensor  # [B, T, L, k]
 
@@ -39,6 +47,8 @@ Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
 _PADDING_OF = {
     "positions": PADDING,
     "document_ids": PADDING,
+    "depths": PADDING,
+    PARENT_IDS: PADDING,
     "labels": IGNORE_INDEX,
     "routed_experts": -1,  # the router chooses
 }
@@ -52,6 +62,7 @@ class TokenBatch:
 
     document_ids: [B, T] int32, padding -1; None if attention does not separate documents, or if the
         batch has attention masks of its own. See `DocumentPolicy.token_batch`.
+    depths: [B, T] int32, the result of `branch_depths`; None if no document has a parent.
     """
 
     tokens: Tensor  # [B, T]
@@ -59,6 +70,7 @@ class TokenBatch:
     document_ids: Tensor | None = None
     entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # positions among them
     sample_ids: Tensor | None = None  # [B, 2], the first and last sample in each row, if known
+    depths: Tensor | None = None
     has_checked_ids: bool = False  # tokens, labels and experts are in the model's ranges
 
     @classmethod
@@ -87,7 +99,7 @@ class TokenBatch:
                     f"the batch's {key!r} must be a tensor, got {type(value).__name__}; make it one "
                     "with torch.as_tensor"
                 )
-        for key in ("positions", *BOUNDARY_KEYS):
+        for key in ("positions", PARENT_IDS, *BOUNDARY_KEYS):
             if isinstance(entries.get(key), Tensor):
                 entries[key] = whole_numbers(f"the batch's {key!r}", entries[key])
         sample_ids = getattr(tokens, SAMPLE_IDS, None)

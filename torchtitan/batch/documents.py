@@ -9,13 +9,14 @@ sources that disagree, and positions that restart in rows of one document.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.config.mask_types import END_OF_TEXT, reads_positions
-from torchtitan.tools.host_copy import on_host
+from torchtitan.tools.host_copy import fetch, on_host
 from torchtitan.tools.logging import already_said, logger
 from torchtitan.tools.torch_parts import assert_on_device
 
@@ -25,6 +26,9 @@ IGNORE_INDEX = -100
 
 BOUNDARY_KEYS = ("document_ids", "seq_lens", "cu_seqlens")
 """Entries of a batch that give document boundaries and nothing else; the first entry present is used."""
+
+PARENT_IDS = "parent_ids"
+"""Entry of a batch that makes its documents the branches of trees; see `branch_depths`."""
 
 SAMPLE_IDS = "sample_ids"
 """Key of the first and the last sample in a row, [2], which a dataset may add; the dataloader makes it an
@@ -146,6 +150,113 @@ def last_tokens(document_ids: Tensor) -> Tensor:
     return is_last
 
 
+# ---- trees of documents ----
+
+
+def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
+    """Return each token's position on its branch, [B, T] int32 on the host; None if no document has a parent.
+
+    A document with a parent continues all of the parent's tokens, with the positions that follow them. A
+    branch is a document with its ancestors; padding gets -1.
+    document_ids: [B, T]. parent_ids: [B, T], the id of the parent of each token's document, -1 for none:
+    ids [0 0 1 2 2], parents [-1 -1 0 0 0] -> [0 1 2 2 3].
+    Waits for the device if the host has no copy. Raises ValueError unless the parent is the document
+    before, or an ancestor of that document: then all that continue a document follow it without a gap.
+    """
+    ids, parents = fetch(document_ids), fetch(parent_ids)
+    is_token, seq_len = ids != PADDING, ids.shape[1]
+    if not (is_token & (parents != PADDING)).any():
+        return None
+    firsts = document_starts(ids).long()
+    changes = is_token & (parents != parents.gather(1, firsts))
+    if changes.any():
+        row, column = changes.nonzero()[0].tolist()
+        raise ValueError(
+            f"all tokens of a document must have one parent in 'parent_ids', got "
+            f"{int(parents[row, column])} at token {column} of row {row}, whose document "
+            f"{int(ids[row, column])} begins with {int(parents[row, firsts[row, column]])}"
+        )
+    firsts = firsts + torch.arange(len(ids), device="cpu")[:, None] * seq_len
+    documents, lengths = firsts[is_token].unique_consecutive(return_counts=True)
+    branch: list[
+        tuple[int, int]
+    ] = []  # (id, tokens up to its end) of the last document and its ancestors
+    bases, last_end = [], -1
+    of_documents = (x.flatten()[documents].tolist() for x in (ids, parents))
+    for first, length, own, parent in zip(
+        documents.tolist(), lengths.tolist(), *of_documents, strict=True
+    ):
+        if parent == PADDING or first != last_end or first % seq_len == 0:
+            branch = []
+        while branch and branch[-1][0] != parent:
+            branch.pop()
+        if parent != PADDING and not branch:
+            raise ValueError(
+                f"document {own} at token {first % seq_len} of row {first // seq_len} has parent {parent} in "
+                "'parent_ids', which must be the document before it or an ancestor of that document, without "
+                "padding between; lay out trees with batch.trees.tree_batch"
+            )
+        bases.append(branch[-1][1] if branch else 0)
+        branch.append((own, bases[-1] + length))
+        last_end = first + length
+    depths = positions_from_document_ids(ids).to(torch.int32)
+    depths[is_token] += torch.tensor(bases, dtype=torch.int32).repeat_interleave(lengths)
+    return depths
+
+
+def follow_branches(depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (ends [B, T], begins [B, T], paths [n]) of the result of `branch_depths`, on the host.
+
+    ends: the last column of the tokens that see each token. paths: columns of tokens, branch after branch;
+    a token sees paths[begins : begins + depth + 1], and itself last. A padding token sees only itself.
+    """
+    n_rows, seq_len = depths.shape
+    ends, begins = (torch.empty((n_rows, seq_len), dtype=torch.int32) for _ in range(2))
+    paths: list[Tensor] = []
+    n_listed = 0
+    for of_row, ends_of_row, begins_of_row in zip(depths, ends, begins, strict=True):
+        branch = torch.empty(seq_len, dtype=torch.int32)  # its columns
+        length = 0
+        is_padding = of_row < 0
+        # A stretch is padding, or a part of one branch without a gap.
+        begins_stretch = (of_row[1:] != of_row[:-1] + 1) | is_padding[:-1]
+        begins_stretch &= ~(is_padding[1:] & is_padding[:-1])
+        bounds = [0, *(begins_stretch.nonzero().flatten() + 1).tolist(), seq_len]
+        for start, end in pairwise(bounds):
+            depth = max(int(of_row[start]), 0)
+            columns = torch.arange(start, end, dtype=torch.int32)
+            ends_of_row[branch[depth:length].long()] = start - 1
+            branch[depth : depth + end - start] = columns
+            length = depth + end - start
+            begins_of_row[start:end] = n_listed
+            if is_padding[start]:
+                ends_of_row[start:end] = columns
+                begins_of_row[start:end] += columns - start
+                paths.append(columns)
+                length = 0
+            else:
+                paths.append(branch[:length].clone())
+            n_listed += len(paths[-1])
+        ends_of_row[branch[:length].long()] = seq_len - 1
+    return ends, begins, torch.cat(paths)
+
+
+def ids_of_branches(depths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (document ids, parent ids) [B, T] for positions on branches: the inverse of `branch_depths`."""
+    _, begins, paths = follow_branches(depths)
+    columns = torch.arange(depths.shape[1], dtype=torch.int32).expand(depths.shape)
+    is_token, has_parent = depths >= 0, depths > 0
+    before = torch.where(has_parent, paths[(begins + depths - 1).clamp(min=0)], -1).long()
+    begins_branch = has_parent & (before != columns - 1)
+    is_first = is_token & (~has_parent | begins_branch)
+    rows, _ = begins_branch.nonzero(as_tuple=True)
+    is_first[rows, before[begins_branch] + 1] = True  # the parent ends where a branch leaves it
+    ids = (is_first.cumsum(dim=1) - 1).masked_fill(~is_token, PADDING)
+    first = torch.where(is_first, columns, 0).cummax(dim=1).values.long()
+    parents = ids.gather(1, before.clamp(min=0)).masked_fill(before < 0, PADDING)
+    return ids, parents.gather(1, first).masked_fill(~is_token, PADDING)
+
+
 # ---- reading a batch ----
 
 
@@ -201,7 +312,7 @@ def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch with the host's copies of tokens and boundaries; as it is if a copy is missing."""
     copies = {
         key: on_host(batch[key])
-        for key in ("input", "positions", *BOUNDARY_KEYS)
+        for key in ("input", "positions", PARENT_IDS, *BOUNDARY_KEYS)
         if batch.get(key) is not None
     }
     is_on_host = all(x.device.type == "cpu" for x in copies.values())

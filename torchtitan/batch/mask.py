@@ -13,8 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.batch.documents import document_starts
-from torchtitan.distributed.context_parallel import ContextPart, TokenShards
+from torchtitan.batch.documents import document_starts, follow_branches
+from torchtitan.distributed.context_parallel import (
+    ContextPart,
+    NeededKeys,
+    TokenShards,
+    needed_keys,
+)
+from torchtitan.tools import torch_parts
 from torchtitan.tools.compiler import load_flex_attention
 from torchtitan.tools.host_copy import fetch, on_host, to_device
 
@@ -34,38 +40,54 @@ class VarlenMetadata(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, because tensors are not compared
 class DocumentMask:
-    """A query sees itself and the keys before it in its own document.
+    """A query sees itself and the keys before it in its own document, and in that document's ancestors.
 
-    starts: int32 [B, T], the column where each token's document begins; a padding token is a document
-        of its own. None for plain causal rows, and for a client's mask, which has only `lowered`.
-    lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata (varlen), or bool [B, 1, T, T]
-        (sdpa).
+    starts: int32 [B, T], the column where each token's document, or tree of documents, begins; a padding
+        token is a document of its own. None for plain causal rows, and for a client's mask, which has only
+        `lowered`.
+    depths, ends: int32 [B, T], for trees only, see `branch_depths` and `follow_branches`: a token's
+        position on its branch, and the last column of the tokens that see it.
+    lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata or for trees NeededKeys (varlen), or
+        bool [B, 1, T, T] (sdpa).
     """
 
     starts: Tensor | None = None
     window: int | None = None  # a query sees itself and the window - 1 tokens before it
+    depths: Tensor | None = None
+    ends: Tensor | None = None
+    chunk: int | None = None  # for trees: see `in_chunks`
     rows_are_documents: bool = False  # each row is one document: `starts` are zeros
-    lengths: VarlenMetadata | None = None  # for varlen, and for flex on the CPU
+    lengths: VarlenMetadata | NeededKeys | None = None  # for varlen, and for flex on the CPU
     lowered: Any = None
     part: ContextPart | None = None  # if this rank holds only some tokens of the rows
 
     @classmethod
     def from_mask(cls, mask: Any) -> "DocumentMask":
-        """Return the DocumentMask of a BlockMask, a VarlenMetadata or None (plain causal)."""
+        """Return the DocumentMask of a `lowered` mask or None (plain causal)."""
         if isinstance(mask, cls):
             return mask
-        if isinstance(mask, VarlenMetadata):
+        if isinstance(mask, VarlenMetadata | NeededKeys):
             return cls(lengths=mask, lowered=mask)
         made_of = getattr(mask, "mask_mod", None)
         return replace(made_of if isinstance(made_of, cls) else cls(), lowered=mask)
 
     @classmethod
     def from_documents(
-        cls, document_ids: Tensor, device: torch.device | None = None
+        cls, document_ids: Tensor, device: torch.device | None = None, depths: Tensor | None = None
     ) -> "DocumentMask":
-        """Return the mask of document_ids [B, T], read from the host's copy if there is one, on `device`."""
-        starts = to_device(document_starts(on_host(document_ids)), device or document_ids.device)
-        return cls(starts)
+        """Return the mask of document_ids [B, T], read from the host's copy if there is one, on `device`.
+
+        depths: the result of `branch_depths`, if the documents are branches of trees.
+        """
+        device = device or document_ids.device
+        if depths is None:
+            return cls(to_device(document_starts(on_host(document_ids)), device))
+        depths = fetch(depths)
+        columns = torch.arange(depths.shape[1], device="cpu", dtype=torch.int32)
+        starts = torch.where(depths <= 0, columns, 0).cummax(dim=1).values
+        ends, *_ = follow_branches(depths)
+        starts, depths, ends = (to_device(x, device) for x in (starts, depths, ends))
+        return cls(starts, depths=depths, ends=ends)
 
     @classmethod
     def from_rows(cls, n_rows: int, seq_len: int, device: torch.device) -> "DocumentMask":
@@ -78,10 +100,15 @@ class DocumentMask:
         return replace(self, window=window, lowered=None)
 
     def in_chunks(self, size: int) -> "DocumentMask":
-        """Return the mask that treats every `size` tokens of a document as a document of their own."""
+        """Return the mask that treats every `size` tokens of a document as a document of their own.
+
+        On a branch of a tree, these are tokens whose depths divided by `size` agree.
+        """
         assert self.starts is not None
         if size >= self.starts.shape[1]:
             return self
+        if self.depths is not None:
+            return replace(self, chunk=size, lengths=None, lowered=None)
         starts = torch.zeros(self.starts.shape, dtype=torch.int32, device="cpu")
         if not self.rows_are_documents:
             starts = on_host(self.starts)
@@ -93,7 +120,12 @@ class DocumentMask:
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return True where a query sees a key: the mask function of flex attention."""
         seen = q_idx >= kv_idx
-        if self.starts is not None and not self.rows_are_documents:
+        if self.depths is not None and self.ends is not None:
+            seen = seen & (q_idx <= self.ends[b, kv_idx])
+            q_idx, kv_idx = self.depths[b, q_idx], self.depths[b, kv_idx]  # for the window
+            if self.chunk is not None:
+                seen = seen & (q_idx - q_idx % self.chunk <= kv_idx)
+        elif self.starts is not None and not self.rows_are_documents:
             seen = seen & (kv_idx >= self.starts[b, q_idx])
         if self.window is not None:
             seen = seen & (q_idx - kv_idx < self.window)
@@ -120,6 +152,15 @@ class DocumentMask:
         """Return the mask with `lengths`; waits for the device if the host has no copy of `starts`."""
         if self.lengths is not None or self.starts is None:
             return self
+        if self.depths is not None:
+            starts = self.boundaries(self.starts.shape[1])
+            assert starts is not None
+            one_chunk = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
+            given = fetch(starts), len(starts), one_chunk, 0, self.window
+            keys: Any = torch_parts.pytree.tree_map_only(
+                Tensor, lambda x: to_device(x, starts.device), needed_keys(*given, self.branches())
+            )
+            return replace(self, lengths=keys)
         starts = fetch(self.starts)
         columns = torch.arange(starts.shape[1], device="cpu", dtype=torch.int32)
         max_length = int((columns - starts).max()) + 1
@@ -137,7 +178,7 @@ class DocumentMask:
         assert self.starts is not None
         starts = self.starts[:1] if self.rows_are_documents else self.starts
         seq_len = starts.shape[1]
-        if self.window is not None:
+        if self.window is not None and self.depths is None:
             columns = torch.arange(seq_len, device=starts.device, dtype=starts.dtype)
             starts = torch.maximum(starts, columns - (self.window - 1))
         n_blocks = -(-seq_len // block_size)
@@ -146,29 +187,30 @@ class DocumentMask:
         last_query = (first_query + block_size - 1).clamp(max=seq_len - 1)
 
         # Starts never decrease along a row, so a query block's first query has the earliest start, and
-        # its last query the latest. The query block sees key blocks [first_key, first_full) and itself
-        # in part, and key blocks [first_full, block) in full.
-        first_key = starts[:, first_query] // block_size
-        first_full = (starts[:, last_query] + block_size - 1) // block_size
-        first_full = torch.minimum(first_full, block)
+        # its last query the latest. [rows, query blocks, key blocks]
+        is_before = block < block[:, None]
+        is_seen = is_before & (block >= starts[:, first_query, None] // block_size)
+        is_full = is_before & (block * block_size >= starts[:, last_query, None])
+        if self.depths is not None and self.ends is not None:
+            least_end, most_end = _of_blocks(self.ends, block_size)
+            is_seen &= most_end[:, None] >= first_query[:, None]
+            is_full &= least_end[:, None] >= last_query[:, None]
+            least_depth, most_depth = _of_blocks(self.depths, block_size)
+            least_seen, most_seen = _of_blocks(self._first_seen_depths(self.depths), block_size)
+            is_seen &= most_depth[:, None] >= least_seen[..., None]
+            is_full &= least_depth[:, None] >= most_seen[..., None]
         if seq_len % block_size:  # queries past the end see nothing: no key block is full for them
-            first_full[:, -1] = n_blocks - 1
-        n_before_own = first_full - first_key
+            is_full[:, -1] = False
 
-        # The lists of key blocks that each query block sees, [rows, n_blocks, n_blocks].
-        partial_list = torch.where(
-            block < n_before_own[..., None], first_key[..., None] + block, block[:, None]
-        )
-        full_list = (first_full[..., None] + block).clamp(max=n_blocks - 1)
-
-        def for_all_heads(x: Tensor) -> Tensor:
-            return x.unsqueeze(1).to(torch.int32).contiguous()
+        def listed(blocks: Tensor) -> list[Tensor]:
+            """Return the number of key blocks of each query block, and the blocks, these first."""
+            in_order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
+            for_all_heads = (blocks.sum(dim=-1), in_order)
+            return [x.unsqueeze(1).to(torch.int32).contiguous() for x in for_all_heads]
 
         return load_flex_attention().BlockMask.from_kv_blocks(
-            for_all_heads(n_before_own + 1),
-            for_all_heads(partial_list),
-            for_all_heads(block - first_full),
-            for_all_heads(full_list),
+            *listed(is_seen & ~is_full | (block == block[:, None])),
+            *listed(is_full),
             BLOCK_SIZE=block_size,
             mask_mod=self,
             seq_lengths=(seq_len, seq_len),
@@ -199,9 +241,34 @@ class DocumentMask:
         """
         if self.rows_are_documents or (self.starts is None and self.lowered is None):
             return torch.zeros((1, seq_len), dtype=torch.int32, device="cpu")
-        if self.starts is None and self.lengths is not None:
+        if self.starts is None and isinstance(self.lengths, VarlenMetadata):
             return self.lengths.cu_seq_q
-        return self.starts
+        if self.depths is None:
+            return self.starts
+        # As many keys as a token sees on its branch, if these were the tokens before it in the row.
+        columns = torch.arange(seq_len, device=self.depths.device, dtype=torch.int32)
+        depths = self.depths.clamp(min=0)
+        return columns - (depths if self.chunk is None else depths % self.chunk)
+
+    def branches(self) -> tuple[Tensor, Tensor] | None:
+        """Return the argument `branches` of `needed_keys`, on the host; None without trees."""
+        if self.depths is None:
+            return None
+        depths = fetch(self.depths)
+        _, begins, paths = follow_branches(depths)
+        return begins + depths.clamp(min=0), paths
+
+    def _first_seen_depths(self, depths: Tensor) -> Tensor:
+        """Return [B, T]: the lowest depth that a token of a tree sees."""
+        first = torch.zeros_like(depths) if self.chunk is None else depths - depths % self.chunk
+        return first if self.window is None else torch.maximum(first, depths - self.window + 1)
+
+
+def _of_blocks(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return the least and the greatest value of each block of columns, [rows, T] -> [rows, blocks]."""
+    filled = torch.cat((x, x[:, -1:].expand(-1, -x.shape[1] % block_size)), dim=1)
+    extremes = filled.unflatten(1, (-1, block_size)).aminmax(dim=2)
+    return extremes.min, extremes.max
 
 
 Masks = DocumentMask | dict[str, DocumentMask]

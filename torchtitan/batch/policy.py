@@ -10,14 +10,17 @@ from torchtitan.batch.documents import (
     BOUNDARY_KEYS,
     IGNORE_INDEX,
     PADDING,
+    PARENT_IDS,
     boundaries_on_host,
+    branch_depths,
     last_tokens,
+    per_token,
     positions_from_document_ids,
     read_document_ids,
 )
 from torchtitan.config.job_config import Training
 from torchtitan.config.mask_types import reads_positions, separates_documents
-from torchtitan.tools.host_copy import to_device
+from torchtitan.tools.host_copy import fetch, to_device
 from torchtitan.tools.logging import already_said, saying_once_per
 
 
@@ -62,8 +65,10 @@ class DocumentPolicy:
         """Return a dict as a `TokenBatch`, with document ids if attention separates documents.
 
         A batch with attention masks of its own gets no ids. `labels` replace those of a `TokenBatch`.
-        Raises ValueError as `TokenBatch.from_dict`, for ids outside the model's vocabulary, and for a
-        batch that lacks the source of its documents' boundaries.
+        With `parent_ids`, documents are branches of trees, and the batch gets `depths` and positions.
+        Raises ValueError as `TokenBatch.from_dict` and `branch_depths`, for ids outside the model's
+        vocabulary, for a batch that lacks the source of its documents' boundaries, and for trees whose
+        positions do not continue along the branches.
         """
         if not isinstance(batch, TokenBatch):
             batch = TokenBatch.from_dict(batch, labels)
@@ -72,9 +77,18 @@ class DocumentPolicy:
         elif labels is not None:
             batch = dataclasses.replace(batch, labels=labels)
         has_own_masks = "attention_masks" in batch.entries
-        if batch.document_ids is not None or has_own_masks or not self.separates_documents:
+        separates, has_parents = self.separates_documents, batch.entries.get(PARENT_IDS) is not None
+        if has_parents and (has_own_masks or not separates or "document_ids" not in batch.entries):
+            raise ValueError(
+                f"the batch's {PARENT_IDS!r} need its 'document_ids', no 'attention_masks' and "
+                f"model.attn_mask_type 'block_causal' or 'position_block_causal', got {sorted(batch.entries)} "
+                f"and {self.attn_mask_type!r}; set the mask type, with model.attn_type 'flex' or 'varlen'"
+            )
+        if batch.document_ids is None and separates and not has_own_masks:
+            batch = dataclasses.replace(batch, document_ids=self.document_ids(batch))
+        if not has_parents or batch.depths is not None:
             return batch
-        return dataclasses.replace(batch, document_ids=self.document_ids(batch))
+        return _with_depths(batch)
 
     def document_ids(self, batch: Batch | TokenBatch) -> Tensor:
         """Return the document ids of a batch, [B, T] int32 on its device, padding -1.
@@ -87,7 +101,10 @@ class DocumentPolicy:
             return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
         with saying_once_per(self.said):  # even in a thread that reads batches ahead
-            ids = read_document_ids(boundaries_on_host(batch.as_dict()), mask_type, self.eos_id)
+            boundaries = dict(boundaries_on_host(batch.as_dict()))
+            if boundaries.get(PARENT_IDS) is not None:
+                boundaries.pop("positions", None)  # compared with the branches in `_with_depths`
+            ids = read_document_ids(boundaries, mask_type, self.eos_id)
         return to_device(ids, batch.tokens.device)
 
     # ---- for the loss and the FLOP count ----
@@ -104,6 +121,9 @@ class DocumentPolicy:
         if not self.mask_boundary_loss or "attention_masks" in batch.entries:
             return labels
         ends = last_tokens(self.document_ids(batch))
+        if batch.depths is not None:  # a parent's last label is the first token of all its branches
+            is_next = batch.depths[:, 1:] == batch.depths[:, :-1] + 1
+            ends[:, :-1] &= ~is_next | (batch.depths[:, :-1] < 0)
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
         # In the data loader's rows, which have sample_ids, end-of-text closes a document in any case.
         reads_eos = batch.sample_ids is not None or not has_explicit
@@ -124,5 +144,29 @@ class DocumentPolicy:
         if batch.document_ids is None or not self.separates_documents:
             return batch.tokens.shape[0] * batch.tokens.shape[1] ** 2
         # The n-th token of a document adds n^2 - (n - 1)^2 = 2n - 1 to its square.
-        added = 2 * positions_from_document_ids(batch.document_ids) + 1
+        positions = batch.depths
+        if positions is None:
+            positions = positions_from_document_ids(batch.document_ids)
+        added = 2 * positions.long() + 1
         return int(added.masked_fill(batch.document_ids == PADDING, 0).sum())
+
+
+def _with_depths(batch: TokenBatch) -> TokenBatch:
+    """Return a batch with `parent_ids` with its depths, as positions too; unchanged without any parent."""
+    assert batch.document_ids is not None
+    depths = branch_depths(batch.document_ids, per_token(batch.as_dict(), PARENT_IDS))
+    if depths is None:
+        return batch
+    positions = batch.entries.get("positions")
+    if positions is not None:
+        differs = (fetch(positions) != depths) & (depths != PADDING)
+        if differs.any():
+            row, column = differs.nonzero()[0].tolist()
+            raise ValueError(
+                "the positions of a tree count from 0 at its root and go on along each branch, got "
+                f"{int(fetch(positions).expand(depths.shape)[row, column])} instead of "
+                f"{int(depths[row, column])} at token {column} of row {row}; leave 'positions' out"
+            )
+    depths, positions = (to_device(x, batch.tokens.device) for x in (depths, depths.long()))
+    entries = {**batch.entries, "positions": positions}
+    return dataclasses.replace(batch, depths=depths, entries=entries)

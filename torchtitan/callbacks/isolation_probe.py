@@ -1,7 +1,8 @@
 """A check during training that attention does not cross document boundaries.
 
 The model runs on a batch twice, the second time with one token replaced. The logits of other rows, other
-documents and earlier tokens must be bitwise equal. A correct model may fail the check under dynamic
+documents, other branches and earlier tokens must be bitwise equal. If a tree's shared token is replaced,
+the logits of its branches must not be. A correct model may fail the check under dynamic
 float8, because a scale depends on a whole tensor, and with a mixture of experts, because rounding depends
 on the number of tokens of an expert.
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.batch.documents import PADDING, document_starts
-from torchtitan.batch.mask import shards_of
+from torchtitan.batch.mask import DocumentMask, shards_of
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.distributed.sequence_parallel import WholeSequence
@@ -65,19 +66,25 @@ class IsolationProbe:
         if document_ids is None:
             document_ids = torch.zeros(batch.tokens.shape, dtype=torch.int32)
         document_ids = document_ids.cpu()
+        depths = None if batch.depths is None else batch.depths.cpu()
+        mask = DocumentMask.from_documents(document_ids, depths=depths)
         starts = document_starts(document_ids)
-        place = self._choose_token(step, batch.tokens.cpu(), document_ids, starts)
+        place = self._choose_token(step, batch.tokens.cpu(), document_ids, starts, depths)
         exchanged = self._exchange(batch, place)
         must_stay = torch.ones(starts.shape, dtype=torch.bool)
+        must_move = torch.zeros_like(must_stay)
         if place is not None:
-            row, column = place
-            must_stay[row, column:] = starts[row, column:] != starts[row, column]
+            row, column = (torch.tensor(x) for x in place)
+            must_stay[row] = ~mask(row, row, torch.arange(starts.shape[1]), column)
+            if depths is not None:  # the first tokens after it, of this branch and of all others
+                must_move[row] = ~must_stay[row] & (depths[row] == depths[row, column] + 1)
 
         before, after = self._run(batch), self._run(exchanged)
-        moved = torch.zeros_like(must_stay)
+        moved, unmoved = torch.zeros_like(must_stay), torch.zeros_like(must_stay)
         if before is not None and after is not None:
-            moved = _moved(before, after) & must_stay
-        has_leak = moved.any()
+            all_moved = _moved(before, after)
+            moved, unmoved = all_moved & must_stay, must_move & ~all_moved
+        has_leak = moved.any() | unmoved.any()
         if torch.distributed.is_initialized():
             has_leak = has_leak.int().to(self.device)
             torch.distributed.all_reduce(has_leak, op=torch.distributed.ReduceOp.MAX)
@@ -89,7 +96,7 @@ class IsolationProbe:
         if self.pipeline_group is not None:
             found = filter(None, all_ranks(layer, self.pipeline_group))
             layer = min(found, key=lambda x: int(x.removeprefix("layers.")), default=None)
-        if not moved.any():
+        if not (moved | unmoved).any():
             raise RuntimeError(
                 f"documents are not isolated at step {step}: another rank found a leak; see its error"
             )
@@ -99,6 +106,12 @@ class IsolationProbe:
             where = "padding" if document == PADDING else f"document {document}"
             return f"row {row}, token {column} ({where}, its token {offset})"
 
+        if unmoved.any():
+            raise RuntimeError(
+                f"a branch does not see its ancestors at step {step}: after {describe(*place)} was exchanged, "
+                f"the logits of {describe(*unmoved.nonzero()[0].tolist())}, which continues it, are the same; "
+                f"look at the layers' mask (attn_type {self.policy.attn_type!r})"
+            )
         first_layer = f"{layer} is the first layer whose output changed"
         if not layer:
             first_layer = "no layer's output changed, so the leak is behind the layers"
@@ -115,19 +128,31 @@ class IsolationProbe:
         )
 
     def _choose_token(
-        self, step: int, tokens: Tensor, document_ids: Tensor, starts: Tensor
+        self,
+        step: int,
+        tokens: Tensor,
+        document_ids: Tensor,
+        starts: Tensor,
+        depths: Tensor | None,
     ) -> tuple[int, int] | None:
         """Return (row, column), equal on all ranks with this batch; None if no token can be replaced."""
         usable = document_ids != PADDING
         if self.policy.eos_id is not None:
             usable &= tokens != self.policy.eos_id
         # Prefer a token followed by another document, into which it may leak; else one with earlier tokens.
+        # In trees, prefer the last token of a document every other time, to see whether all branches move.
         has_document_behind = starts < starts[:, -1:]
         has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
-        for wanted in (usable & has_document_behind, usable & has_token_before, usable):
-            places = wanted.nonzero()
+        rng = random.Random(f"{self.seed} {step}")
+        is_last = torch.zeros_like(usable)
+        if depths is not None and rng.random() < 0.5:
+            is_last[:, :-1] = (starts[:, 1:] > starts[:, :-1]) & (depths[:, 1:] > 0)
+            is_last[:, :-1] &= depths[:, 1:] == depths[:, :-1] + 1
+        candidates = (is_last, has_document_behind, has_token_before, usable)
+        for wanted in candidates:
+            places = (usable & wanted).nonzero()
             if len(places):
-                row, column = random.Random(f"{self.seed} {step}").choice(places.tolist())
+                row, column = rng.choice(places.tolist())
                 return row, column
         return None
 

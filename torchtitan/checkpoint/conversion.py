@@ -12,7 +12,13 @@ import torch
 import torch.nn as nn
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import GIB, UNFINISHED_MARKER, WEIGHT_FILES, HashingWriter
+from torchtitan.checkpoint.folder import (
+    GIB,
+    UNFINISHED_MARKER,
+    WEIGHT_FILES,
+    HashingWriter,
+    upload_folder,
+)
 from torchtitan.checkpoint.hf import load_from_hf
 from torchtitan.checkpoint.hf_assets import NAMED_TEMPLATES
 from torchtitan.checkpoint.selection import at_path
@@ -20,6 +26,7 @@ from torchtitan.checkpoint.states import check_same_model, keys_outside_model, s
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.tools import storage
 from torchtitan.tools.host import total_ram_bytes
 from torchtitan.tools.logging import logger
 
@@ -110,7 +117,7 @@ def convert_from_hf(
             model_name, model_flavor, hf_config=hf_config, spec=spec
         )
         chosen = None if hf_config or spec else ()
-        load_from_hf(weights, adapter, input_dir, False, description, chosen)
+        load_from_hf(weights, adapter, storage.fetched(input_dir), False, description, chosen)
         with dcp.one_error(f"The checkpoint {output_dir} could not be written"):
             dcp.save(weights, storage_writer=HashingWriter(folder), checkpoint_id=folder)
     logger.info(f"Wrote {output_dir}")
@@ -123,22 +130,32 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
     overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
     sources: folders that the block reads; `folder` must be neither inside nor around any of them.
     If the block fails, `folder` stays as it was. Log lines name `folder`. Raises ValueError or OSError.
+    At an address, the new folder is uploaded: its files replace those of the same names and all weights.
     """
-    target = Path(folder).resolve()
-    for source in (Path(source).resolve() for source in sources):
-        if target.is_relative_to(source) or source.is_relative_to(target):
+    where = storage.resolved(folder)
+    for source in map(storage.resolved, sources):
+        if f"{where}/".startswith(f"{source}/") or f"{source}/".startswith(f"{where}/"):
             raise ValueError(
                 f"{folder} cannot be written while {source} is read, because one is in the other; "
                 "give another folder to write to"
             )
-    if target.is_file():
-        raise ValueError(f"{target} is a file; give a folder to write to")
-    entries = list(target.iterdir()) if target.exists() else []
-    if entries and not overwrite:
+    if storage.is_file(where):
+        raise ValueError(f"{where} is a file; give a folder to write to")
+    if not overwrite and (names := storage.names_in(where)):
         raise ValueError(
-            f"{target} holds files already ({shorten(sorted(e.name for e in entries))}); give "
+            f"{where} holds files already ({shorten(sorted(names))}); give "
             "another folder, or --overwrite to replace the weights in it"
         )
+    if storage.is_address(folder):
+        storage.check_writable(folder)
+        shutil.rmtree(staged := storage.staging_folder(folder), ignore_errors=True)
+        with replacing(staged, True, ()) as unfinished:
+            yield unfinished
+        upload_folder(staged, folder)
+        shutil.rmtree(staged)
+        return
+    target = Path(where)
+    entries = list(target.iterdir()) if target.exists() else []
     folders = [e.name for e in entries if e.is_dir() and e.name != NAMED_TEMPLATES]
     if folders or target.is_mount():
         what = f"holds folders ({shorten(sorted(folders))})" if folders else "is a mounted volume"

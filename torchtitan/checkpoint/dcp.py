@@ -21,17 +21,20 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException, async_save, save
 from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.futures import Future
 
-from torchtitan.checkpoint.folder import DCP_METADATA, path_inside
+from torchtitan.checkpoint.folder import DCP_METADATA, in_two_threads, is_plain, path_inside
 from torchtitan.distributed.processes.ranks import on_all_ranks
-from torchtitan.tools import torch_parts
+from torchtitan.tools import storage, torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.unpickling import Names, read_pickle, refusal
 
 __all__ = ["SafeReader", "async_save", "load", "one_error", "save"]
+
+_BYTES_OF_A_NUMBER = 2**11  # a saved number or pair of numbers takes less
 
 
 @contextmanager
@@ -125,15 +128,39 @@ class _EntryView(torch_parts.FileView):
         return super().seek(offset, whence)
 
 
+class _Address(FileSystem):
+    """Lets DCP's file reader read a checkpoint at an address (torch's own leaves errors untranslated)."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        yield storage.RangedFile(path)
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        return path_inside(path, suffix)
+
+    def init_path(self, path: Any) -> str:
+        return os.fspath(path)
+
+
 class SafeReader(torch_dcp.FileSystemReader):
-    """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile."""
+    """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile.
+
+    path: a folder or an address.
+    """
 
     _metadata: Metadata | None = None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._harmless: set[bytes] = set()  # small entries that `_slice_file` has accepted
+        if storage.is_address(path):
+            self.fs = _Address()
+            self.path = self.fs.init_path(path)
 
     def read_metadata(self) -> Metadata:
         if self._metadata is not None:
             return self._metadata
-        path = os.path.join(self.path, DCP_METADATA)
+        path = storage.join(str(self.path), DCP_METADATA)
         try:
             with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
                 metadata = read_pickle(file, METADATA_NAMES, path)
@@ -157,7 +184,13 @@ class SafeReader(torch_dcp.FileSystemReader):
 
         A zip archive can be compressed, and a pickle can make a bytearray of any length.
         """
-        entry = _EntryView(file, sinfo.offset, sinfo.length)
+        entry: Any = _EntryView(file, sinfo.offset, sinfo.length)
+        if isinstance(file, storage.RangedFile):  # one request for the whole entry
+            entry = io.BytesIO(file[sinfo.offset : sinfo.offset + sinfo.length])
+        if sinfo.length < _BYTES_OF_A_NUMBER:
+            entry = io.BytesIO(data := entry.read())
+            if data in self._harmless:
+                return entry
         if entry.read(4) == b"PK\3\4":  # otherwise a pickle from before torch 1.6, never compressed
             with zipfile.ZipFile(entry) as archive:
                 parts = archive.infolist()
@@ -166,6 +199,8 @@ class SafeReader(torch_dcp.FileSystemReader):
                 pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
                 if any(b"\nbytearray\n" in archive.read(part) for part in pickles):
                     raise ValueError(refusal("bytearray"))
+        if sinfo.length < _BYTES_OF_A_NUMBER:
+            self._harmless.add(data)
         entry.seek(0)
         return entry
 
@@ -175,18 +210,25 @@ class SafeReader(torch_dcp.FileSystemReader):
         for item in plan.items:
             name = self.storage_data[item.storage_index].relative_path
             items_of_file.setdefault(name, []).append(item)
-        for name, items in items_of_file.items():
-            path = path_inside(str(self.path), name)
+
+        def read(name: str) -> None:
+            path, part = path_inside(str(self.path), name), items_of_file[name]
             try:
-                super().read_data(dataclasses.replace(plan, items=items), planner)
+                super(SafeReader, self).read_data(dataclasses.replace(plan, items=part), planner)
             except Exception as error:  # torch raises many kinds of errors for a damaged entry
                 raise ValueError(f"{path} cannot be read: {_reason_of(error)}") from error
+
+        in_two_threads(read, list(items_of_file))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
 class _SafePlanner(torch_dcp.DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__()
+        self._plain: dict[bytes, Any] = {}  # entries and their values
+
     def create_local_plan(self) -> torch_dcp.LoadPlan:
         check_same_kinds(self.state_dict, self.metadata)
         return super().create_local_plan()
@@ -195,7 +237,10 @@ class _SafePlanner(torch_dcp.DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         before = self.state_dict[name]
         try:
-            content = torch.load(value, weights_only=True)
+            if (data := value.getvalue()) in self._plain:
+                content = self._plain[data]
+            elif is_plain(content := torch.load(value, weights_only=True)):
+                self._plain[data] = content
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_reason_of(error)}") from error
         # int and float may replace each other, and so may list and tuple. A tensor, such as a

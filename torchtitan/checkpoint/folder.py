@@ -9,31 +9,43 @@ A folder whose writer was killed at any point is recognised as unfinished, becau
 
 Removal also creates `.incomplete` first and deletes it last. Folders of other tools have neither
 marker nor hashes: they count as complete if they hold `.metadata` or safetensors files, unverified.
+
+`upload_folder` copies a finished folder to an address (see `tools.storage`) in the same order: the hashes
+are the last object that it writes, and a run's step there counts only if it has them.
 """
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.futures import Future
 
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
-from torchtitan.tools.files import open_file
+from torchtitan.tools import storage
+from torchtitan.tools.files import UNFINISHED, open_file
 from torchtitan.tools.logging import logger
+
+T, U = TypeVar("T"), TypeVar("U")
 
 UNFINISHED_MARKER = ".incomplete"
 KEPT_MARKER = ".keep"
@@ -52,6 +64,8 @@ WEIGHT_FILES = (
     "*.safetensors",
 )
 GIB = 1024**3
+_BYTES_FOR_TWO_FILES = 2**25  # in each
+_BYTES_FOR_A_THREAD = 2**18  # fewer are hashed sooner than a thread starts
 
 
 class Contents(Enum):
@@ -75,22 +89,28 @@ class StepFolder(NamedTuple):
         return self.contents in (Contents.DCP, Contents.HF)
 
 
-def contents_of(folder: str) -> Contents:
+def contents_of(folder: str, names: Collection[str] | None = None) -> Contents:
+    """Return what `folder` holds. names: the files in it, if they are known; None reads them by name."""
     for name, contents in (
         (UNFINISHED_MARKER, Contents.UNFINISHED),
         (DCP_METADATA, Contents.DCP),
         (HF_INDEX, Contents.HF),
         (HF_SINGLE_FILE, Contents.HF),
     ):
-        if os.path.isfile(os.path.join(folder, name)):
+        path = storage.join(folder, name)
+        if name in names if names is not None else storage.is_file(path):
             return contents
-    names = os.listdir(folder) if os.path.isdir(folder) else []
+    names = storage.names_in(folder) if names is None else names
     is_damaged = any(name == HASHES_FILE or name.endswith(".distcp") for name in names)
     return Contents.DAMAGED if is_damaged else Contents.UNKNOWN
 
 
 def path_inside(folder: str, name: str) -> str:
     """Return the path of file `name` in `folder`, links resolved; ValueError if it leads elsewhere."""
+    if storage.is_address(folder):
+        if ".." in name.split("/"):
+            raise ValueError(f"{name} leads out of {folder}; put the file itself there")
+        return storage.join(folder, name)
     root, path = Path(folder).resolve(), Path(folder, name).resolve()
     # Links of Hugging Face's cache, from snapshots/<revision> to the repository's blobs, are allowed.
     blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
@@ -104,6 +124,17 @@ def path_inside(folder: str, name: str) -> str:
 def list_steps(folder: str) -> list[StepFolder]:
     """Return the `step-<N>` folders in `folder`, sorted by N. Other names are ignored."""
     found = []
+    if storage.is_address(folder):
+        files: dict[str, dict[str, int]] = defaultdict(dict)  # step folder -> file -> bytes
+        for path, about in storage.find(folder).items():
+            files[path.partition("/")[0]][path.partition("/")[2]] = about.st_size
+        for name, sizes in files.items():
+            if match := re.fullmatch(r"step-(\d+)", name):
+                path = storage.join(folder, name)
+                is_uploaded = HASHES_FILE in sizes
+                contents = contents_of(path, sizes) if is_uploaded else Contents.UNFINISHED
+                step, is_base = int(match.group(1)), sizes.get(KEPT_MARKER, 0) > 0
+                found.append(StepFolder(step, path, contents, is_base))
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
@@ -122,26 +153,20 @@ def newest_finished_step(folder: str) -> int:
     return max((f.step for f in list_steps(folder) if f.is_finished), default=-1)
 
 
-def _write_synced(path: str, text: str) -> None:
-    with open_file(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def mark_unfinished(folder: str, *more: str) -> None:
     """Mark a folder as unfinished. more: further markers; retention never removes a folder with `KEPT_MARKER`."""
-    os.makedirs(folder, exist_ok=True)
+    if not storage.is_address(folder):
+        os.makedirs(folder, exist_ok=True)
     for marker in (UNFINISHED_MARKER, *more):
-        _write_synced(os.path.join(folder, marker), "")
+        storage.write_text(storage.join(folder, marker), "")
 
 
 def mark_base(folder: str) -> None:
     """If `folder` is a step, mark it as the base model of adapters, which no run's retention removes."""
-    if not re.fullmatch(r"step-\d+", os.path.basename(os.path.realpath(folder))):
+    if not re.fullmatch(r"step-\d+", os.path.basename(storage.resolved(folder))):
         return
     try:
-        _write_synced(os.path.join(folder, KEPT_MARKER), "the base model of adapters\n")
+        storage.write_text(storage.join(folder, KEPT_MARKER), "the base model of adapters\n")
     except OSError as error:
         logger.warning(
             f"{folder}, the base model of the adapters, cannot be marked ({error}): see that its own "
@@ -168,20 +193,30 @@ def _remove_weights(folder: str) -> None:
         is_shards = entry.name == "sharded"
         if is_shards and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
-        elif is_shards or any(fnmatchcase(entry.name, pattern) for pattern in WEIGHT_FILES):
+        elif is_shards or _is_weight_file(entry.name):
             os.unlink(entry.path)
+
+
+def _is_weight_file(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
 
 
 def finish_writing(folder: str, hashes: dict[str, str]) -> None:
     """Write the hashes (file name -> SHA-256), synced, then remove the marker: `folder` is complete."""
     lines = [f"# {len(hashes)} files"]
     lines += [f"{digest}  {name}" for name, digest in sorted(hashes.items())]
-    _write_synced(os.path.join(folder, HASHES_FILE), "\n".join(lines) + "\n")
+    storage.write_text(os.path.join(folder, HASHES_FILE), "\n".join(lines) + "\n")
     os.unlink(os.path.join(folder, UNFINISHED_MARKER))
 
 
 def remove_folder(folder: str) -> None:
     mark_unfinished(folder)
+    if storage.is_address(folder):
+        # The hashes by name, because a listing may lack them: without them, nothing else counts.
+        listed = storage.find(folder).keys() - {HASHES_FILE, UNFINISHED_MARKER}
+        for name in (HASHES_FILE, *listed, UNFINISHED_MARKER):
+            storage.delete(storage.join(folder, name))
+        return
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -196,33 +231,50 @@ def hash_file(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hash_over_ranks(folder: str, names: list[str]) -> dict[str, str]:
-    """Return file name -> SHA-256 of the named files in `folder`. Collective: ranks share the work."""
-    parts = on_all_ranks(
-        lambda: {name: hash_file(os.path.join(folder, name)) for name in own_share(names)}
-    )
-    return {name: digest for part in parts for name, digest in part.items()}
-
-
 def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None:
     """Return what is wrong with the files of `folder`; None if they are intact or have no hashes.
 
     Collective: each rank hashes its share. hashes: the recorded hashes; None reads them from disk.
     """
 
-    def problems(expected: dict[str, str]) -> Iterator[str]:
-        for name in own_share(list(expected)):
-            try:
-                if hash_file(os.path.join(folder, name)) != expected[name]:
-                    yield f"{name} does not have the content that was written (SHA-256 differs)"
-            except OSError as error:
-                yield f"{name} cannot be read ({error.strerror})"
+    def problem(name: str) -> str | None:
+        try:
+            if hash_file(storage.join(folder, name)) != expected[name]:
+                return f"{name} does not have the content that was written (SHA-256 differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return None
 
     try:
         expected = from_rank_zero(lambda: recorded_hashes(folder)) if hashes is None else hashes
     except (ValueError, OSError) as error:
         return str(error)
-    return next(filter(None, all_ranks(next(problems(expected), None))), None)
+    problems = filter(None, in_two_threads(problem, own_share(list(expected))))
+    return next(filter(None, all_ranks(next(problems, None))), None)
+
+
+def in_two_threads(work: Callable[[T], U], items: list[T]) -> list[U]:
+    """Return `work(item)` for all items: of the even places, then of the odd. Raises the first error.
+
+    Works while Python ends, too: an executor takes no work then.
+    """
+    results: list[list[U]] = [[], []]
+    errors: list[BaseException] = []
+
+    def do(part: int) -> None:
+        try:
+            with torch.no_grad():
+                results[part] = [work(item) for item in items[part::2]]
+        except BaseException as error:
+            errors.append(error)
+
+    second = threading.Thread(target=do, args=(1,))
+    second.start()
+    do(0)
+    second.join()
+    if errors:
+        raise errors[0]
+    return results[0] + results[1]
 
 
 def own_share(names: list[str]) -> list[str]:
@@ -233,8 +285,8 @@ def own_share(names: list[str]) -> list[str]:
 
 def recorded_hashes(folder: str) -> dict[str, str]:
     """Return file name -> SHA-256; empty if the folder has no hash file. ValueError if it is damaged."""
-    path, entries = os.path.join(folder, HASHES_FILE), []
-    if os.path.exists(path):
+    path, entries = storage.join(folder, HASHES_FILE), []
+    if storage.exists(path):
         with open_file(path, errors="replace") as file:
             header, *lines = file.read().splitlines() or [""]
         entries = [re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line) for line in lines]
@@ -245,6 +297,50 @@ def recorded_hashes(folder: str) -> dict[str, str]:
     return {entry.group(2): entry.group(1) for entry in entries}
 
 
+def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = None) -> None:
+    """Copy a finished folder to `address`, replacing the weights there. Collective over `group`.
+
+    Each rank copies its own `.distcp` files, from its own disk; rank 0 copies the others. Where rank 0's
+    files cannot be seen, on other machines, the rank's files are removed afterwards.
+    """
+    rank, n_ranks, start = 0, 1, time.monotonic()
+    if dist.is_initialized():
+        rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def begin() -> set[str]:
+        mark_unfinished(address)  # first: what is there no longer counts
+        for name in filter(_is_weight_file, storage.names_in(address)):
+            storage.delete(storage.join(address, name))
+        storage.sweep(address)
+        own = {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+        own = {name for name in own if not name.endswith(UNFINISHED)} - {UNFINISHED_MARKER}
+        return own | recorded_hashes(folder).keys()
+
+    def rank_of(name: str) -> int:
+        match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+        return int(match[1]) if match and int(match[1]) < n_ranks else 0
+
+    def copy(names: Collection[str]) -> None:
+        for name in sorted(names):
+            storage.upload(os.path.join(folder, name), storage.join(address, name))
+
+    names = on_all_ranks(lambda: begin() if rank == 0 else set(), group)[0]
+    own = {name for name in names if rank_of(name) == rank} - {HASHES_FILE}
+    on_all_ranks(lambda: copy(own), group)
+
+    def end() -> None:
+        copy(names & {HASHES_FILE})
+        storage.delete(storage.join(address, UNFINISHED_MARKER))
+        logger.info(f"{folder} was uploaded to {address} in {time.monotonic() - start:.2f} s")
+
+    on_all_ranks(lambda: end() if rank == 0 else None, group)
+    if rank > 0 and HASHES_FILE in names and not os.path.exists(os.path.join(folder, HASHES_FILE)):
+        for name in own:
+            os.unlink(os.path.join(folder, name))
+        with suppress(OSError):  # other ranks of this machine still have files there
+            os.rmdir(folder)
+
+
 class HashedFile:
     """A file hashed while it is written: a hash taken from the disk would hide write errors."""
 
@@ -253,11 +349,26 @@ class HashedFile:
         self._sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        self._sha256.update(data)
-        return self._file.write(data)
+        if memoryview(data).nbytes < _BYTES_FOR_A_THREAD:
+            self._sha256.update(data)
+            return self._file.write(data)
+        hashing = threading.Thread(
+            target=self._sha256.update, args=(data,)
+        )  # without Python's lock
+        hashing.start()
+        try:
+            return self._file.write(data)
+        finally:
+            hashing.join()
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -284,6 +395,27 @@ class _HashingFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
         self.hashes[os.path.basename(new_path)] = self.hashes.pop(os.path.basename(path))
+
+
+def is_plain(value: Any) -> bool:
+    """True for an immutable value that its `repr` describes."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _in_two_files(items: list[WriteItem]) -> list[list[WriteItem]]:
+    """Divide the entries evenly over two files, which two threads write and verify; few bytes: one file."""
+    sizes = [0, 0]
+    parts: list[list[WriteItem]] = [[], []]
+    for item in items:
+        size = 0
+        if (data := item.tensor_data) is not None:
+            size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        place = sizes[1] < sizes[0]
+        sizes[place] += size
+        parts[place].append(item)
+    return parts if min(sizes) >= _BYTES_FOR_TWO_FILES else [items]
 
 
 class HashingWriter(FileSystemWriter):
@@ -316,7 +448,30 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this rank's files; send (DCP's results, file name -> SHA-256) to the coordinator."""
-        results = super().write_data(plan, planner).wait()
+        pickled: dict[str, Any] = {}
+
+        def resolve(item: WriteItem) -> Any:
+            """Pickle equal values once: an optimizer has a dozen settings for each parameter."""
+            if item.type != WriteItemType.BYTE_IO or not is_plain(value := find(item.index)):
+                return planner.resolve_data(item)
+            if (key := repr(value)) not in pickled:
+                pickled[key] = planner.resolve_data(item)
+            return pickled[key]
+
+        def write(items: list[WriteItem]) -> list[Any]:
+            storage = plan.storage_data
+            if items is not parts[0]:  # torch counts the files of a call from 0: `_10.distcp`
+                storage = dataclasses.replace(storage, prefix=f"{storage.prefix}1")
+            part = dataclasses.replace(plan, items=items, storage_data=storage)
+            return super(HashingWriter, self).write_data(part, resolver).wait()
+
+        find, resolver = planner.lookup_object, SimpleNamespace(resolve_data=resolve)
+        parts = _in_two_files(plan.items)
+        if torch.accelerator.is_available():  # a thread has its own current device
+            of_parts = list(map(write, parts))
+        else:
+            of_parts = in_two_threads(write, parts)
+        results = [result for of_part in of_parts for result in of_part]
         names = {result.storage_data.relative_path for result in results}
         written: Future[Any] = Future()
         written.set_result((results, {name: self.fs.hashes[name] for name in names}))
@@ -331,7 +486,7 @@ class HashingWriter(FileSystemWriter):
             hashes[RUN_RECORD] = self.fs.hashes[RUN_RECORD]
         hashes[DCP_METADATA] = self.fs.hashes[DCP_METADATA]
         finish_writing(str(self.path), hashes)
-        size = sum(os.path.getsize(os.path.join(self.path, name)) for name in hashes)
+        size = sum(entry.size_in_bytes for of_rank, _ in results for entry in of_rank)
         logger.info(
             f"Checkpoint {self.path} is complete: {size / GIB:.3f} GiB from {len(results)} "
             f"rank(s) in {time.monotonic() - self._started:.2f} s"

@@ -3,27 +3,29 @@
 A model is read and written part by part, because converting a part needs memory for its copies.
 """
 
+import json
+import math
 import os
-import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
     HF_INDEX,
+    HashedFile,
     finish_writing,
-    hash_file,
-    hash_over_ranks,
     start_writing,
 )
 from torchtitan.checkpoint.hf_assets import (
+    DTYPES,
     SCALE,
     UntrainedParts,
     are_quantized,
@@ -39,15 +41,18 @@ from torchtitan.checkpoint.states import (
     saved_shapes,
     shapes_of,
 )
-from torchtitan.distributed.dtensor import is_dtensor, local_tensor, with_local
+from torchtitan.checkpoint.stream import bytes_of
+from torchtitan.distributed.dtensor import is_dtensor, local_tensor, whole_tensor, with_local
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.numerics import nf4
-from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten, to_template
-from torchtitan.tools import torch_parts
-from torchtitan.tools.files import regular_file, save_tensors
+from torchtitan.protocols.state_dict_adapter import (
+    BaseStateDictAdapter,
+    shorten,
+    to_template,
+)
+from torchtitan.tools.files import open_file, regular_file
 from torchtitan.tools.logging import logger
 
-_CONSOLIDATION_THREADS = 5
 _BYTES_PER_PART = 2**28
 _ROWS_COMPARED = 4096
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -309,13 +314,7 @@ def save_to_hf(
         )
     from_rank_zero(lambda: start_writing(folder))
 
-    def parts() -> Iterator[dict[str, Any]]:
-        for part in _parts_of(state_dict, adapter):
-            tensors = adapter.to_hf(part)
-            yield tensors if dtype is None else cast_weights(tensors, dtype)
-
-    write = _write_over_ranks if dist.is_initialized() else _write_alone
-    hashes = write(parts, adapter, folder)
+    hashes = _write_weights(state_dict, adapter, folder, dtype)
     if untrained is not None:
         hashes |= untrained.copy_to(folder)
 
@@ -333,11 +332,10 @@ def save_to_hf(
 
 
 def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str, int]:
-    """Return HF name -> file number (from 1), for the tensors of all ranks.
+    """Return HF name -> file number (from 1).
 
-    sizes: HF name -> bytes of this rank's tensors. known: HF name -> file number of an existing index.
+    sizes: HF name -> bytes. known: HF name -> file number of an existing index.
     """
-    sizes = {name: n for part in all_ranks(sizes) for name, n in part.items()}
     if known:
         last = max(known.values())  # the file of tensors that the index doesn't list
         return {name: known.get(name, last) for name in sizes}
@@ -350,67 +348,121 @@ def _file_index(sizes: dict[str, int], known: dict[str, int] | None) -> dict[str
     return index
 
 
-def _write_over_ranks(
-    parts: Callable[[], Iterable[dict[str, Any]]], adapter: BaseStateDictAdapter, folder: str
+_Kind = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a whole tensor
+
+
+def _n_bytes(kind: _Kind) -> int:
+    return kind[0].itemsize * math.prod(kind[1])
+
+
+class _WeightFile:
+    """A safetensors file of tensors that come in the order of `kinds`, written and hashed in a thread."""
+
+    def __init__(self, path: str, kinds: dict[str, _Kind]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, kind in kinds.items():
+            start, end = end, end + _n_bytes(kind)
+            dtype = next(key for key, dtype in DTYPES.items() if dtype == kind[0])
+            header[name] = {"dtype": dtype, "shape": kind[1], "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._thread, self._file = ThreadPoolExecutor(1), HashedFile(open_file(path, "wb"))
+        self._written = self._thread.submit(
+            self._file.write, len(text).to_bytes(8, "little") + text
+        )
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Write the next tensor, once the previous one is written. `close` raises the first error."""
+        if self._written.exception() is None:
+            data = bytes_of(tensor.cpu()).numpy()
+            self._written = self._thread.submit(self._file.write, data)
+
+    def close(self) -> str:
+        """Return the file's SHA-256. Raises OSError if the file could not be written."""
+        with self._thread, self._file:
+            self._written.result()
+        return self._file.hexdigest()
+
+
+def _write_weights(
+    state_dict: dict[str, Any],
+    adapter: BaseStateDictAdapter,
+    folder: str,
+    dtype: torch.dtype | None,
 ) -> dict[str, str]:
-    """Write this rank's shards, then join the shards of some files; return file name -> SHA-256."""
-    # An adapter may return transposed views, but the format stores contiguous tensors only.
-    tensors = {name: tensor.contiguous() for part in parts() for name, tensor in part.items()}
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    """Write the weights and their index; return file name -> SHA-256. Collective.
+
+    Every tensor is gathered, and sent to the rank that writes its file. The ranks of rank 0's machine
+    write. All parts are converted twice, because the files begin with the sizes of all tensors.
+    """
+    parts = list(_parts_of(state_dict, adapter))
+
+    def in_hf(part: dict[str, Any]) -> dict[str, Any]:
+        return adapter.to_hf(part if dtype is None else cast_weights(part, dtype))
+
+    def kinds_here() -> list[dict[str, _Kind]]:
+        return [{name: (x.dtype, tuple(x.shape)) for name, x in in_hf(p).items()} for p in parts]
+
+    rank, of_ranks = dist.get_rank() if dist.is_initialized() else 0, on_all_ranks(kinds_here)
+    rounds = list(zip_longest(*of_ranks, fillvalue={}))
+    part_of: dict[str, int] = {}  # HF name -> number of the part; a tied copy has a later part
+    holders, kinds = defaultdict(list), {}  # HF name -> ranks; HF name -> kind
+    for number, held in enumerate(rounds):
+        for holder, part in enumerate(held):
+            for name, kind in part.items():
+                if part_of.setdefault(name, number) == number:
+                    kinds[name] = kind
+                    holders[name].append(holder)
+    sizes = {name: _n_bytes(kind) for name, kind in kinds.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
-    sharded = os.path.join(folder, "sharded")
-    writer = HuggingFaceStorageWriter(
-        path=sharded,
-        save_distributed=True,
-        fqn_to_index_mapping=file_index,
-        enable_consolidation=False,
-    )
-    dcp.save(tensors, storage_writer=writer, checkpoint_id=None)
-    rank, n_ranks, n_files = dist.get_rank(), dist.get_world_size(), max(file_index.values())
+    n_files = max(file_index.values())
+    n_writers = min(n_files, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(of_ranks))
+    # Take turns among distant parts, which are in different files, so that several ranks write at once.
+    step = -(-len(rounds) // n_writers)
+    order = [number for first in range(step) for number in range(first, len(rounds), step)]
+    names_of: dict[int, list[str]] = {number: [] for number in order}
+    for name, number in part_of.items():
+        names_of[number].append(name)
+    in_file: dict[int, dict[str, _Kind]] = defaultdict(dict)
+    for name in (name for number in order for name in names_of[number]):
+        in_file[file_index[name]][name] = kinds[name]
 
-    def join_own_files() -> dict[str, Any]:
-        # torch's own collective function hangs if one rank fails.
-        own = {n: _file_name(i, n_files) for n, i in file_index.items() if i % n_ranks == rank}
-        if not own:
-            return {}
-        return torch_parts.join_files(sharded, folder, own, num_threads=_CONSOLIDATION_THREADS)
+    def open_files() -> None:
+        for i in in_file:
+            if i % n_writers == rank:
+                files[i] = _WeightFile(os.path.join(folder, _file_name(i, n_files)), in_file[i])
 
-    written = {path: data for part in on_all_ranks(join_own_files) for path, data in part.items()}
+    files: dict[int, _WeightFile] = {}
+    on_all_ranks(open_files)
+    device = next(map(_device_of, state_dict.values()), "cpu")
+    for number in order:
+        part = in_hf(parts[number]) if number < len(parts) else {}
+        for name in names_of[number]:
+            writer, data = file_index[name] % n_writers, None
+            if name in part:
+                data = part.pop(name).detach()
+                data = whole_tensor(data.to(_device_of(data))).contiguous()
+            if writer not in holders[name]:
+                if rank == holders[name][0]:
+                    dist.send(bytes_of(data), writer)
+                elif rank == writer:
+                    data = torch.empty(sizes[name], dtype=torch.uint8, device=device)
+                    dist.recv(data, holders[name][0])
+            if rank == writer:
+                files[file_index[name]].add(data)
+    closed = on_all_ranks(lambda: {_file_name(i, n_files): f.close() for i, f in files.items()})
+    hashes = {name: digest for part in closed for name, digest in part.items()}
+    weight_map = {name: _file_name(number, n_files) for name, number in file_index.items()}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    index_path = Path(folder, HF_INDEX)
+    return hashes | {HF_INDEX: from_rank_zero(lambda: write_json(index_path, index))}
 
-    def finish() -> None:
-        torch_parts.write_index(folder, written)
-        shutil.rmtree(sharded)
 
-    from_rank_zero(finish)
-    names = {_file_name(number, n_files) for number in file_index.values()}
-    return hash_over_ranks(folder, [*sorted(names), HF_INDEX])
+def _device_of(tensor: torch.Tensor) -> str:
+    """Return the type of the device on which ranks exchange the tensor."""
+    return tensor.device_mesh.device_type if is_dtensor(tensor) else tensor.device.type
 
 
 def _file_name(number: int, n_files: int) -> str:
     return f"model-{number:05}-of-{n_files:05}.safetensors"
-
-
-def _write_alone(
-    parts: Callable[[], Iterable[dict[str, Any]]], adapter: BaseStateDictAdapter, folder: str
-) -> dict[str, str]:
-    """Write each file once its tensors are converted; return file name -> SHA-256.
-
-    All tensors are converted twice, because the names of the files need the sizes of all tensors.
-    """
-    sizes = {name: tensor.nbytes for part in parts() for name, tensor in part.items()}
-    file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
-    n_files, n_missing = max(file_index.values()), Counter(file_index.values())
-    waiting: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)  # of unfinished files
-    hashes = {}
-    for part in parts():
-        for name, tensor in part.items():
-            tensors = waiting[number := file_index[name]]
-            tensors[name] = tensor.detach().cpu().contiguous()
-            if len(tensors) == n_missing[number]:
-                path = os.path.join(folder, _file_name(number, n_files))
-                save_tensors(waiting.pop(number), path)
-                hashes[os.path.basename(path)] = hash_file(path)  # still in the page cache
-    weight_map = {name: _file_name(number, n_files) for name, number in file_index.items()}
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    write_json(path := Path(folder, HF_INDEX), index)
-    return hashes | {HF_INDEX: hash_file(str(path))}

@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import _TYPES
+from safetensors.torch import _TYPES as DTYPES
 
-from torchtitan.checkpoint.folder import HF_INDEX, HF_SINGLE_FILE, hash_file, own_share, path_inside
+from torchtitan.checkpoint.folder import (
+    HF_INDEX,
+    HF_SINGLE_FILE,
+    HashedFile,
+    hash_file,
+    own_share,
+    path_inside,
+)
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
 from torchtitan.models.args import DecoderArgs
@@ -81,7 +88,7 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
             raise ValueError(
                 f"{path} is not a safetensors file, or it is cut off ({error}); fetch it again"
             ) from error
-        if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in _TYPES]:
+        if unknown := [f"{kind} of {key}" for key, kind in kinds.items() if kind not in DTYPES]:
             raise ValueError(f"{path} has dtypes that cannot be read: {shorten(unknown)}")
         for key in kinds if not is_sharded else ():
             if file_of.setdefault(key, name) != name:
@@ -130,8 +137,7 @@ class UntrainedParts(NamedTuple):
             for source, names in self.names.items():
                 index["weight_map"] |= dict.fromkeys(names, copies[source])
             index["metadata"]["total_size"] += sum(n_bytes for _, n_bytes in written.values())
-            write_json(index_path, index)
-            return {HF_INDEX: hash_file(str(index_path))}
+            return {HF_INDEX: write_json(index_path, index)}
 
         return {name: digest for name, (digest, _) in written.items()} | from_rank_zero(write_index)
 
@@ -310,10 +316,12 @@ def _token_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, int]:
     return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    _write(path, (json.dumps(content, indent=2) + "\n").encode())
+def write_json(path: Path, content: dict[str, Any]) -> str:
+    """Write a JSON file; return its SHA-256."""
+    return _write(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def _write(path: Path, content: bytes) -> None:
-    with open_file(path, "wb") as file:
+def _write(path: Path, content: bytes) -> str:
+    with HashedFile(open_file(path, "wb")) as file:
         file.write(content)
+    return file.hexdigest()

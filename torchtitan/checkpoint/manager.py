@@ -2,22 +2,31 @@
 
 import dataclasses
 import os
+import shutil
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.adapters.peft_files import PeftOptions, check_layers, load_peft, save_peft
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import KEPT_MARKER, mark_unfinished
+from torchtitan.checkpoint.folder import (
+    KEPT_MARKER,
+    UNFINISHED_MARKER,
+    mark_unfinished,
+    recorded_hashes,
+    upload_folder,
+)
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
 from torchtitan.checkpoint.hf_assets import untrained_parts
-from torchtitan.checkpoint.retention import Retention
+from torchtitan.checkpoint.retention import Retention, warning
 from torchtitan.checkpoint.run_record import compare_with_saved
 from torchtitan.checkpoint.saver import AsyncMode, Saver, is_rank_zero
 from torchtitan.checkpoint.selection import Facts, Selection, at_path
@@ -40,10 +49,11 @@ from torchtitan.config.checks.values import checkpoint_settings, hf_conversion
 from torchtitan.config.job_config import Checkpoint, LoRA
 from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.distributed import tied_copies
-from torchtitan.distributed.processes.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+from torchtitan.tools import storage
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -52,6 +62,19 @@ _WEIGHTS_ONLY_HINT = (
     ", weights only: training cannot continue from it; "
     "checkpoint.last_save_model_only = false saves everything"
 )
+
+
+def _differ(folder: str, address: str) -> bool:
+    """True if the checkpoint at `address` is not finished, not whole, or not the one in `folder`."""
+    hashes, there = recorded_hashes(folder), storage.find(address)
+    sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in hashes}
+    if UNFINISHED_MARKER in there or any(
+        name not in there or there[name].st_size != size for name, size in sizes.items()
+    ):
+        return True
+    with suppress(ValueError):  # the file of hashes there is damaged
+        return recorded_hashes(address) != hashes
+    return True
 
 
 class CheckpointManager:
@@ -77,6 +100,7 @@ class CheckpointManager:
     purge_thread = property(lambda self: self._retention.thread)
     purge_queue = property(lambda self: self._retention.queue)
     enable_staging = property(lambda self: self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
+    has_stopped = False  # True after the save of a run that ends before its last step
 
     def __init__(
         self,
@@ -112,7 +136,9 @@ class CheckpointManager:
         self.states[OPTIMIZER] = optimizers
         self.states[DATALOADER] = dataloader
         self.states[LR_SCHEDULER] = lr_schedulers
-        self.folder = os.path.join(base_folder, config.folder)
+        # Steps are written to `folder`. If checkpoint.folder is an address, they are then uploaded there.
+        name, self.bucket = config.places()
+        self.folder = os.path.join(base_folder, name)
         self.export_dtype = TORCH_DTYPE_MAP[config.export_dtype]
         self.run_record: dict[str, Any] = {}
         self.tokenizer: Any = None
@@ -120,10 +146,10 @@ class CheckpointManager:
         self.chosen_args: Collection[str] | None = ()
         # These objects hold no reference to the manager: a cycle would delay its deletion.
         self._saver = Saver()
-        self._retention = Retention(self.folder)
+        self._retention = Retention(self.folder, self.bucket)
         if self.initial_load_path:
             self._retention.leave_alone(self.initial_load_path)
-        self._selection = Selection(self._retention.damaged)
+        self._selection = Selection(self._retention.damaged, self.bucket)
         if self.enable and (self.last_save_peft or self.save_peft_interval):
             adapters = self.adapters
             adapters.require_lora("checkpoint.last_save_peft or save_peft_interval")
@@ -131,7 +157,8 @@ class CheckpointManager:
         if self.enable:
             if self.keep_latest_k > 0:
                 self._retention.start()
-            logger.info(f"Checkpointing is on, in {self.folder}")
+            where = f"{self.folder}, uploaded to {self.bucket}" if self.bucket else self.folder
+            logger.info(f"Checkpointing is on, in {where}")
 
     def __del__(self) -> None:
         # At interpreter exit, daemon threads no longer run, so joining them would hang.
@@ -189,25 +216,34 @@ class CheckpointManager:
         if path is not None or force or is_due:
             self._save(curr_step, last_step, path)
         if path is None and any(self.is_peft_due(step, last_step) for step in steps):
-            folder = os.path.join(self.folder, f"peft-step-{curr_step}")
-            what = f"The adapters in {folder} could not be written"
-            with self._saver.one_error(what, folder, self.folder):
-                self.save_peft(folder)
+            self.save_peft(storage.join(self.bucket or self.folder, f"peft-step-{curr_step}"))
 
     def _save(self, curr_step: int, last_step: bool, path: str | None = None) -> None:
         self._saver.wait(self.folder)
         start = time.monotonic()
-        self._selection = Selection(self._retention.damaged)  # the step may replace the newest one
+        # The step may replace the newest one.
+        self._selection = Selection(self._retention.damaged, self.bucket)
+        address = ""
         if path is None:
             folder = self._create_checkpoint_id(curr_step)
             self._retention.will_write(folder, warns=is_rank_zero())
+            if self.bucket:
+                address = storage.join(self.bucket, f"step-{curr_step}")
+                self._retention.will_write(address, warns=False)
         else:
             folder = os.fspath(path)
-            self._retention.leave_alone(folder)
-            what = f"The checkpoint {folder} could not be written"
+            if storage.is_address(folder):
+                folder, address = storage.staging_folder(folder), folder
+            self._retention.leave_alone(address or folder)
+
+            def begin() -> None:
+                if address:
+                    storage.check_writable(address)
+                mark_unfinished(folder, KEPT_MARKER)  # before the save, which may be killed
+
+            what = f"The checkpoint {address or folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
-                # Before the save, which may be killed.
-                from_rank_zero(lambda: mark_unfinished(folder, KEPT_MARKER))
+                from_rank_zero(begin)
         has_weights_only = last_step and self.last_save_model_only
         # The last save is synchronous in every mode, because the process is about to end.
         if last_step or self.async_mode == AsyncMode.DISABLED:
@@ -218,12 +254,18 @@ class CheckpointManager:
             else:
                 states = with_model_on_top(self.states)
             self.dcp_save(states, folder, AsyncMode.DISABLED, True, to_hf)
+            if address:
+                self._saver.prepare(AsyncMode.DISABLED)
+                self._saver.follow(None, folder, self._upload(folder, address))
+                if path is not None:  # the caller may end without `close`
+                    self._saver.wait(self.folder)
         else:
             GarbageCollection.collect("before saving a checkpoint")
             self.async_mode = self._saver.prepare(self.async_mode)
             # Build the states before DCP copies them: the copies must wait for this device work.
             states = live_states(self.states)
-            self._saver.follow(self.dcp_save(states, folder, self.async_mode, True), folder)
+            result = self.dcp_save(states, folder, self.async_mode, True)
+            self._saver.follow(result, folder, address and self._upload(folder, address) or None)
         seconds, in_background = time.monotonic() - start, self.save_future is not None
         hint = _WEIGHTS_ONLY_HINT if has_weights_only and curr_step > 0 else ""  # step 0 is a seed
         logger.info(
@@ -231,6 +273,37 @@ class CheckpointManager:
             extra=event("save", curr_step, seconds=seconds, in_background=in_background),
         )
         self._purge()  # last, so that a failed save removes no older checkpoint
+
+    def _upload(self, folder: str, address: str) -> Callable[[], None]:
+        """Return the function that uploads a written folder. It holds no reference to this manager."""
+        group, retention = self._saver.group, self._retention
+        bucket = self.bucket if self.enable else ""
+        n_kept = self.keep_latest_k if is_rank_zero() else 0
+
+        def work() -> None:
+            upload_folder(folder, address, group)
+            if folder == storage.staging_folder(address):
+                shutil.rmtree(folder, ignore_errors=True)
+            elif bucket and n_kept > 0:
+                with warning(bucket):
+                    retention.purge(bucket, n_kept, None)
+
+        return work
+
+    @contextmanager
+    def _written_to(self, path: str, what: str) -> Iterator[str]:
+        """Yield the folder on this disk to write `path` to, and upload it if `path` is an address."""
+        folder = path
+        if storage.is_address(path):
+            folder = storage.staging_folder(path)
+            self._saver.wait(self.folder)
+        with self._saver.one_error(what, folder, self.folder):
+            if folder != path:
+                from_rank_zero(lambda: storage.check_writable(path))
+            yield folder
+            if folder != path:
+                self._saver.prepare(AsyncMode.DISABLED)
+                self._upload(folder, path)()
 
     @torch.no_grad()
     def save_hf(self, path: str, dtype: torch.dtype | None = None) -> None:
@@ -241,9 +314,8 @@ class CheckpointManager:
         self._saver.wait(self.folder)
         self.require_adapter()
         states = self.adapters.merged(dtype)
-        what = f"The Hugging Face files in {path} could not be written"
-        with self._saver.one_error(what, path, self.folder):
-            self._save_to_hf(states, path, dtype)
+        with self._written_to(path, f"The Hugging Face files in {path} could not be written") as to:
+            self._save_to_hf(states, to, dtype)
 
     def _save_to_hf(
         self, states: dict[str, Any], path: str, dtype: torch.dtype | None = None
@@ -251,7 +323,9 @@ class CheckpointManager:
         adapter, untrained = self.require_adapter(), None
         if self.untrained_weights == "copy":
             base = self.initial_load_in_hf and self.initial_load_path or adapter.hf_assets_path
-            untrained = from_rank_zero(lambda: untrained_parts(base or "", adapter))
+            untrained = from_rank_zero(
+                lambda: untrained_parts(storage.fetched(base or ""), adapter)
+            )
         tokenizer, template = self.tokenizer, self.chat_template
         save_to_hf(states, adapter, path, dtype, tokenizer, template, untrained)
 
@@ -268,14 +342,21 @@ class CheckpointManager:
         dropout = model.require_lora("save_peft").dropout
         has_value_head = getattr(getattr(adapter, "model_args", None), "value_head", False)
         options = PeftOptions(base_model or model.base_name, dropout, has_value_head, rank)
-        save_peft(path, model.model, model.whole(), model.trained, adapter, options)
+        with self._written_to(path, f"The adapters in {path} could not be written") as folder:
+            save_peft(folder, model.model, model.whole(), model.trained, adapter, options)
 
     @torch.no_grad()
     def load_peft(self, path: str) -> None:
         """Read the adapters from a folder in PEFT's format. Collective; raises as `save_peft` does."""
         model = self.adapters
         model.require_lora("load_peft")
-        load_peft(path, model.model, model.whole(), model.trained, self.require_adapter())
+        folder = self._fetched(path)
+        load_peft(folder, model.model, model.whole(), model.trained, self.require_adapter())
+
+    def _fetched(self, path: str) -> str:
+        """Return the folder of `path` on this rank's disk; see `storage.fetched`. Collective."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return on_all_ranks(lambda: storage.fetched(path))[rank]
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until the copies in pinned memory are complete; call before the optimizer's step."""
@@ -381,7 +462,18 @@ class CheckpointManager:
                 f"This run continues from {facts.path}; checkpoint.initial_load_path and "
                 "initial_load_in_hf are ignored. Use another checkpoint.folder to start again"
             )
+        self._upload_if_missing(facts)
         return facts
+
+    def _upload_if_missing(self, facts: Facts | None) -> None:
+        """Upload a step of this run's folder whose upload was interrupted. Collective."""
+        if not self.bucket or self.load_only or facts is None or storage.is_address(facts.path):
+            return
+        address = storage.join(self.bucket, f"step-{facts.step}")
+        if from_rank_zero(lambda: _differ(facts.path, address)):
+            self._saver.prepare(AsyncMode.DISABLED)
+            self._retention.will_write(address, warns=False)
+            self._saver.follow(None, facts.path, self._upload(facts.path, address))
 
     def _initial_checkpoint(self) -> Facts | None:
         in_hf, path = self.initial_load_in_hf, self.initial_load_path
@@ -433,7 +525,7 @@ class CheckpointManager:
             state_dict = load_from_hf(
                 state_dict,
                 self.require_adapter(),
-                checkpoint_id,
+                self._fetched(checkpoint_id),
                 from_quantized,
                 self.model_description,
                 self.chosen_args,
@@ -452,9 +544,14 @@ class CheckpointManager:
         newest = self.enable and self._selection.newest(self.folder, self.verify_on_load)
         return newest.step if newest else -1
 
+    def finish_upload(self) -> None:
+        """Upload the newest step, if its upload was interrupted. For a run that does not load it. Collective."""
+        if self.enable:
+            self._upload_if_missing(self._selection.newest(self.folder, self.verify_on_load))
+
     def holds_weights_only(self, step: int) -> bool:
         """True if this step of the run's folder has weights but no training state. Collective."""
-        facts = self._selection.facts_of(self._create_checkpoint_id(step))
+        facts = self._selection.facts_of(self.folder, step)
         return facts.holds_weights_only(self.states)
 
     def _create_checkpoint_id(self, step: int) -> str:

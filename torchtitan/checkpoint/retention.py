@@ -19,6 +19,7 @@ from torchtitan.checkpoint.folder import (
     remove_folder,
 )
 from torchtitan.distributed.processes.ranks import from_rank_zero
+from torchtitan.tools import storage
 from torchtitan.tools.folder_lock import FolderLock
 from torchtitan.tools.logging import logger
 
@@ -32,7 +33,7 @@ class SaveDone:
 
 
 @contextmanager
-def _warning(path: str) -> Iterator[None]:
+def warning(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # a later save retries the removal
@@ -43,20 +44,20 @@ def purge_thread(purge_queue: queue.Queue) -> None:
     """Remove each folder that is put into the queue, until a `Terminate` arrives."""
     while not isinstance(path := purge_queue.get(), Terminate):
         logger.info(f"Removing old checkpoint {path}")
-        with _warning(path):
+        with warning(path):
             remove_folder(path)
 
 
 class Retention:
     """Removes old step folders in a thread.
 
-    configured_folder: steps of earlier processes are removed only in this folder. Sets of resolved paths:
+    configured_folders: steps of earlier processes are removed only in these folders. Sets of resolved paths:
     written: steps that this manager named and wrote. given: steps that a caller named. damaged: steps that
     a load found damaged.
     """
 
-    def __init__(self, configured_folder: str) -> None:
-        self._configured_folder = configured_folder
+    def __init__(self, *configured_folders: str) -> None:
+        self._configured_folders = {storage.resolved(f) for f in configured_folders if f}
         self.written: set[str] = set()
         self.given: set[str] = set()
         self.damaged: set[str] = set()
@@ -77,11 +78,11 @@ class Retention:
 
     def leave_alone(self, path: str) -> None:
         """Never remove `path` in this process, because a caller named it."""
-        self.given.add(os.path.realpath(path))
+        self.given.add(storage.resolved(path))
 
     def will_write(self, folder: str, warns: bool) -> None:
         """Record that this manager writes `folder`. warns: warn if this replaces a checkpoint."""
-        path = os.path.realpath(folder)
+        path = storage.resolved(folder)
         if warns and path not in self.written:
             if contents_of(folder) not in (Contents.UNKNOWN, Contents.UNFINISHED):
                 logger.warning(f"Replacing the checkpoint {folder}")
@@ -97,31 +98,31 @@ class Retention:
         folders = [f for f in list_steps(folder) if f.path != saving_to and self._may_remove(f)]
         bad = (Contents.UNFINISHED, Contents.DAMAGED)
         broken = [
-            f for f in folders if f.contents in bad or os.path.realpath(f.path) in self.damaged
+            f for f in folders if f.contents in bad or storage.resolved(f.path) in self.damaged
         ]
         # After a resume from an older step, this process's steps are newer than higher-numbered ones.
         finished = sorted(
             (f for f in folders if f not in broken),
-            key=lambda f: (os.path.realpath(f.path) in self.written, f.step),
+            key=lambda f: (storage.resolved(f.path) in self.written, f.step),
         )
         newest = max((f.step for f in finished), default=-1)
         for stale in finished[:-n_kept] + [f for f in broken if f.step < newest]:
-            with _warning(stale.path):
+            with warning(stale.path):
                 mark_unfinished(stale.path)  # a half-removed step must not look whole
                 self.start()
                 self.queue.put(stale.path)
 
     def _may_remove(self, folder: StepFolder) -> bool:
-        path = os.path.realpath(folder.path)
-        is_kept = os.path.isfile(os.path.join(path, KEPT_MARKER))
+        path = storage.resolved(folder.path)
+        is_kept = storage.is_file(storage.join(path, KEPT_MARKER))
         if path in self.given or is_kept or os.path.islink(folder.path):
             return False
         if path in self.written:
             return True
-        if os.path.dirname(path) != os.path.realpath(self._configured_folder):
+        if os.path.dirname(path) not in self._configured_folders:
             return False
         # A step that another tool wrote has files, but neither marker nor hashes.
-        names = os.listdir(path)
+        names = storage.names_in(path)
         return not names or UNFINISHED_MARKER in names or HASHES_FILE in names
 
     def start(self) -> None:

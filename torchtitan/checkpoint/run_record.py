@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchtitan.data.token_files import tokenizer_hash
 from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import facts_of
+from torchtitan.tools import storage
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import find_shipped, read_json_object
 from torchtitan.tools.logging import logger
@@ -165,8 +165,8 @@ def _contents(config: JobConfig, sources: Sequence[Source]) -> dict[str, str]:
 
 def read_record(folder: str) -> dict[str, Any]:
     """Return the record in a step folder; empty if the folder has none."""
-    path = os.path.join(folder, RUN_RECORD)
-    if not os.path.isfile(path):
+    path = storage.join(folder, RUN_RECORD)
+    if not storage.is_file(path):
         return {}
     try:
         return read_json_object(path)

@@ -1,9 +1,11 @@
 """Writes step folders, synchronously or asynchronously."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -104,15 +106,26 @@ class Saver:
                     f'here ({error}); saving as with "async"'
                 )
         if self.group is None and dist.is_initialized():
-            self.group = dist.new_group(backend="gloo")
+            # An upload may take hours; a rank that is lost is noticed at once by its connections.
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
         return mode
 
-    def follow(self, result: Future | AsyncSaveResponse, folder: str) -> None:
-        """Keep the future of the background save that `save` has started; log when it is written."""
+    def follow(
+        self,
+        result: Future | AsyncSaveResponse | None,
+        folder: str,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Keep the future of the background save that `save` has started; log when it is written.
+
+        result: None for a save that is written already. then: called in a thread after the save.
+        """
         self.folder, start = folder, time.monotonic()
         if isinstance(result, AsyncSaveResponse):
             self.staging, self.staging_future = True, result.staging_completion
             result = result.upload_completion
+        if then is not None:
+            result = _after(result, then)
         self.future = result
 
         def report(future: Future) -> None:
@@ -176,6 +189,23 @@ class Saver:
         if group is not None and dist.is_initialized():
             with suppress(ValueError):  # already destroyed together with an earlier default group
                 dist.destroy_process_group(group)
+
+
+def _after(save: Future | None, then: Callable[[], None]) -> Future:
+    """Return the future of a thread that waits for `save` and calls `then`."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            if save is not None:
+                save.result()
+            then()
+            future.set_result(None)
+        except BaseException as error:  # `Saver.wait` raises it
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="upload", daemon=True).start()
+    return future
 
 
 def order_staging_after_compute(stager: Any) -> None:

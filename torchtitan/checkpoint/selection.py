@@ -1,10 +1,15 @@
-"""Chooses the checkpoint to load: rank 0 reads the folders once, and all ranks get its `Facts`."""
+"""Chooses the checkpoint to load: rank 0 reads the folders once, and all ranks get its `Facts`.
+
+A run that saves to an address has each step twice: in its folder, and uploaded. The step in the folder is
+taken if every rank has all of its files.
+"""
 
 import os
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.folder import (
+    HASHES_FILE,
     Contents,
     StepFolder,
     contents_of,
@@ -15,7 +20,8 @@ from torchtitan.checkpoint.folder import (
 from torchtitan.checkpoint.hf_assets import check_files
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.checkpoint.states import Shapes, keys_outside_model, saved_shapes_in
-from torchtitan.distributed.processes.ranks import from_rank_zero
+from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
+from torchtitan.tools import storage
 from torchtitan.tools.logging import logger
 
 
@@ -68,11 +74,12 @@ class Facts(NamedTuple):
 class Selection:
     """Chooses among the steps of a run. The methods are collective.
 
-    damaged: a set to which the resolved paths of damaged steps are added. verify: compare hashes.
+    damaged: a set to which the resolved paths of damaged steps are added. bucket: the address with the
+    uploaded steps; "": there is none. verify: compare hashes.
     """
 
-    def __init__(self, damaged: set[str]) -> None:
-        self._damaged = damaged
+    def __init__(self, damaged: set[str], bucket: str = "") -> None:
+        self._damaged, self._bucket = damaged, bucket
         self._folders: list[StepFolder] = []
         self._newest: Facts | None = None
 
@@ -85,8 +92,9 @@ class Selection:
         if step == -1:
             chosen, folders = self.newest(folder, verify), self._folders
         else:
-            folders, facts = from_rank_zero(lambda: _named_step(folder, step, verify))
-            chosen = facts.require_whole()
+            folders, copies = from_rank_zero(lambda: self._named_step(folder, step, verify))
+            whole = (facts for facts in copies[:-1] if self._problem_of(facts, folder) is None)
+            chosen = next(whole, None) or copies[-1].require_whole()
         if chosen is None:
             return None
         newer = [f for f in folders if f.step > chosen.step]
@@ -97,7 +105,7 @@ class Selection:
             )
         if newer:
             logger.warning(
-                f"{folder} holds steps after {chosen.step} ({', '.join(str(f.step) for f in newer)}), "
+                f"{folder} holds steps after {chosen.step} ({', '.join(map(str, sorted({f.step for f in newer})))}), "
                 "which this run replaces when it reaches them"
             )
         return chosen
@@ -107,20 +115,21 @@ class Selection:
 
         Raises ValueError if no step is complete and at least one is damaged.
         """
-        damaged: dict[str, str] = {}
+        problems: dict[str, str] = {}
         while True:
-            folders, facts = from_rank_zero(
-                lambda: _newest_step(folder, verify, damaged, known=self._folders)
-            )
-            if not damaged and folders == self._folders:
+            folders, facts = from_rank_zero(lambda: self._newest_step(folder, verify, problems))
+            if not problems and folders == self._folders:
                 return self._newest
-            if facts is None or (damage := facts.find_damage()) is None:
+            if facts is None or (problem := self._problem_of(facts, folder)) is None:
                 break
-            damaged[facts.path] = damage
+            problems[facts.path] = problem
+        damaged = {path: why for path, why in problems.items() if why != _ELSEWHERE}
         for step in reversed(folders):
             if facts is not None and step.path == facts.path:
                 break
             reason = "its save was interrupted"
+            if step.path in problems:
+                reason = _ELSEWHERE
             if step.path in damaged:
                 reason = f"it is damaged, {damaged[step.path]}"
             elif step.contents == Contents.UNKNOWN:
@@ -132,15 +141,71 @@ class Selection:
                 "to start again, or set checkpoint.verify_on_load = false to read files whose hashes "
                 f"differ. In the newest, {next(iter(damaged.values()))}"
             )
-        self._damaged.update(map(os.path.realpath, damaged))
+        self._damaged.update(map(storage.resolved, damaged))
         self._folders, self._newest = folders, facts
         return facts
 
-    def facts_of(self, path: str) -> Facts:
-        """Return the facts of a step folder; the facts of the newest step are cached."""
-        if self._newest is not None and self._newest.path == path:
+    def facts_of(self, folder: str, step: int) -> Facts:
+        """Return the facts of a step, unverified; the facts of the newest step are cached."""
+        if self._newest is not None and self._newest.step == step:
             return self._newest
-        return from_rank_zero(lambda: _read(path))
+        return from_rank_zero(lambda: self._named_step(folder, step, False)[1][0])
+
+    def _problem_of(self, facts: Facts, folder: str) -> str | None:
+        """Return why a step cannot be loaded, or None. folder: the run's, on this rank's disk. Collective."""
+        if self._bucket and not storage.is_address(facts.path):
+            try:
+                names = from_rank_zero(lambda: [*recorded_hashes(facts.path)])
+            except ValueError as error:
+                return str(error)
+            if not names:  # this run writes hashes; without them a part of a step would look whole
+                return f"{HASHES_FILE} is missing"
+            own = os.path.join(folder, os.path.basename(facts.path))
+
+            def found_in(place: str) -> set[str]:
+                return {name for name in names if os.path.isfile(os.path.join(place, name))}
+
+            # Machines may have disks of their own. What no rank has is missing, says `find_damage`.
+            of_ranks = all_ranks((found_in(facts.path), found_in(own)))
+            has_all = all(len(readable) == len(names) for readable, _ in of_ranks)
+            if not has_all and len(set().union(*(kept for _, kept in of_ranks))) == len(names):
+                return _ELSEWHERE
+        return facts.find_damage()
+
+    def _steps(self, folder: str) -> list[StepFolder]:
+        """Return the steps, sorted; the uploaded copy of a step comes before the one in `folder`."""
+        uploaded = list_steps(self._bucket) if self._bucket else []
+        return sorted([*uploaded, *list_steps(folder)], key=lambda step: step.step)
+
+    def _named_step(
+        self, folder: str, step: int, verify: bool
+    ) -> tuple[list[StepFolder], list[Facts]]:
+        """Return (all steps, the facts of each copy of this step)."""
+        folders = self._steps(folder)
+        copies = [f.path for f in reversed(folders) if f.step == step]
+        if not copies:
+            steps = ", ".join(str(step) for step in sorted({f.step for f in folders})) or "none"
+            raise FileNotFoundError(
+                f"There is no checkpoint of step {step} in {folder} (steps there: {steps}). "
+                "Set checkpoint.load_step to one of them, or to -1 for the newest"
+            )
+        return folders, [_read(path, verify, step) for path in copies]
+
+    def _newest_step(
+        self, folder: str, verify: bool, passed_over: Collection[str]
+    ) -> tuple[list[StepFolder], Facts | None]:
+        """Return (steps, facts of the newest usable step); no facts without such a step, or if the steps are known."""
+        folders = self._steps(folder)
+        if not passed_over and folders == self._folders:
+            return folders, None
+        for step in reversed(folders):
+            may_be_whole = step.is_finished or step.contents == Contents.DAMAGED
+            if may_be_whole and step.path not in passed_over:
+                return folders, _read(step.path, verify, step.step)
+        return folders, None
+
+
+_ELSEWHERE = "some of its files are on other machines, and its upload was interrupted"
 
 
 def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Facts:
@@ -151,7 +216,7 @@ def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Fac
     """
 
     def read() -> Facts:
-        if not os.path.isdir(path):
+        if not storage.is_folder(path):
             error = FileNotFoundError if in_hf is None else ValueError
             raise error(f"{key} must be a folder with a checkpoint, got {path!r}; correct the path")
         facts = _read(path, verify, in_hf=bool(in_hf))
@@ -176,39 +241,18 @@ def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) 
     facts = Facts(path, contents_of(path), step)
     if facts.contents == Contents.UNFINISHED:
         return facts
+    is_address = storage.is_address(path)
+    if is_address and step >= 0 and not storage.is_file(storage.join(path, HASHES_FILE)):
+        return facts._replace(
+            damage=f"it has no {HASHES_FILE}"
+        )  # though a listing had shown the file
     try:
         if verify or facts.contents == Contents.DAMAGED:
             facts = facts._replace(hashes=recorded_hashes(path))
         if in_hf:
             return facts._replace(contents=Contents.HF)
-        if facts.is_hf and step >= 0:
+        if facts.is_hf and step >= 0 and not is_address:
             check_files(path)
         return facts._replace(shapes=saved_shapes_in(path), record=read_record(path))
     except (ValueError, OSError) as error:
         return facts._replace(damage=str(error))
-
-
-def _named_step(folder: str, step: int, verify: bool) -> tuple[list[StepFolder], Facts]:
-    folders = list_steps(folder)
-    chosen = next((f for f in folders if f.step == step), None)
-    if chosen is None:
-        steps = ", ".join(str(f.step) for f in folders) or "none"
-        raise FileNotFoundError(
-            f"There is no checkpoint of step {step} in {folder} (steps there: {steps}). "
-            "Set checkpoint.load_step to one of them, or to -1 for the newest"
-        )
-    return folders, _read(chosen.path, verify, step)
-
-
-def _newest_step(
-    folder: str, verify: bool, passed_over: Collection[str], known: list[StepFolder]
-) -> tuple[list[StepFolder], Facts | None]:
-    """Return (steps, facts of the newest usable step); no facts without such a step, or if steps equal `known`."""
-    folders = list_steps(folder)
-    if not passed_over and folders == known:
-        return folders, None
-    for step in reversed(folders):
-        may_be_whole = step.is_finished or step.contents == Contents.DAMAGED
-        if may_be_whole and step.path not in passed_over:
-            return folders, _read(step.path, verify, step.step)
-    return folders, None

@@ -31,8 +31,8 @@ from torchtitan.checkpoint.stream import fingerprint
 from torchtitan.config.job_config import LoRA
 from torchtitan.distributed.fsdp import reshard_model
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
-from torchtitan.protocols.state_dict_adapter import shorten
-from torchtitan.tools import torch_parts
+from torchtitan.protocols.state_dict_adapter import DECAY, shorten
+from torchtitan.tools import storage, torch_parts
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
@@ -74,9 +74,9 @@ def _entries_of(state: Any) -> Any:
 
 
 def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the weights with floating-point tensors cast to `dtype`."""
+    """Return the weights (our names), floating-point tensors cast to `dtype` but for linear attention's decay."""
     return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        name: tensor.to(dtype) if tensor.is_floating_point() and DECAY not in name else tensor
         for name, tensor in weights.items()
     }
 
@@ -191,7 +191,8 @@ class ModelWrapper(Stateful):
             logger.warning(f"{path} does not name its adapters' base model: it is not compared")
         elif saved[DIGEST] != own[DIGEST]:
             name = str(saved.get(NAME))
-            is_gone = os.sep in name and not from_rank_zero(lambda: os.path.exists(name))
+            is_local = os.sep in name and not storage.is_address(name)
+            is_gone = is_local and not from_rank_zero(lambda: os.path.exists(name))
             raise ValueError(
                 f"The adapters in {path} were trained on another base model, {name}"
                 f"{', which does not exist any more' if is_gone else ''} (digest {saved[DIGEST]}), got "
@@ -337,8 +338,8 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 
 def saved_shapes_in(path: str) -> Shapes | None:
     """Return the shapes in a DCP checkpoint; None if `.metadata` is missing or empty (0.2.x's tests)."""
-    metadata = os.path.join(path, DCP_METADATA)
-    if not os.path.isfile(metadata) or os.path.getsize(metadata) == 0:
+    found = storage.stat(storage.join(path, DCP_METADATA))
+    if found is None or found.st_size == 0:
         return None
     return saved_shapes(dcp.SafeReader(path))
 

@@ -202,6 +202,11 @@ class WeightDigest:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor's bytes, because gloo does not send every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return one int64, on the tensor's device, that changes if any bit of the tensor changes.
@@ -209,7 +214,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     The tensor's 64-bit words are summed row by row with odd weights, modulo 2^64, and so are the sums,
     until one is left. hashlib would be ten times as slow and would need the weights on the host.
     """
-    flat = whole_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = bytes_of(whole_tensor(tensor).detach().contiguous())
     n_whole = flat.numel() // 8 * 8
     aligned = flat[:n_whole].clone() if flat.storage_offset() % 8 else flat[:n_whole]
     words = aligned.view(torch.int64)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """function: "module:name". trains: True for a job, which may run on several processes."""
+    """function: "module:name". trains: True if it runs a job's processes, which may be several."""
 
     help: str
     function: str
@@ -21,6 +21,11 @@ COMMANDS = {
     "train": Command(
         "train a model; without a TOML file, a small one on Python's own documentation",
         "torchtitan.commands.train:main",
+        trains=True,
+    ),
+    "preflight": Command(
+        "check a job's machines before it starts: links, clocks, disks, versions",
+        "torchtitan.commands.preflight:main",
         trains=True,
     ),
     "generate": Command("continue prompts, or chat", "torchtitan.commands.generate:main"),
@@ -40,6 +45,10 @@ COMMANDS = {
         "torchtitan.estimate.__main__:main",
     ),
     "plan": Command("rank the layouts of a job on some GPUs", "torchtitan.estimate.plan:main"),
+    "launch": Command(
+        "print a job on several machines for Kubernetes, Slurm, SkyPilot, Ray or torchrun",
+        "torchtitan.commands.launch:main",
+    ),
     "report": Command("write one HTML page about a run", "torchtitan.report.__main__:main"),
     "rl": Command(
         "train by reinforcement; without a TOML file, a small policy that copies letters",
@@ -63,8 +72,8 @@ def main() -> None:
         lines = [f"  {name:10}{command.help}" for name, command in COMMANDS.items()]
         print("usage: torchtitan COMMAND [options]\n", *lines, sep="\n")
         print("\n`torchtitan COMMAND --help` lists a command's options.")
-        print("train, rl, serve and show take a job's TOML file as their first argument.")
-        print("train, rl and serve start N processes with `--nproc N`.")
+        print("train, preflight, rl, serve and show take a job's TOML file as first argument.")
+        print("train, preflight, rl and serve start N processes with `--nproc N`.")
         return
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

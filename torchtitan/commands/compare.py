@@ -14,6 +14,7 @@ from torchtitan.checkpoint.folder import Contents, contents_of
 from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
 from torchtitan.job import find_train_spec
+from torchtitan.tools import storage
 from torchtitan.tools.logging import init_logger, logger
 
 
@@ -79,6 +80,11 @@ def main() -> None:
     options, overrides = parser.options_and_overrides()
     init_logger()
     with errors_as_sentences():
+        named = options.reference
+        if named and not storage.is_file(storage.join(named, "config.json")):
+            raise ValueError(
+                f"--with must be a folder that transformers opens, with config.json, got {named!r}; correct it"
+            )
         config = job_of(options.source, options.config, overrides)
         weights = weights_in(options.checkpoint or options.source, config)
         config.model.attn_mask_type = "causal"  # each row is one text
@@ -101,11 +107,12 @@ def main() -> None:
                 tokens = torch.randint(0, engine.model_args.vocab_size, shape, generator=generator)
             logger.info("running torchtitan's %s on %s", config.model.name, weights)
             (ours,) = engine.forward_step([{"input": tokens}])
-            reference = options.reference or (options.checkpoint and options.source) or weights
-            if contents_of(reference) != Contents.HF:
+            reference = named or (options.checkpoint and options.source) or weights
+            if not named and contents_of(reference) != Contents.HF:
                 engine.save_hf(reference := folder)
             logger.info("running transformers on %s", reference)
-            comparison = compare_logits(hf_logits(reference, tokens), ours.cpu())
+            theirs = hf_logits(storage.fetched(reference), tokens)
+            comparison = compare_logits(theirs, ours.cpu())
     print(comparison)
     # Written so that nan fails, too.
     if not comparison.max_logprob_difference <= options.tolerance:

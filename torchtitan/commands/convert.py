@@ -18,7 +18,7 @@ def export() -> None:
     """Write a checkpoint as a folder that transformers opens, or its adapters as one that peft opens."""
     parser = SourceParser("torchtitan export", export.__doc__, "OUT")
     add = parser.add_argument
-    add("out", metavar="OUT", help="folder to write")
+    add("out", metavar="OUT", help="folder or address to write")
     add("--peft", action="store_true", help="write the adapters alone; without it they are merged")
     add("--base_model", help="name of the base model for adapter_config.json")
     add(
@@ -63,8 +63,10 @@ def export() -> None:
 def import_() -> None:
     """Write the safetensors files of a Hugging Face folder as a checkpoint to start from."""
     parser = argparse.ArgumentParser(prog="torchtitan import", description=import_.__doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="a folder with *.safetensors")
-    parser.add_argument("out", metavar="OUT", help="folder to write the checkpoint to")
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="a folder with *.safetensors, or its address"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder or address to write the checkpoint to")
     parser.add_argument("--config", help="the job's TOML file (default: FOLDER's config.json)")
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     options = parser.parse_args()

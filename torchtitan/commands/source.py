@@ -15,13 +15,19 @@ from torchtitan.adapters.peft_files import CONFIG_FILE
 from torchtitan.checkpoint.folder import Contents, contents_of, list_steps
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.job_config import ActivationCheckpoint, Compile, LRScheduler, Parallelism
+from torchtitan.config.job_config import (
+    ActivationCheckpoint,
+    Compile,
+    LRScheduler,
+    Parallelism,
+)
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import find_train_spec
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.objective.scoring import without_training
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.step.runner import on_error
+from torchtitan.tools import storage
 from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.events import FILE_NAME, exit_code
 from torchtitan.tools.files import open_file
@@ -57,10 +63,11 @@ def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]
     source's config.json, the config that its run recorded. Raises UnknownModelError without any of them.
     """
     source = source or ("" if config_file else RUN_FOLDER)
-    if os.path.isfile(source) and not config_file:
+    if not config_file and storage.is_file(source):
         config_file = source
     flags = [f"--job.config_file={config_file}"] if config_file else []
-    if not config_file and os.path.isfile(os.path.join(source, "config.json")):
+    if not config_file and storage.is_file(storage.join(source, "config.json")):
+        source = storage.fetched(source, has_weights=False)
         family, _, args = from_hf_config(source)
         flags = [f"--model.name={family}"]
         flags += [f"--model.{key}={source}" for key in ("hf_config", "hf_assets_path")]
@@ -71,8 +78,8 @@ def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]
 
 def _recorded_config(source: str) -> dict[str, Any]:
     """Return the config in the events of the run that `source` is part of, as nested tables."""
-    path = Path(source).resolve()
-    for events in (folder / FILE_NAME for folder in (path, *path.parents[:3])):
+    path, is_address = Path(source).resolve(), storage.is_address(source)
+    for events in (f / FILE_NAME for f in (path, *path.parents[:3]) if not is_address):
         if not events.is_file():
             continue
         with open_file(events) as file:
@@ -83,7 +90,7 @@ def _recorded_config(source: str) -> dict[str, Any]:
             if not config["job"]["custom_config_module"]:
                 config = {section: values for section, values in config.items() if section in own}
             return _without_none(config)
-    if not path.exists():
+    if not path.exists() and not is_address:
         raise UnknownModelError(
             f"SOURCE must be a file or folder, and {source!r} is none; correct the path"
         )
@@ -121,7 +128,7 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_peft(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, CONFIG_FILE))
+    return storage.is_file(storage.join(folder, CONFIG_FILE))
 
 
 def weights_in(source: str | None, config: JobConfig) -> str:
@@ -131,18 +138,24 @@ def weights_in(source: str | None, config: JobConfig) -> str:
     ValueError if there are no weights.
     """
     source = source or RUN_FOLDER
-    if os.path.isfile(source):
+    if storage.is_file(source):
         source = config.job.dump_folder
     if contents_of(source) != Contents.UNKNOWN or _is_peft(source):
         return source
-    found = []
-    for folder in (source, os.path.join(source, config.checkpoint.folder)):
-        found += [step.path for step in list_steps(folder) if step.is_finished][-1:]
-    exported = os.path.join(source, MODEL_FOLDER)  # without adapters, which are merged there
+
+    def last_step(folder: str) -> list[str]:
+        return [step.path for step in list_steps(folder) if step.is_finished][-1:]
+
+    own, bucket = config.checkpoint.places()
+    found = last_step(source) + last_step(storage.join(source, own))
+    exported = storage.join(source, MODEL_FOLDER)  # without adapters, which are merged there
     if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
         found.append(exported)
+    if not found and bucket:
+        found = last_step(bucket)
     if found:
-        return max(found, key=os.path.getmtime)
+        is_local = not storage.is_address(source)
+        return max(found, key=os.path.getmtime) if is_local and found[1:] else found[-1]
     raise ValueError(
         f"SOURCE must be a step folder of a run, a folder of such, or a folder with Hugging Face "
         f"safetensors files, and {source!r} is none; train with --checkpoint.enable to get "

@@ -36,6 +36,7 @@ from torchtitan.config.quantize import (  # noqa: F401 (clients import them from
 )
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
+from torchtitan.tools.storage import is_address
 
 
 @dataclass
@@ -49,6 +50,9 @@ class Job(Section):
     save_config_file: str | None = None
     # Module with a dataclass JobConfig, whose sections and fields extend or replace the built-in ones
     custom_config_module: str = ""
+    # Exit code of a run that a signal or the time limit ended after a save. Engines that start a job again
+    # unless its exit code is 0 need another one, such as 75
+    stopped_exit_code: Annotated[int, Range(0, 125)] = 0
 
 
 @dataclass
@@ -342,9 +346,11 @@ class Checkpoint(Section):
     enable: bool = False  # Save checkpoints, and continue from the newest one found
     # With torchft, save the data position of every replica separately
     enable_ft_dataloader_checkpoints: bool = True
-    folder: str = "checkpoint"  # Folder for checkpoints, under the dump folder
+    # Folder for checkpoints, under the dump folder. An address such as s3://bucket/run (extra "cloud"):
+    # steps are written under the dump folder, then uploaded there in the background
+    folder: str = "checkpoint"
     interval: NumSteps = 500  # Save every this many steps
-    # Step folder of a checkpoint to start from, if this job has no checkpoint of its own
+    # Step folder of a checkpoint, or its address, to start from if this job has no checkpoint of its own
     initial_load_path: str | None = None
     # Load only the weights of the initial checkpoint, not optimizer, step or data position
     initial_load_model_only: bool = True
@@ -380,6 +386,10 @@ class Checkpoint(Section):
     load_only: bool = False  # Load, but never save
     # Compare the files' hashes with those recorded when the checkpoint was saved
     verify_on_load: bool = True
+
+    def places(self) -> tuple[str, str]:
+        """Return (the folder under the dump folder, the address to which its steps are uploaded, or "")."""
+        return (Checkpoint.folder, self.folder) if is_address(self.folder) else (self.folder, "")
 
 
 @dataclass
@@ -450,6 +460,12 @@ class Comm(Section):
     init_timeout_seconds: Annotated[int, Range(1, 10**8)] = 300
     # Timeout of collectives after step 1
     train_timeout_seconds: Annotated[int, Range(1, 10**8)] = 100
+    # Seconds, at most a third of the timeout, after which a rank that keeps the others waiting is named
+    # with its stack; 0 names none
+    stuck_rank_seconds: Annotated[float, Range(0, 10**8)] = 30.0
+    # The slowest rank is named after a step (of a second or more) that took this many times the median
+    # of the last steps; 0 names none
+    slow_step_factor: Annotated[float, Range(1, 10**6, special=0)] = 3.0
     # Events that NCCL's flight recorder keeps; 0 turns it off
     trace_buf_size: Count = 20000
     # Folder for flight recorder dumps, under the dump folder

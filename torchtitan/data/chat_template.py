@@ -25,6 +25,8 @@ SEAM = "\ufdd0"
 """A mark that splits a text for the tokenizer: the parts on both sides are tokenized separately. This
 character is a Unicode noncharacter, so no ordinary text contains it."""
 
+# Control tokens that end a part of a reply, not the reply.
+_WITHIN_TURNS = ("</think>", "</tool_call>", "</seed:think>", "<channel|>", "<tool_call|>")
 # Placeholders for a model's reply; no template changes their text.
 _WRITTEN = "what the model wrote"
 _THOUGHT = "<think>\nwhat it thought\n</think>\n\n" + _WRITTEN
@@ -59,6 +61,7 @@ class ChatTemplate:
     ):
         self.source, self.name, self._variables = source, name, dict(variables or {})
         self._control_tokens = tuple(control_tokens)
+        self._ends = tuple(t for t in self._control_tokens if t not in _WITHIN_TURNS)
         self._token = re.compile("|".join(map(re.escape, self._control_tokens)) or "(?!)")
         try:
             self.marks_generation = bounded.call(
@@ -185,19 +188,21 @@ class ChatTemplate:
         return found and found[0]
 
     def end_of_turn(self, text: str) -> int:
-        """Return the length of a text, without trailing blanks if these follow a control token."""
+        """Return the length of a text, without trailing blanks if these follow a token that ends turns."""
         end = text.rstrip()
-        return len(end if end.endswith(self._control_tokens) else text)
+        return len(end if end.endswith(self._ends) else text)
+
+    def end_of_last_token(self, text: str) -> int:
+        """Return the length of a text through its last control token; 0 if it has none."""
+        return max((found.end() for found in self._token.finditer(text)), default=0)
 
     def token_at_end(self, text: str) -> str | None:
-        """Return the control token at the end of a text, ignoring trailing blanks; None if none."""
-        ends = (token for token in self._control_tokens if text.rstrip().endswith(token))
+        """Return the token that ends turns at the end of a text, ignoring trailing blanks; None if none."""
+        ends = (token for token in self._ends if text.rstrip().endswith(token))
         return max(ends, key=len, default=None)
 
-    def stop_token(self, text: str, rest: str) -> str:
-        """Return `rest` through its leading control token; "" if it has none, or if `text` ends with one."""
-        if text.rstrip().endswith(self._control_tokens):
-            return ""
+    def leading_token(self, rest: str) -> str:
+        """Return `rest` through its leading control token; "" if it has none."""
         found = self._token.match(rest, len(rest) - len(rest.lstrip()))
         return rest[: found.end()] if found else ""
 

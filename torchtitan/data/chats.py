@@ -9,6 +9,7 @@ refused if its turns cannot be found in either way.
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -308,20 +309,22 @@ class _Chat:
         """Extend each turn without a closing token by the next turn's first token, as its stop token."""
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
+            if self.template.token_at_end(text[begin:end]):
+                continue
             if turn + 1 == len(self.messages):  # the user's next turn
+                rest = ""
                 with contextlib.suppress(ValueError):  # a template may refuse the turn
-                    longer = self._beginning(len(self.messages) + 1)
-                    rest = longer[end:] if longer.startswith(text) else ""
+                    rest = self._rest_before_question(text, turn)
             elif self.messages[turn + 1]["role"] == "assistant":
                 continue
-            stop = self.template.stop_token(text[begin:end], rest)
+            stop = self.template.leading_token(rest)
             spans[i] = begin, end + len(stop)
             text = text[:end] + stop if turn + 1 == len(self.messages) and stop else text
         return text, spans
 
     def _span_of_completion(self, text: str) -> Span:
         is_reply = self.messages[self._num_prompt]["role"] == "assistant"
-        before = self._beginning(self._num_prompt, header=is_reply)
+        before = _header_in(text, self._beginning(self._num_prompt, header=is_reply))
         if difference := _difference(text, before):
             raise ValueError(
                 f"{self.template.name} renders the prompt differently when the completion follows "
@@ -355,7 +358,7 @@ class _Chat:
         n = len(self.messages)
         of_turns = [key for i in turns for key in ((i, True), (i + 1, False))]
         keys = [(n, False), *of_turns, (n + 1, False)]
-        messages = [*self.messages, {"role": "user", "content": "what the user asks next"}]
+        messages = [*self.messages, _QUESTION]
         variables = self._options["variables"]
         calls = [(messages[:i], variables | {"add_generation_prompt": x}) for i, x in keys]
         results = self.template.render_each(calls, tools=self._options["tools"])
@@ -380,10 +383,10 @@ class _Chat:
         Two renderings should be prefixes of the chat's text: the messages before the turn with the turn's
         header, and the messages through the turn. The second is no prefix if the template drops reasoning
         from earlier turns. Then the turn is rendered with another content to find the text after its content,
-        in the chat and as the last turn; the chat's must begin with the last turn's. Raises ValueError if the
-        span cannot be found.
+        in the chat and as the last turn; both must begin with the same closing tokens. Raises ValueError if
+        the span cannot be found.
         """
-        before = self._beginning(turn, header=True)
+        before = _header_in(text, self._beginning(turn, header=True))
         through = self._beginning(turn + 1)
         name = f"the assistant's turn in message {turn + 1}"
         if difference := _difference(text, before):
@@ -392,25 +395,67 @@ class _Chat:
             return len(before), self.template.end_of_turn(through)
         else:
             difference = _difference(text, through) or "it is shorter than its header"
-            message = self.messages[turn]  # its replacement must differ, also in the last character
-            ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
-            changed = list(self.messages)
-            changed[turn] = {**message, "content": f"what the model wrote{ending}"}
-            closing = _common_end(through, self._beginning(turn + 1, of=changed))
-            rest = _common_end(text, self._beginning(len(changed), of=changed))
-            end = len(text) - len(rest) + self.template.end_of_turn(closing)
-            if closing and rest.startswith(closing) and end >= len(before):
+            closing = self._behind(turn, through, self.messages[: turn + 1])
+            rest = self._behind(turn, text, self.messages)
+            length = self._common_closing(closing, rest)
+            if length is not None and len(before) <= (end := len(text) - len(rest) + length):
                 return len(before), end
         raise ValueError(
             f"{self.template.name} has no {{% generation %}} marks, and renders {name} differently when "
             f"the chat goes on ({difference}), so the assistant's tokens are unknown; {_MARK_IT}"
         )
 
+    def _behind(self, turn: int, text: str, messages: list[dict[str, Any]]) -> str:
+        """Return what is behind a turn's content in the messages' text: the same with another content."""
+        message = messages[turn]  # its replacement must differ, also in the last character
+        ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
+        changed = {**message, "content": f"what the model wrote{ending}"}
+        changed = [*messages[:turn], changed, *messages[turn + 1 :]]
+        return _common_end(text, self._beginning(len(changed), of=changed))
 
+    def _rest_before_question(self, text: str, turn: int) -> str:
+        """Return what follows the chat's text, whose last turn this is, if the user asks something next."""
+        longer = self._beginning(len(self.messages) + 1)
+        if longer.startswith(text):
+            return longer[len(text) :]
+        # The template drops reasoning, or what ends a chat.
+        behind = self._behind(turn, text, self.messages)
+        rest = self._behind(turn, longer, [*self.messages, _QUESTION])
+        return rest.removeprefix(behind) if rest.startswith(behind) else ""
+
+    def _common_closing(self, closing: str, rest: str) -> int | None:
+        """Return the length of what ends a turn in both texts; None if they end it in different ways.
+
+        closing: the text behind the turn's content if the chat ends there. rest: if the chat goes on.
+        """
+        if closing and rest.startswith(closing):
+            return self.template.end_of_turn(closing)
+        if not closing:  # only the next turn's header ends a turn
+            return 0 if self.template.leading_token(rest) else None
+        # A token that ends the chat may stand between the turn's closing token and the end.
+        common = os.path.commonprefix([closing, rest])
+        cut = self.template.end_of_last_token(common)
+        leftovers = [text[cut:].lstrip() for text in (closing, rest)]
+        is_next_token = all(self.template.leading_token(text) for text in leftovers)
+        return cut if cut and is_next_token else None
+
+
+_QUESTION = {"role": "user", "content": "what the user asks next"}
 _MARK_IT = (
     "set training.chat_template to a copy of the template that has the assistant's text between "
     "{% generation %} and {% endgeneration %}"
 )
+
+
+# What a header may end with in a prompt, if thinking is on or off, and lack in a chat.
+_OPENED_THOUGHT = re.compile(
+    r"(<think>\s*(</think>\s*)?|</think>|<\|channel>thought\n<channel\|>)$"
+)
+
+
+def _header_in(text: str, before: str) -> str:
+    """Return `before`, without the beginning of a thought at its end if only then `text` begins with it."""
+    return before if text.startswith(before) else _OPENED_THOUGHT.sub("", before)
 
 
 def _difference(text: str, prefix: str) -> str:

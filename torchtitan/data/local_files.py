@@ -1,7 +1,8 @@
-"""Documents in local files, by index.
+"""Documents in files, by index. The files are on a disk, or at an address (see `tools.storage`).
 
 JSON lines and plain text are read in place. Compressed files, JSON lists and Parquet files (only the
 columns that are needed) are first copied as plain files to the cache, once for all runs of a machine.
+Parquet at an address is read in place, too: by row groups, of which the last few are kept.
 """
 
 import bz2
@@ -12,22 +13,26 @@ import json
 import lzma
 import os
 import re
+import shutil
 import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from itertools import accumulate, takewhile
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple
 
+from torchtitan.tools import storage
 from torchtitan.tools.files import cache_folder, open_file, regular_file
 from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file, for the digest of `record_of`
+_ROW_GROUPS_KEPT = 8  # of Parquet files at addresses, by each process
 
 
 class SampleRule(NamedTuple):
@@ -80,12 +85,15 @@ class JoinedDocuments:
 class _File:
     """A file of documents. name: its path in messages. content: the file to read, perhaps a cached copy."""
 
-    def __init__(self, name: Path, content: Path) -> None:
+    def __init__(self, name: str, content: str) -> None:
         self.name, self.content = name, content
-        self.before = os.stat(regular_file(content))
+        self._ranged = storage.RangedFile(content) if storage.is_address(content) else None
+        self.before = self._ranged.found if self._ranged else os.stat(regular_file(content))
 
     def bytes_at(self, start: int, end: int) -> bytes:
         """Return a part of the file; raises ValueError if the file has changed since the start."""
+        if self._ranged is not None:
+            return self._ranged[start:end]
         before = self.before
         try:
             # Not `open_file`, whose check of the file type takes half of a read's time; `__init__`
@@ -116,13 +124,16 @@ class _File:
 class _Lines(_File):
     """A file of JSON lines; blank lines are skipped. unit: the word for a line in messages."""
 
-    def __init__(self, name: Path, content: Path, rule: SampleRule, unit: str) -> None:
+    def __init__(self, name: str, content: str, rule: SampleRule, unit: str) -> None:
         super().__init__(name, content)
         self._rule, self._unit = rule, unit
+        self._scan()
+
+    def _scan(self) -> None:
         # Byte offsets of the lines that are not blank, and the size of the file.
         self._starts = starts = array("Q")
         position = 0
-        with open_file(content, "rb") as file:
+        with open_file(self.content, "rb") as file:
             for line in file:
                 if not line.isspace():
                     starts.append(position)
@@ -132,8 +143,11 @@ class _Lines(_File):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
+    def _line(self, number: int) -> bytes:
+        return self.bytes_at(*self._starts[number : number + 2])
+
     def read(self, number: int) -> dict[str, Any]:
-        line = self.bytes_at(*self._starts[number : number + 2])
+        line = self._line(number)
         try:
             sample = json.loads(line.rstrip())  # of blank lines, which may have form feeds
         except (ValueError, RecursionError) as error:
@@ -154,6 +168,31 @@ class _Lines(_File):
         with open_file(self.content, "rb") as file:
             ends = takewhile(lambda end: end <= start, accumulate(map(len, file)))
             return f"{self.name}, {self._unit} {1 + sum(1 for _ in ends)}"
+
+
+class _Rows(_Lines):
+    """The rows of a Parquet file at an address, as JSON lines."""
+
+    def _scan(self) -> None:
+        file = _parquet_file(self.content)
+        groups = range(file.metadata.num_row_groups)
+        self._ends = [*accumulate(file.metadata.row_group(group).num_rows for group in groups)]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _line(self, number: int) -> bytes:
+        group = bisect_right(self._ends, number)
+        before = self._ends[group - 1] if group else 0
+        return _row_group(self.content, group, self._rule)[number - before]
+
+    def where(self, number: int) -> str:
+        return f"{self.name}, {self._unit} {1 + number}"
+
+
+@lru_cache(_ROW_GROUPS_KEPT)
+def _row_group(path: str, group: int, rule: SampleRule) -> list[bytes]:
+    return [*_parquet_as_lines(path, rule, [group])]
 
 
 class _Text(_File):
@@ -200,18 +239,18 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> JoinedDocuments:
     wanted = f"a data file or a folder with files of one kind ({', '.join(sorted(known))})"
     if not path:
         raise ValueError(f"this training.dataset needs training.dataset_path, {wanted}")
-    root = Path(path)
-    if not root.exists():
+    files = _files_in(path)
+    if not files and not os.path.exists(path):
         raise FileNotFoundError(
             f"training.dataset_path (or the dataset's own path): there is no file or folder {path!r} "
             f"(looked in {os.getcwd()}); correct the path"
         )
-    paths = [Path(file) for file in _files_in(path)]
-    if root.is_dir():
+    paths = [*files]
+    if path not in files:  # a folder
         paths = [file for file in paths if _kind_of(file)]
         if len({_kind_of(file) for file in paths}) > 1:  # a dataset from the hub has a README.md
-            paths = [file for file in paths if file.name != "README.md"]
-        paths = _without_held_out(paths, root)
+            paths = [file for file in paths if os.path.basename(file) != "README.md"]
+        paths = _without_held_out(paths, path)
     kinds = {_kind_of(file) for file in paths}
     if len(kinds) != 1 or not kinds <= known:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
@@ -219,17 +258,20 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> JoinedDocuments:
     return JoinedDocuments([_open(file, rule) for file in paths])
 
 
-def _open(path: Path, rule: SampleRule) -> _File:
-    content, unit = path, "line"
-    if path.suffix in _DECOMPRESS:
+def _open(path: str, rule: SampleRule) -> _File:
+    content, unit, ending = path, "line", _ending(path)
+    if ending in _DECOMPRESS:
         content = _copy_in_cache(path, "", _unpacked(path))
-    elif path.suffix == ".parquet":
-        content = _copy_in_cache(path, repr(rule.columns), _parquet_as_lines(path, rule))
+    elif ending == ".parquet":
         unit = "row"
+        if not storage.is_address(path):
+            content = _copy_in_cache(path, repr(rule.columns), _parquet_as_lines(path, rule))
         if rule is not TEXT:
             logger.info(
                 f"{path}: keys whose value is null are left out; use JSON lines to keep them"
             )
+    if content == path and unit == "row":
+        return _Rows(path, path, rule, unit)
     if _kind_of(path) == "text":
         return _Text(path, content)
     with open_file(content, "rb") as file:
@@ -248,10 +290,10 @@ def _open(path: Path, rule: SampleRule) -> _File:
 # ---- cached copies ----
 
 
-def _copy_in_cache(path: Path, options: str, content: Iterator[bytes]) -> Path:
+def _copy_in_cache(path: str, options: str, content: Iterator[bytes]) -> str:
     """Return a cached file with this content. Its key is the path, size, time of change and options."""
-    stat = path.stat()
-    key = repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns, options))
+    found = storage.stat(path)
+    key = repr((storage.resolved(path), found.st_size, found.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     unfinished = copy.with_suffix(".unfinished")
     try:
@@ -263,28 +305,45 @@ def _copy_in_cache(path: Path, options: str, content: Iterator[bytes]) -> Path:
                     unfinished.unlink(missing_ok=True)
                     break
                 file.truncate(0)  # a killed process may have left a part
+                if storage.is_address(path):
+                    _check_room(path, copy.parent)
                 logger.info(f"copying {path} as plain text to {copy}")
                 file.writelines(content)
                 file.flush()
                 unfinished.replace(copy)
+    except storage.StorageError:
+        raise
     except OSError as error:
         raise ValueError(
             f"{path} cannot be copied to {copy}: {error.strerror}; set XDG_CACHE_HOME to a folder with "
             "more room, or give a file that is plain JSON lines"
         ) from None
-    return copy
+    return str(copy)
 
 
-def _unpacked(path: Path) -> Iterator[bytes]:
+def _check_room(path: str, cache: Path) -> None:
+    """Raise ValueError if the copies in the cache take more than half of its disk."""
+    used = sum(copy.stat().st_size for copy in cache.glob("data_*"))
+    if used > shutil.disk_usage(cache).total // 2:
+        raise ValueError(
+            f"{path} is not copied to {cache}, because the copies there take more than half of the disk "
+            f"({used / 2**30:.0f} GiB): remove those that no job reads, or read Parquet, plain JSON lines "
+            "or the output of `torchtitan tokenize`, of which no copy is made"
+        )
+
+
+def _unpacked(path: str) -> Iterator[bytes]:
     try:
-        with open_file(path, "rb") as packed, _DECOMPRESS[path.suffix](packed) as content:
+        with open_file(path, "rb") as packed, _DECOMPRESS[_ending(path)](packed) as content:
             while block := content.read(2**20):
                 yield block
+    except storage.StorageError:
+        raise
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"{path} cannot be unpacked: {error}; fetch the file again") from None
 
 
-def _entries_as_lines(content: Path, name: Path) -> Iterator[bytes]:
+def _entries_as_lines(content: str, name: str) -> Iterator[bytes]:
     try:
         with open_file(content, "rb") as file:
             entries = json.load(file)
@@ -307,20 +366,30 @@ _DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {
 }  # fmt: skip
 
 
-def _parquet_as_lines(path: Path, rule: SampleRule) -> Iterator[bytes]:
+def _parquet_file(path: str) -> Any:
     import pyarrow.parquet  # slow
+
+    return pyarrow.parquet.ParquetFile(regular_file(path))
+
+
+def _parquet_as_lines(
+    path: str, rule: SampleRule, row_groups: list[int] | None = None
+) -> Iterator[bytes]:
+    import pyarrow  # slow
 
     number, columns = 0, []
     try:
-        file = pyarrow.parquet.ParquetFile(regular_file(path))
+        file = _parquet_file(path)
         names = file.schema_arrow.names
         columns += [name for name in rule.columns if name in names]
         if not columns:
             raise ValueError(f"{path}: {rule.problem_of(dict.fromkeys(names))}")
-        for batch in file.iter_batches(1024, columns=columns):
+        for batch in file.iter_batches(1024, row_groups, columns):
             for row in batch.to_pylist():
                 number += 1
                 yield json.dumps(_without_none(row), ensure_ascii=False).encode() + b"\n"
+    except storage.StorageError:
+        raise
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}; fetch it again") from None
     except TypeError as error:  # JSON has no dates, bytes, ...
@@ -341,11 +410,16 @@ def _without_none(value: Any) -> Any:
 _KINDS = {".jsonl": "JSON", ".json": "JSON", ".txt": "text", ".md": "text", ".parquet": "Parquet"}
 
 
-def _kind_of(path: Path) -> str | None:
+def _ending(path: str) -> str:
+    return os.path.splitext(path)[1]
+
+
+def _kind_of(path: str) -> str | None:
     """Return the kind of a file by the end of its name; None if it is unknown."""
-    if path.suffix in _DECOMPRESS and path.with_suffix("").suffix != ".parquet":
-        path = path.with_suffix("")
-    return _KINDS.get(path.suffix)
+    inner, ending = os.path.splitext(path)
+    if ending in _DECOMPRESS and _ending(inner) != ".parquet":
+        ending = _ending(inner)
+    return _KINDS.get(ending)
 
 
 # The names of splits that `datasets` recognises in the paths of files.
@@ -355,9 +429,9 @@ _TRAINED, _HELD_OUT = (
 )
 
 
-def _without_held_out(paths: list[Path], root: Path) -> list[Path]:
+def _without_held_out(paths: list[str], root: str) -> list[str]:
     """Leave out test and validation files if the folder also has training files."""
-    names = {path: str(path.relative_to(root)) for path in paths}
+    names = {path: path.removeprefix(root).lstrip("/") for path in paths}
     held_out = [path for path in paths if _HELD_OUT.search(names[path])]
     if held_out and any(_TRAINED.search(name) for name in names.values()):
         logger.warning(
@@ -368,8 +442,13 @@ def _without_held_out(paths: list[Path], root: Path) -> list[Path]:
     return paths
 
 
-def _files_in(root: str) -> dict[str, os.stat_result]:
+def _files_in(root: str) -> dict[str, Any]:
     """Return path -> stat of a file, or of the files below a folder that are not hidden, by name."""
+    if storage.is_address(root):
+        found = storage.find(root)
+        names = sorted(found, key=lambda name: name.split("/"))
+        visible = [name for name in names if not re.search(r"(^|/)\.", name)]
+        return {storage.join(root, name) if name else root: found[name] for name in visible}
     paths = [] if os.path.isdir(root) else [root]
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name[0] != "."]
@@ -388,26 +467,35 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
 
     The digest covers names, sizes, times and samples; is_movable: without times, and with samples of at most 128 files.
     """
-    if not path or not os.path.exists(path):
+    if not path or not (storage.is_address(path) or os.path.exists(path)):
         return {}
     files = _files_in(path)
     digest = hashlib.sha256()
     every = -(-len(files) // 128) if is_movable else 1
+    read_samples = _read_samples([*files.items()][::every])
     for number, (file, found) in enumerate(files.items()):
         name = file.removeprefix(path).lstrip(os.sep) or "."
         time = None if is_movable else found.st_mtime_ns
         digest.update(repr((os.fsencode(name), found.st_size, time)).encode())
-        if number % every == 0 and os.access(file, os.R_OK):
-            digest.update(_samples_of(file, found.st_size))
+        if number % every == 0:
+            digest.update(next(read_samples))
     num_bytes = sum(found.st_size for found in files.values())
     return {"files": len(files), "bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
-def _samples_of(path: str, size: int) -> bytes:
-    """Return samples from the head, the middle and the tail of a file; all of a short file."""
+def _read_samples(files: list[tuple[str, Any]]) -> Iterator[bytes]:
+    """Yield samples from the head, the middle and the tail of each file; all of a short file."""
+    for first in range(0, len(files), 128):  # as many at a time, because requests take long
+        ranges = [_sampled(path, found.st_size) for path, found in files[first : first + 128]]
+        parts = iter(storage.read_ranges([part for of_file in ranges for part in of_file]))
+        yield from (b"".join(next(parts) for _ in of_file) for of_file in ranges)
+
+
+def _sampled(path: str, size: int) -> list[tuple[str, int, int]]:
+    """Return (path, start, end) of each sample; none of a file that cannot be read."""
     places, length = [0], size
     if size > _NUM_SAMPLES * _SAMPLE_BYTES:
         length = _SAMPLE_BYTES
         places = [(size - length) * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)]
-    with open_file(path, "rb", buffering=0) as file:
-        return b"".join(os.pread(file.fileno(), length, place) for place in places)
+    is_readable = size > 0 and (storage.is_address(path) or os.access(path, os.R_OK))
+    return [(path, place, place + length) for place in places] if is_readable else []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan.batch.batch import Batch, TokenBatch
 from torchtitan.data.dataloader import DataloaderExhaustedError
+from torchtitan.distributed.processes.late_ranks import READING_THREAD
 from torchtitan.tools.utils import use_device
 
 _SECONDS_TO_END = 5
@@ -114,7 +115,7 @@ class StepsAhead:
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[Step | Exception] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="data of the next step", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=READING_THREAD, daemon=True)
         self._thread.start()
         self._read_next()
 

@@ -22,13 +22,14 @@ from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.row_streams import Packing
 from torchtitan.data.token_files import TokenDocuments
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.tools import storage
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import find_shipped
 from torchtitan.tools.logging import logger
 
 
 def _load_c4(path: str, split: str) -> Any:
-    if os.path.isfile(path):
+    if storage.is_address(path) or os.path.isfile(path):
         return load_local_documents(path)
     from datasets import load_dataset  # slow to import, and not needed for local files
 

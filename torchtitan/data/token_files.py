@@ -1,4 +1,6 @@
-"""Token ids on disk, memory-mapped: pairs of `.bin` and `.idx` files in Megatron-LM's format.
+"""Token ids in pairs of `.bin` and `.idx` files in Megatron-LM's format: memory-mapped, or at an address.
+
+At an address, indexes and check sums are read at the start, and documents by ranges of the `.bin` file.
 
 The `.bin` file holds the ids of D documents in S sequences; usually a document is one sequence. The
 `.idx` file, little-endian, holds in this order:
@@ -20,13 +22,13 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchtitan.data.local_files import JoinedDocuments
 from torchtitan.data.tokenizer import BaseTokenizer
+from torchtitan.tools import storage
 from torchtitan.tools.files import open_file, read_json_object, whole_file
 from torchtitan.tools.logging import logger, warn_once
 
@@ -55,17 +57,18 @@ class TokenDocuments(JoinedDocuments):
 
     def __init__(self, path: str, num_ids: int | None = None) -> None:
         self._path, self._num_ids = path, num_ids
-        folder = Path(path) if os.path.isdir(path) else Path(path).parent
-        self._about = read_about(folder / ABOUT_FILE)
+        is_folder = storage.is_folder(path)
+        self._folder = path if is_folder else os.path.dirname(path)
+        self._about = read_about(about_file := storage.join(self._folder, ABOUT_FILE))
         if self._about is not None and self._about["finished"] is not True:
             raise ValueError(
-                f"{folder / ABOUT_FILE} says that the folder is unfinished; run the same "
+                f"{about_file} says that the folder is unfinished; run the same "
                 "`torchtitan tokenize` again, which goes on where it was stopped"
             )
         self._has_sums = self._about is not None and bool(self._about.get("check_sums"))
         super().__init__([Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)])
         if self._about is not None:
-            self._compare_with_about(folder)
+            self._compare_with_about(is_folder)
 
     def __reduce__(self) -> tuple:
         return TokenDocuments, (self._path, self._num_ids)
@@ -122,14 +125,14 @@ class TokenDocuments(JoinedDocuments):
         for index in range(0, len(self), -(-len(self) // _DOCUMENTS_CHECKED) or 1):
             self[index]
 
-    def _compare_with_about(self, folder: Path) -> None:
+    def _compare_with_about(self, is_folder: bool) -> None:
         listed = {p["name"]: (p["documents"], p["tokens"]) for p in self._about["parts"]}
         opened = {os.path.basename(p.prefix): (len(p), p.num_tokens) for p in self._files}
-        names = listed.keys() | opened.keys() if folder == Path(self._path) else opened.keys()
+        names = listed.keys() | opened.keys() if is_folder else opened.keys()
         for name in sorted(names):
             if listed.get(name) != opened.get(name):
                 raise ValueError(
-                    f"{folder / ABOUT_FILE} lists (documents, tokens) of {name} = {listed.get(name)}, and "
+                    f"{storage.join(self._folder, ABOUT_FILE)} lists (documents, tokens) of {name} = {listed.get(name)}, and "
                     f"the folder has {opened.get(name)}; copy the whole folder again, or move other files "
                     "out of it"
                 )
@@ -141,7 +144,7 @@ class Pair:
     def __init__(self, prefix: str, has_sums: bool = False) -> None:
         self.prefix, self._seed, self._sums = prefix, _seed_of(prefix), None
         files = [prefix + ".idx", prefix + ".bin", *[prefix + SUMS] * has_sums]
-        missing = [file for file in files if not os.path.exists(file)]
+        missing = [file for file in files if not storage.exists(file)]
         if missing:
             lack = f"{' and '.join(missing)}: missing"
             needed = "a pair of .bin and .idx files"
@@ -157,6 +160,8 @@ class Pair:
             last_byte = int(self._pointers[-1]) + int(self._lengths[-1]) * self._type.itemsize
         self.num_tokens = len(self._data) // self._type.itemsize
         sums = _mapped(files[2]) if has_sums else b""
+        if isinstance(sums, storage.RangedFile):
+            sums = sums[:]
         sizes = {files[1]: (self._data, last_byte), prefix + SUMS: (sums, has_sums * 4 * len(self))}
         for file, (data, size) in sizes.items():
             if len(data) != size:
@@ -171,6 +176,8 @@ class Pair:
 
     def _map_index(self, path: str) -> None:
         index = _mapped(path)
+        if isinstance(index, storage.RangedFile):
+            index = index[:]
         header = index[: _HEADER.size].ljust(_HEADER.size, b"\0")
         magic, version, code, num_sequences, num_starts = _HEADER.unpack(header)
         expected = _HEADER.size + 12 * num_sequences + 8 * num_starts
@@ -213,7 +220,10 @@ class Pair:
             start, end = ends[0], ends[-1]
             problem = f"sequences at bytes {begins[:5]} for {start} to {end} of {len(self._data)}"
             if 0 <= start <= end <= len(self._data) and begins == ends[:-1]:
-                ids = np.frombuffer(self._data, self._type, (end - start) // size, start)
+                data, begin = self._data, start
+                if isinstance(data, storage.RangedFile):
+                    data, begin = data[start:end], 0
+                ids = np.frombuffer(data, self._type, (end - start) // size, begin)
                 if self._sums is None or zlib.crc32(ids, self._seed) == self._sums[number]:
                     return ids
                 problem += ", or the ids differ from those that were written"
@@ -241,23 +251,25 @@ class Pair:
         return f"{self.prefix}.bin, document {number} (counted from 0)"
 
 
-def _mapped(path: str) -> mmap.mmap | bytes:
+def _mapped(path: str) -> mmap.mmap | bytes | storage.RangedFile:
+    """Return a file's bytes without reading all of them."""
+    if storage.is_address(path):
+        return storage.RangedFile(path)
     with open_file(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
 
 
 def _prefixes_of(path: str) -> list[str]:
-    files = [Path(path)]
-    if files[0].is_dir():
-        files = [file for file in files[0].iterdir() if file.name[0] != "."]
-    ends = (".bin", ".idx")
-    return sorted({str(file.with_suffix("")) for file in files if file.suffix in ends}) or [path]
+    files = [path]
+    if storage.is_folder(path):
+        files = [storage.join(path, name) for name in storage.names_in(path) if name[0] != "."]
+    return sorted({file[:-4] for file in files if file[-4:] in (".bin", ".idx")}) or [path]
 
 
-def read_about(path: Path) -> dict[str, Any] | None:
+def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the content of a tokens.json, finished or not; None if there is no such file."""
-    if not path.exists():
+    if not storage.exists(os.fspath(path)):
         return None
     about = read_json_object(path)
     try:

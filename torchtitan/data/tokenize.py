@@ -32,7 +32,7 @@ from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of
 from torchtitan.data.text_datasets import DATASETS, text_encoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
-from torchtitan.tools import events
+from torchtitan.tools import events, storage
 from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.files import UNFINISHED, find_shipped, whole_file
 from torchtitan.tools.folder_lock import FolderLock
@@ -61,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Write a dataset's documents as token ids, for training.dataset = 'tokens'.",
     )
     parser.add_argument(
-        "source", help="a data file, a folder of data files, or the name of a registered dataset"
+        "source",
+        help="a data file, a folder of data files, an address, or the name of a registered dataset",
     )
     add = parser.add_argument
     add("out", help="the folder to write")
@@ -188,6 +189,8 @@ def _plan(options: argparse.Namespace) -> _Job:
     if options.custom_import:
         import_named("--custom_import", options.custom_import)
     chosen = {"bos_token": options.bos_token, "eos_token": options.eos_token}
+    folder = Path(storage.require_disk("OUT", options.out))
+    storage.require_disk("--tokenizer", options.tokenizer)
     try:
         tokenizer = HuggingFaceTokenizer(options.tokenizer, **chosen)
     except (FileNotFoundError, ValueError) as error:
@@ -200,6 +203,8 @@ def _plan(options: argparse.Namespace) -> _Job:
     name, path = options.source, ""
     if name in DATASETS:
         path = find_shipped(DATASETS[name].path)
+    elif storage.is_address(name):
+        name, path = "local", name
     elif os.path.exists(name):
         name, path = "local", os.path.abspath(name)
     else:
@@ -226,7 +231,6 @@ def _plan(options: argparse.Namespace) -> _Job:
         "documents": len(documents),
         "documents_per_part": options.documents_per_part,
     }
-    folder = Path(options.out)
     if os.path.isdir(path) and folder.resolve().is_relative_to(Path(path).resolve()):
         raise ConfigError(
             f"OUT must not be in SOURCE, got {folder}, in {path}; name another folder"

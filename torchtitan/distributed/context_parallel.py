@@ -206,6 +206,7 @@ class NeededKeys(NamedTuple):
     """The keys that a rank's packed queries [B * T/cp] see, grouped by stretch.
 
     A stretch is a run of consecutive queries of one document; the last query of a stretch sees the last key.
+    Also for rows of trees on one rank, where documents share keys.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where the queries and the keys of each stretch begin.
         max_q, max_k: the most queries and the most keys of a stretch.
@@ -220,18 +221,28 @@ class NeededKeys(NamedTuple):
 
 
 def needed_keys(
-    starts: Tensor, n_rows: int, chunks: Tensor, rank: int, window: int | None
+    starts: Tensor,
+    n_rows: int,
+    chunks: Tensor,
+    rank: int,
+    window: int | None,
+    branches: tuple[Tensor, Tensor] | None = None,
 ) -> NeededKeys:
     """Return the keys that a rank needs. Computes on the host.
 
     starts: [1 or B, T], the first key that each query sees if there is no window. chunks: [cp, n].
+    branches: for trees of documents, (own [B, T], paths [m]): a query sees as many keys as the column after
+        `starts`, and these are the tokens in the columns paths[.. : own + 1].
     """
     starts = starts.expand(n_rows, -1)
     seq_len = starts.shape[1]
     columns = torch.arange(seq_len, device="cpu").expand(n_rows, -1)
-    place = _take_chunks(columns, chunks, rank, dim=1).flatten()
+    own, paths = (columns, columns[0]) if branches is None else branches
+    starts = starts - columns + own
+    place, own, start = (
+        _take_chunks(x, chunks, rank, dim=1).flatten() for x in (columns, own, starts)
+    )
     row = torch.arange(n_rows, device="cpu").repeat_interleave(seq_len // len(chunks))
-    start = _take_chunks(starts, chunks, rank, dim=1).flatten()
 
     # A stretch ends where the next query belongs to another row or document, or isn't adjacent.
     begins = torch.ones_like(place, dtype=torch.bool)
@@ -241,8 +252,8 @@ def needed_keys(
     n_queries = end - first
     first_key = start[first].long()
     if window is not None:
-        first_key = torch.maximum(first_key, place[first] - window + 1)
-    n_keys = place[end - 1] + 1 - first_key
+        first_key = torch.maximum(first_key, own[first] - window + 1)
+    n_keys = own[end - 1] + 1 - first_key
 
     # Number the keys of all stretches; a key's row and column follow from its stretch.
     cu_seq_k = _cumulative(n_keys)
@@ -254,7 +265,7 @@ def needed_keys(
     n_local = seq_len // len(chunks)
     where = torch.empty_like(columns)
     where[by_rank] = columns // n_local * (n_rows * n_local) + columns % n_local
-    index = where[first_key[stretch] + offset] + n_local * row[first][stretch]
+    index = where[paths[first_key[stretch] + offset]] + n_local * row[first][stretch]
     return NeededKeys(
         _cumulative(n_queries).to(torch.int32),
         cu_seq_k.to(torch.int32),

@@ -1,6 +1,6 @@
-"""Sampling with any server that speaks OpenAI's `/v1/completions`, such as those of vLLM and SGLang.
+"""Sampling with servers that speak OpenAI's `/v1/completions`, such as those of vLLM and SGLang.
 
-The server gets prompts as token ids and returns tokens and log-probs. An update writes the weights to
+A server gets prompts as token ids and returns tokens and log-probs. An update writes the weights to
 a folder of Hugging Face files, or the adapters to a folder in PEFT's format, and posts the folder's path
 to the server, which must be able to read the folder. `vllm_lane` sends weights without files.
 """
@@ -27,11 +27,13 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.distributed.processes.ranks import from_rank_zero
+from torchtitan.integrations.openai_servers import LostServerError, Servers
 from torchtitan.integrations.vllm_lane import WeightLane
 from torchtitan.rl.foreign_generator import ForeignGenerator
 from torchtitan.rl.generator import Prompts
 from torchtitan.rl.types import Completion, SamplingConfig
-from torchtitan.rl.weight_transport import Pairs, buckets_of, copied
+from torchtitan.rl.weight_sync import WeightMismatchError
+from torchtitan.rl.weight_transport import Pairs, PolicyWeights, buckets_of, copied
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file, save_tensors
 
@@ -49,7 +51,10 @@ _MAX_FILE_BYTES = 4 * 2**30  # limit of the tensors in one file
 
 
 class OpenAIGenerator(ForeignGenerator):
-    """Samples with an HTTP server. Each rank sends the requests for its own share of prompts.
+    """Samples with HTTP servers. Each rank sends the requests for its own share of prompts.
+
+    A completion does not depend on the server, because it has a seed of its own. A server that is lost
+    is left out until the next update, or until no other is left.
 
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
     Arguments are those of `[rl.generator]`, and:
@@ -92,7 +97,8 @@ class OpenAIGenerator(ForeignGenerator):
         self._run = from_rank_zero(lambda: secrets.token_hex(4)) if adapters else ""
         self._adapter = ""  # name of the adapters that the server has
         self._vocab_size = vocab_size
-        self._url, self._model, self._reload_url = url.rstrip("/"), model, reload_url
+        self._servers = Servers(url, timeout_seconds)
+        self._model, self._reload_url = model, reload_url
         self._hf_assets_path = hf_assets_path
         self._max_requests, self._timeout_seconds = max_requests, timeout_seconds
 
@@ -119,6 +125,7 @@ class OpenAIGenerator(ForeignGenerator):
             }
             for i, seed in enumerate(seeds)
         ]
+        self._servers.forget_restarted()
         threads = ThreadPoolExecutor(self._max_requests, "completions")
         try:
             futures = [threads.submit(self._complete, request, sampling) for request in requests]
@@ -128,8 +135,11 @@ class OpenAIGenerator(ForeignGenerator):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
-        url = f"{self._url}/v1/completions"
-        answer = _post(url, request, self._timeout_seconds)
+        def ask(server: str) -> tuple[str, Any]:
+            url = f"{server}/v1/completions"
+            return url, _post(url, request, self._timeout_seconds)
+
+        url, answer = self._servers.call(ask)
         try:
             choice = answer["choices"][0]
             token_ids = choice.get("token_ids")
@@ -158,41 +168,64 @@ class OpenAIGenerator(ForeignGenerator):
         experts = _array(choice.get("routed_experts")) if self.records_experts else None
         return self._completion(token_ids, logprobs, sampling, request["prompt"], experts)
 
+    def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
+        failure = None
+        try:
+            super().update_weights(weights, check_digest=check_digest)
+        except WeightMismatchError as error:  # of rank 0; the other ranks wait in `share`
+            failure = error
+        if self._weight_transfer and failure is None:
+            self._servers.trust(self._servers.addresses())
+        self._servers.share()
+        if failure is not None:
+            raise failure
+
     def _load(self, pairs: Pairs, version: int) -> None:
-        if dist.is_initialized() and dist.get_rank() > 0:
-            return  # rank 0 sends the weights for all
+        is_sender = not dist.is_initialized() or dist.get_rank() == 0
         if self._weight_transfer:
-            self._send(pairs, version)
-            return
-        folder, takes_adapters = self._folder_of(version), self.weight_names == "adapters"
-        if takes_adapters:
-            self._write_adapters(pairs, version)
-        else:
-            _write(pairs, folder, self._hf_assets_path)
+            if is_sender:
+                self._send(pairs, version)
+            return self._servers.update(_has_no_files, now=False)
+        previous, self._adapter = self._adapter, self._name_of(version) if self._run else ""
+        if is_sender:
+            if self._run:
+                self._write_adapters(pairs, version)
+            else:
+                _write(pairs, self._folder_of(version), self._hf_assets_path)
+        self._servers.update(lambda server: self._load_on(server, version, previous), now=is_sender)
+        if is_sender:
+            self._remove_other_versions(version)
+
+    def _load_on(self, server: str, version: int, previous: str) -> None:
+        """Have a server load the files of a version. previous: name of adapters that it may have."""
+        folder = self._folder_of(version)
         if self._reload_url:
-            self._command(self._reload_url, {"path": folder, "version": version})
-        elif takes_adapters:
-            name, previous = self._name_of(version), self._adapter
-            lora = {"lora_name": name, "lora_path": folder}
-            self._command(f"{self._url}/v1/load_lora_adapter", lora)
-            self._adapter = name
+            # A path is that of each server.
+            url = self._reload_url
+            url = f"{server}{url}" if url.startswith("/") else url
+            self._command(url, {"path": folder, "version": version})
+        elif self._run:
+            lora = {"lora_name": self._name_of(version), "lora_path": folder}
+            self._command(f"{server}/v1/load_lora_adapter", lora)
             if previous:
-                self._command(f"{self._url}/v1/unload_lora_adapter", {"lora_name": previous})
+                with suppress(RunError):  # a server that was started again does not have it
+                    self._command(f"{server}/v1/unload_lora_adapter", {"lora_name": previous})
         else:
             rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            self._command(f"{self._url}/collective_rpc", rpc)
+            self._command(f"{server}/collective_rpc", rpc)
             # vLLM's reload_weights keeps the prefix cache.
-            self._command(f"{self._url}/reset_prefix_cache", {})
-        self._remove_other_versions(version)
+            self._command(f"{server}/reset_prefix_cache", {})
 
     def _send(self, pairs: Pairs, version: int) -> None:
+        (server,) = self._servers.addresses()
+
         def call(name: str, message: dict[str, Any] | None) -> Any:
             # No retries, because a second transfer would find no sender.
-            return _post(f"{self._url}/{name}", message, self._timeout_seconds, tries=1)
+            return _post(f"{server}/{name}", message, self._timeout_seconds, tries=1)
 
         if self._lane is None:
             self._lane = WeightLane(
-                self._weight_transfer, call, self._url, self._timeout_seconds, self._delta
+                self._weight_transfer, call, server, self._timeout_seconds, self._delta
             )
         try:
             self._lane.send(pairs, version)
@@ -241,6 +274,13 @@ def _write(pairs: Pairs, folder: str, hf_assets_path: str) -> None:
         json.dump(index, text)
 
 
+def _has_no_files(server: str) -> None:
+    raise RunError(
+        f"{server} ended or was started again, and rl.generator.weight_transfer leaves no files to load; start "
+        "the run again"
+    )
+
+
 def _post(
     url: str,
     message: dict[str, Any] | None,
@@ -259,18 +299,17 @@ def _post(
                 text = response.read()
             return json.loads(text) if is_json and text.strip() else None
         except urllib.error.HTTPError as error:
-            problem = f"HTTP {error.code}"
+            problem, is_gone = f"HTTP {error.code}", error.code in (502, 503, 504)
             with error, suppress(OSError, http.client.HTTPException):
                 problem += f": {error.read(500).decode(errors='replace')}"
             may_recover = error.code in (408, 429) or error.code >= 500
         except (OSError, http.client.HTTPException) as error:  # urllib's errors are OSErrors
-            problem, may_recover = f"{type(error).__name__}: {error}", True
+            problem, may_recover, is_gone = f"{type(error).__name__}: {error}", True, True
         except ValueError as error:
-            problem, may_recover = f"the answer is not JSON: {error}", False
+            problem, may_recover, is_gone = f"the answer is not JSON: {error}", False, False
         if not may_recover:
             break
         if number < tries:
             time.sleep(_SECONDS_BETWEEN_TRIES * number)
-    raise RunError(
-        f"{url} did not answer ({problem}), tried {number} times; look at the server's log"
-    )
+    sentence = f"{url} did not answer ({problem}), tried {number} times; look at the server's log"
+    raise LostServerError(sentence, is_gone) if may_recover else RunError(sentence)

@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from torchtitan.rl.weight_transport import Pairs, WeightChanges, buckets_of, bytes_of, copied
+from torchtitan.checkpoint.stream import bytes_of
+from torchtitan.rl.weight_transport import Pairs, WeightChanges, buckets_of, copied
 from torchtitan.tools.admission import admit, digest_of
 from torchtitan.tools.utils import get_device_type, run_beside, use_device
 

@@ -2,7 +2,7 @@
 
 import pkgutil
 
-# model.name -> the family's module
+# model.name -> the family's module; a program may add its own
 module_paths: dict[str, str] = {
     module.name: f"{package}.{module.name}"
     for package, paths in {
@@ -12,4 +12,4 @@ module_paths: dict[str, str] = {
     for module in pkgutil.iter_modules(paths)
     if package != __name__ or (module.ispkg and module.name not in ("moe", "families"))
 }
-_supported_models: frozenset[str] = frozenset(module_paths)
+_supported_models = module_paths.keys()

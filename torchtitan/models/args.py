@@ -22,6 +22,7 @@ class DecoderArgs(BaseModelArgs):
     fp32_head: compute the output projection in fp32, even under autocast or FSDP's casts.
     norm_kind: see `numerics.norm`. norm_placement: see `TransformerBlock`.
     hidden_act: the activation of dense feed-forwards, a key of `feed_forward.ACTIVATIONS`.
+    layer_scale: each block has a factor on its hidden states, which is saved and not trained.
     embedding_scale, residual_scale: factors on embeddings, and on the results of attention and
         feed-forward. logits_divisor: divides the logits. logits_cap: c, for logits c * tanh(logits / c).
     """
@@ -43,6 +44,7 @@ class DecoderArgs(BaseModelArgs):
     norm_kind: NormKind = "late"
     norm_placement: Literal["before", "after", "both"] = "before"
     hidden_act: str = "silu"
+    layer_scale: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0

@@ -266,7 +266,7 @@ class FlexAttentionWrapper(nn.Module):
                     q, k, v, block_mask, score_mod=score_mod, scale=scale, return_lse=return_lse
                 )
             how = mask.lengths, scale, mask.window, return_lse, self.batch_invariant
-            results = _varlen(*map(_pack, (q, k, v)), *how)
+            results = _varlen(*_packed(mask.lengths, q, k, v), *how)
             rows = (q.shape[0], q.shape[2])
             return _each(results, lambda x: x.unflatten(0, rows).transpose(1, 2))
         flex = load_flex_attention()
@@ -308,7 +308,7 @@ class VarlenAttentionWrapper(nn.Module):
         xq: Tensor,
         xk: Tensor,
         xv: Tensor,
-        attention_masks: VarlenMetadata,
+        attention_masks: VarlenMetadata | NeededKeys,
         scale: float | None = None,
         window: int | None = None,
         return_lse: bool = False,
@@ -319,7 +319,7 @@ class VarlenAttentionWrapper(nn.Module):
         return_lse: also return the log-sum-exp of the scores [N, H]; only on the CPU.
         """
         how = attention_masks, scale, window, return_lse, self.batch_invariant
-        return _varlen(*map(_pack, (xq, xk, xv)), *how)
+        return _varlen(*_packed(attention_masks, xq, xk, xv), *how)
 
 
 def _varlen(
@@ -342,6 +342,11 @@ def _varlen(
     if q.device.type == "cpu":
         kernel = attention_cpu.document_attention
         if batch_invariant:
+            if isinstance(metadata, NeededKeys):
+                raise ValueError(
+                    "batch-invariant attention (rl.generator.exact) has no kernel for trees of documents, got "
+                    "a batch with 'parent_ids'; set rl.batch.share_prefixes to false"
+                )
             kernel = attention_cpu.batch_invariant_document_attention
         out, lse = kernel(q, k, v, metadata.cu_seq_q, metadata.cu_seq_k, scale, window)
         out = out[..., :value_size]
@@ -376,6 +381,14 @@ def _varlen(
 def _pack(x: Tensor) -> Tensor:
     """[B, heads, T, D] -> [B * T, heads, D]; a view if the memory layout is [B, T, heads, D]."""
     return x.transpose(1, 2).flatten(0, 1)
+
+
+def _packed(lengths: VarlenMetadata | NeededKeys, *qkv: Tensor) -> list[Tensor]:
+    """Return q, k and v packed; on trees, the keys and values of each stretch of queries."""
+    q, *keys = map(_pack, qkv)
+    if isinstance(lengths, NeededKeys):
+        keys = [x.index_select(0, lengths.index) for x in keys]
+    return [q, *keys]
 
 
 def _each(results: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -463,7 +476,7 @@ def _kernel_options(
         expected = "a DocumentMask or no attention_masks"
         options = {"attn_mask": lowered}
     elif attn_type == "varlen":
-        fits = isinstance(lowered, VarlenMetadata)
+        fits = isinstance(lowered, VarlenMetadata | NeededKeys)
         expected = "a VarlenMetadata"
         options = {"attention_masks": lowered, "window": window, "return_lse": return_lse}
     else:  # flex, and the kernel of `generation.kv_cache`; their masks contain the window

@@ -5,11 +5,13 @@ the numbers of a head by halves. B rows, T tokens, M model dim, H query heads, K
 """
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torchtitan.batch.mask import DocumentMask, Masks
 from torchtitan.config.job_config import ParameterGroup
@@ -19,6 +21,7 @@ from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.norm import head_norm, whole_norm
 from torchtitan.models.rope import RoPEArgs, apply_rotary_emb_to_halves, rotate_columns
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.numerics import delta_rule_fla
 from torchtitan.numerics.delta_rule import multiplications_per_token
 
 
@@ -28,11 +31,15 @@ class LayerKind:
 
     rope: None for layers without RoPE. window: a token sees itself and the window - 1 tokens before it.
     mixer: "gated_delta" for linear attention, see `models.gated_delta`.
+    head_dim, n_kv_heads: sizes of attention; None: the model's. values_from_keys: see `Attention`.
     """
 
     rope: RoPEArgs | None = RoPEArgs()
     window: int | None = None
     mixer: Literal["attention", "gated_delta"] = "attention"
+    head_dim: int | None = None
+    n_kv_heads: int | None = None
+    values_from_keys: bool = False
 
 
 FULL_ATTENTION = "full_attention"
@@ -45,6 +52,7 @@ class CausalLMArgs(MoEDecoderArgs):
     hidden_dim, moe_inter_dim: hidden size of a dense feed-forward, and of one expert.
     qkv_bias, output_bias, mlp_bias: biases in wq, wk and wv, in wo, and in dense feed-forwards.
     qk_norm: normalise each head of queries and keys before RoPE, or "whole": all heads at once.
+    v_norm: normalise each head of values, without weights.
     softmax_scale: the factor on attention scores; None: head_dim ** -0.5.
     attention_gate: see `Attention.has_gate`.
     query_scale, query_scale_length: multiply the query at position p of its document by
@@ -63,6 +71,7 @@ class CausalLMArgs(MoEDecoderArgs):
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool | Literal["whole"] = False
+    v_norm: bool = False
     softmax_scale: float | None = None
     attention_gate: bool = False
     query_scale: float = 0.0
@@ -84,6 +93,14 @@ class CausalLMArgs(MoEDecoderArgs):
         name = self.layer_types[layer_id] if self.layer_types else next(iter(self.layer_kinds))
         return name, self.layer_kinds[name]
 
+    def head_dim_of(self, kind: LayerKind) -> int:
+        return kind.head_dim or self.head_dim
+
+    @property
+    def all_kv_heads(self) -> int:
+        """The largest number that divides the key/value heads of every kind of layer."""
+        return math.gcd(*(k.n_kv_heads or self.n_kv_heads for k in self.layer_kinds.values()))
+
     @property
     def n_linear_layers(self) -> int:
         """The number of layers with linear attention."""
@@ -91,7 +108,9 @@ class CausalLMArgs(MoEDecoderArgs):
         return sum(kind.mixer == "gated_delta" for kind in kinds)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        products = (self.n_layers - self.n_linear_layers) * self.n_heads * self.head_dims * seq_len
+        kinds = [self.kind_of(n)[1] for n in range(self.n_layers)]
+        sizes = [self.head_dim_of(kind) for kind in kinds if kind.mixer == "attention"]
+        products = self.n_heads * 2 * sum(sizes) * seq_len
         each = multiplications_per_token(self.linear_key_dim, self.linear_value_dim)
         products += self.n_linear_layers * self.linear_value_heads * each
         return get_moe_model_nparams_and_flops(self, model, self.head_dims, seq_len, products)
@@ -107,6 +126,10 @@ class CausalLMArgs(MoEDecoderArgs):
             raise ValueError(
                 f"layer_types has {', '.join(sorted(unknown))}, and layer_kinds only "
                 f"{', '.join(self.layer_kinds)}; add the kind"
+            )
+        if self.n_heads % self.all_kv_heads:
+            raise ValueError(
+                f"n_kv_heads of every kind in layer_kinds must divide n_heads = {self.n_heads}; correct one"
             )
         if self.attn_type == "sdpa" and any(kind.window for kind in self.layer_kinds.values()):
             raise ValueError(
@@ -161,26 +184,33 @@ class CausalLM(Decoder):
                 args.norm_eps,
             )
         norm = {False: None, True: head_norm, "whole": whole_norm}[args.qk_norm]
-        return Attention(
+        attention = Attention(
             args.dim,
             args.n_heads,
-            args.n_kv_heads,
-            args.head_dim,
+            kind.n_kv_heads or args.n_kv_heads,
+            args.head_dim_of(kind),
             attn_type=args.attn_type,
             qkv_bias=args.qkv_bias,
             output_bias=args.output_bias,
             qk_norm=norm and functools.partial(norm, args),
+            values_from_keys=kind.values_from_keys,
             apply_rope=self._rotation_of(name, kind),
             mask_name=name,
             softmax_scale=args.softmax_scale,
             window=kind.window,
             has_gate=args.attention_gate,
         )
+        if args.v_norm:
+            size = (attention.head_dim,)
+            attention.v_norm = functools.partial(
+                F.rms_norm, normalized_shape=size, eps=args.norm_eps
+            )
+        return attention
 
     def _rotation_of(self, name: str, kind: LayerKind) -> Any:
         args, sizes = self.model_args, self._table_sizes()
-        size = None if kind.rope is None else kind.rope.size(args.head_dim)
-        if len(sizes) == 1 and size == args.head_dim and not args.query_scale:
+        size = sizes.get(name)
+        if len(sizes) == 1 and size == args.head_dim_of(kind) and not args.query_scale:
             return apply_rotary_emb_to_halves  # the whole table
         if size is None and not args.query_scale:
             return None
@@ -192,14 +222,20 @@ class CausalLM(Decoder):
     def _table_sizes(self) -> dict[str, int]:
         """Return kind -> R, for the kinds of layers with RoPE."""
         args = self.model_args
-        kinds = {name: kind.rope for name, kind in args.layer_kinds.items()}
-        return {name: rope.size(args.head_dim) for name, rope in kinds.items() if rope is not None}
+        return {
+            name: kind.rope.size(args.head_dim_of(kind))
+            for name, kind in args.layer_kinds.items()
+            if kind.rope is not None
+        }
 
     def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
-        ropes = [args.layer_kinds[name].rope for name in self._table_sizes()]
-        how = args.head_dim, length, args.rope_theta, args.max_seq_len
-        parts = [rope.table(*how) for rope in ropes if rope]
+        how = length, args.rope_theta, args.max_seq_len
+        parts = [
+            kind.rope.table(args.head_dim_of(kind), *how)
+            for kind in args.layer_kinds.values()
+            if kind.rope is not None
+        ]
         if args.query_scale and parts[0].device.type == "meta":
             parts.append(parts[0].new_empty(length, 1))
         elif args.query_scale:
@@ -211,18 +247,24 @@ class CausalLM(Decoder):
         if not self.model_args.n_linear_layers:
             return
         masks = attention_masks.values() if isinstance(attention_masks, dict) else [attention_masks]
-        if any(
-            DocumentMask.from_mask(m).boundaries(row_len) is None for m in masks if m is not None
-        ):
+        of_rows = [DocumentMask.from_mask(m) for m in masks if m is not None]
+        if any(m.depths is not None or m.boundaries(row_len) is None for m in of_rows):
             raise ValueError(
-                "linear attention needs the boundaries of documents, which a mask of your own does not "
-                "have; give a mask from the model's get_attention_masks"
+                "linear attention needs the boundaries of documents, which a mask of trees or of your own does "
+                "not have; give a mask from the model's get_attention_masks"
             )
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         kinds = self.model_args.layer_kinds
-        if self.model_args.n_linear_layers and not documents.rows_are_documents:
-            documents = documents.with_lengths()  # for flash-linear-attention
+        if self.model_args.n_linear_layers and documents.depths is not None:
+            raise ValueError(
+                "linear attention has one state per document, so it takes no trees, got a batch with "
+                "'parent_ids'; give each branch its own copy of its ancestors' tokens"
+            )
+        starts, is_whole = documents.starts, documents.rows_are_documents
+        if self.model_args.n_linear_layers and starts is not None and not is_whole:
+            if delta_rule_fla.is_available(starts.device):
+                documents = documents.with_lengths()
         if not any(kind.window for kind in kinds.values()):
             return documents
         # Kinds with the same window share a mask, so that it is lowered once.

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.batch.documents import (
+    PARENT_IDS,
     boundaries_on_host,
+    branch_depths,
     document_ids_from_padding_mask,
     read_document_ids,
 )
@@ -60,13 +62,17 @@ class Attention(nn.Module):
 
     qk_norm: (number of heads, D) -> the norm of queries or keys before RoPE; None: no norm. It gets each
         head [..., D], or with the attribute `spans_heads` all heads at once [..., heads * D].
+    values_from_keys: the values are the keys before their norm and RoPE.
     apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
     mask_name: the key of this layer's mask, if the model's masks are a dict.
     softmax_scale: the factor on the scores; None: D ** -0.5.
     window: a query sees itself and the window - 1 tokens before it; kept here, too, because varlen's
         metadata holds no window.
     has_gate: each number of the result is multiplied by a sigmoid of its own linear map of x, `wg`.
+    v_norm: the norm of each head [..., D] of values, without parameters; None: no norm.
     """
+
+    v_norm: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -79,6 +85,7 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: Callable[[int, int], nn.Module] | None = None,
+        values_from_keys: bool = False,
         apply_rope: Callable[..., tuple[Tensor, Tensor]] | None = apply_rotary_emb,
         mask_name: str | None = None,
         softmax_scale: float | None = None,
@@ -100,7 +107,8 @@ class Attention(nn.Module):
         self.k_norm = qk_norm and qk_norm(self.n_kv_heads, self.head_dim)
         self.wq = Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias)
         self.wk = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
-        self.wv = Linear(dim, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        n_values = self.n_kv_heads * self.head_dim
+        self.wv = None if values_from_keys else Linear(dim, n_values, bias=qkv_bias)
         self.wg = Linear(dim, self.n_heads * self.head_dim, bias=qkv_bias) if has_gate else None
         self.wo = Linear(self.n_heads * self.head_dim, dim, bias=output_bias)
         self.inner_attention = build_inner_attention(attn_type)
@@ -113,23 +121,27 @@ class Attention(nn.Module):
         part = mask.part
         if part is not None and part.rotate_method == "allgather":
             # Gather keys and values from the other ranks while the queries are computed.
-            k, v = self._heads(self.wk, x, self.k_norm), self._heads(self.wv, x)
+            k, v = self._keys_and_values(x)
             no_heads = k[:, :, :0]
             k = self._rotate(no_heads, k, rope)[1]
             mask = mask.with_part(part.start_gathering(k.transpose(1, 2), v.transpose(1, 2)))
-            q = self._rotate(self._heads(self.wq, x, self.q_norm), no_heads, rope)[0]
+            q = self._rotate(self._heads(self.wq(x), self.q_norm), no_heads, rope)[0]
         else:
-            q, k = self._heads(self.wq, x, self.q_norm), self._heads(self.wk, x, self.k_norm)
-            v = self._heads(self.wv, x)
+            q = self._heads(self.wq(x), self.q_norm)
+            k, v = self._keys_and_values(x)
             q, k = self._rotate(q, k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = self.attend(q, k, v, mask).flatten(-2)
         return self.wo(out if self.wg is None else out * self.wg(x).sigmoid())
 
-    def _heads(self, linear: nn.Module, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """[B, T, M] -> [B, T, heads, D]."""
-        # -1: under tensor parallelism a rank holds only some of the heads.
-        numbers, sizes = linear(x), (-1, self.head_dim)
+    def _keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        keys = self.wk(x)
+        heads = self._heads(keys, self.k_norm)
+        return heads, self._heads(keys if self.wv is None else self.wv(x), self.v_norm)
+
+    def _heads(self, numbers: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """[B, T, heads * D] -> [B, T, heads, D]."""
+        sizes = (-1, self.head_dim)  # under tensor parallelism a rank holds only some of the heads
         if norm is None:
             return numbers.unflatten(-1, sizes)
         # On CUDA autocast runs the norm in fp32 (torch 2.13), but not the varlen kernel: cast back.
@@ -157,7 +169,8 @@ class TransformerBlock(nn.Module):
     """Residual block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     With `norm_placement` "after" the norms are applied to the results of attention and feed-forward
-    instead, with "both" to inputs and results.
+    instead, with "both" to inputs and results. At the end the hidden states are multiplied by `layer_scale`
+    [1], if the args say so.
     Under tensor parallelism x holds this rank's tokens; attention and feed-forward get the tokens of
     all ranks, and return this rank's summand of the result.
     """
@@ -191,6 +204,7 @@ class TransformerBlock(nn.Module):
         self.attention_post_norm = build_norm(model_args) if is_after else None
         self.ffn_post_norm = build_norm(model_args) if is_after else None
         self.residual_scale = model_args.residual_scale
+        self.register_buffer("layer_scale", torch.ones(1) if model_args.layer_scale else None)
 
     def forward(
         self,
@@ -208,7 +222,8 @@ class TransformerBlock(nn.Module):
         feed_forward = self.moe if self.moe_enabled else self.feed_forward
         h = self._input(x, self.ffn_norm, rope.shape[1])
         out = feed_forward(h) if routed_experts is None else feed_forward(h, routed_experts)
-        return self._add(x, out, self.ffn_post_norm)
+        x = self._add(x, out, self.ffn_post_norm)
+        return x if self.layer_scale is None else x * self.layer_scale.to(x.dtype)
 
     def _input(self, x: Tensor, norm: nn.Module | None, seq_len: int) -> Tensor:
         return self.sequence.gather(x if norm is None else norm(x), seq_len)
@@ -222,6 +237,8 @@ class TransformerBlock(nn.Module):
         for name, module in self.named_children():
             if name.endswith("_norm"):
                 module.reset_parameters()
+        if self.layer_scale is not None:
+            self.layer_scale = torch.ones(1, device=buffer_device or self.layer_scale.device)
         self.attention.init_weights(self.weight_init_std)
         if self.moe_enabled:
             self.moe.init_weights(self.weight_init_std, buffer_device)
@@ -500,30 +517,38 @@ class Decoder(ModelProtocol):
         """Return the kernel's own form of `document_masks`: the method of torchtitan 0.2.x.
 
         input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit boundaries
-        there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names.
+        there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names, and
+        `parent_ids` make the documents branches of trees.
         """
         args = self.model_args
         if args.attn_type == "sdpa":
             raise TypeError("attn_type 'sdpa' takes no attention masks; use 'flex' or 'varlen'")
-        document_ids = None
+        document_ids = depths = None
         if separates_documents(args.attn_mask_type):
             batch = boundaries_on_host({"input": input_batch, **(extra_inputs or {})})
             eos_id = getattr(tokenizer, "eos_id", None)
             document_ids = read_document_ids(batch, args.attn_mask_type, eos_id)
-        return map_masks(lambda mask: mask.lowered, self.document_masks(input_batch, document_ids))
+            if batch.get(PARENT_IDS) is not None:
+                depths = branch_depths(document_ids, batch[PARENT_IDS])
+        masks = self.document_masks(input_batch, document_ids, depths)
+        return map_masks(lambda mask: mask.lowered, masks)
 
     @property
     def makes_document_masks(self) -> bool:
         """True unless a client overrides `get_attention_masks`, which then replaces `document_masks`."""
         return type(self).get_attention_masks is Decoder.get_attention_masks
 
-    def document_masks(self, tokens: Tensor, document_ids: Tensor | None) -> Masks:
+    def document_masks(
+        self, tokens: Tensor, document_ids: Tensor | None, depths: Tensor | None = None
+    ) -> Masks:
         """Return the layers' mask for tokens [B, T], with the kernel's form in `lowered`.
 
         document_ids: [B, T], on the device or the host; None: each row is one document.
+        depths: the result of `branch_depths`, if documents are branches of trees.
         """
         if document_ids is not None:
-            return self._lowered_masks(DocumentMask.from_documents(document_ids, tokens.device))
+            documents = DocumentMask.from_documents(document_ids, tokens.device, depths)
+            return self._lowered_masks(documents)
         if self.model_args.attn_type == "varlen":
             raise ValueError(
                 "attn_type 'varlen' needs document boundaries, got attn_mask_type 'causal'; "

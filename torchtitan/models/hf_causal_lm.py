@@ -27,6 +27,7 @@ from torchtitan.models.hf_fields import (
     check_kind,
     read_rope,
     refusal,
+    require,
     rope_table,
     write_rope,
 )
@@ -203,10 +204,16 @@ class Layers(Row):
                 raise refusal(config, name, "all layers must share one RoPE table")
             return {FULL_ATTENTION: {"rope_theta": self.theta} | rope_table(config)}
         if is_nested:
-            return {
+            tables = {
                 name: {"rope_theta": theta} | rope_table({"rope_parameters": given.get(name)})
                 for name, theta in self.thetas.items()
             }
+            for table in tables.values():
+                if table["rope_type"] == "default":  # which turns whole heads in transformers, too
+                    require(
+                        table, "partial_rotary_factor", [1], "heads of these layers turn wholly"
+                    )
+            return tables
         if name == "rope_parameters":  # which transformers does not read
             raise refusal(config, name, f"it must have tables for {' and '.join(self.thetas)}")
         full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
@@ -236,7 +243,10 @@ class Layers(Row):
         if self.thetas is not None:
             of_types = {name: RoPEArgs(theta) for name, theta in self.thetas.items()} | ropes
             theta, length = args.rope_theta, args.max_seq_len
-            tables = {name: write_rope(rope, theta, length) for name, rope in of_types.items()}
+            tables = {
+                name: write_rope(rope, theta, length) | _share_of(rope)
+                for name, rope in of_types.items()
+            }
             return config | {"rope_parameters": tables}
         rope = next(iter(ropes.values()), RoPEArgs())
         table = write_rope(rope, args.rope_theta, args.max_seq_len)
@@ -244,11 +254,15 @@ class Layers(Row):
         if self.has_query_scale and args.query_scale:
             table["llama_4_scaling_beta"] = args.query_scale
         if rope.share != 1 or self.share != 1:
-            config["partial_rotary_factor"] = rope.share
+            config |= {"partial_rotary_factor": 1.0} | _share_of(rope)
         if isinstance(rope.scaling, LongRoPE):
             config[ORIGINAL_LENGTH] = rope.scaling.original_seq_len
         scaling = None if table["rope_type"] == "default" else table
         return config | {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _share_of(rope: RoPEArgs) -> dict[str, float]:
+    return {} if rope.share == 1 else {"partial_rotary_factor": rope.share}
 
 
 # Spellings of the text model's names in multimodal files, and names of the other parts there.

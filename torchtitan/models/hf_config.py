@@ -182,7 +182,8 @@ NOT_READ = frozenset(
     "return_dict output_attentions output_hidden_states quantization_config compression_config "
     "attn_implementation pretraining_tp output_router_logits router_aux_loss_coef aux_loss_alpha "
     "seq_aux ep_size qk_head_dim max_window_layers sliding_window num_nextn_predict_layers "
-    "num_mtp_layers mtp_num_hidden_layers num_mtp_modules unsloth_version unsloth_fixed".split()
+    "num_mtp_layers mtp_num_hidden_layers num_mtp_modules unsloth_version unsloth_fixed "
+    "vocab_size_per_layer_input use_double_wide_mlp top_k_experts".split()
 )
 
 

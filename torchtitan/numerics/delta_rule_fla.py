@@ -37,14 +37,18 @@ def _is_installed() -> bool:
     return _kernel() is not None
 
 
+def is_available(device: torch.device) -> bool:
+    """Return True if fla is installed and computes on the device."""
+    return device.type == "cuda" and _is_installed()
+
+
 def is_supported(q: Tensor, v: Tensor) -> bool:
     """Return True if fla is installed and computes heads like q [..., Dk] and v [..., Dv] on their device."""
     return (
-        q.device.type == "cuda"
-        and q.dtype.itemsize == 2
+        q.dtype.itemsize == 2
         and q.shape[-1] <= _LARGEST_HEAD
         and q.shape[-1] % 2 == v.shape[-1] % 2 == 0
-        and _is_installed()
+        and is_available(q.device)
     )
 
 

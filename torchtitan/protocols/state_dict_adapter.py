@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NAMES_SHOWN = 5
+DECAY = ".decay."  # in our names of linear attention's A_log and dt_bias, which every export keeps in fp32
 
 
 def to_template(name: str) -> tuple[str, list[str]]:
@@ -60,8 +61,8 @@ class BaseStateDictAdapter(ABC):
         return list(groups.values())
 
     def keeps_dtype(self, name: str) -> bool:
-        """True if an export keeps the dtype, as for routers: rounding may change their choices."""
-        return ".router." in name
+        """True if a weight stream keeps the dtype: rounding may change routers' choices and states' decay."""
+        return ".router." in name or DECAY in name
 
     def hf_aliases(self) -> dict[str, str]:
         """Return HF name -> HF name of a tensor tied to it, which `to_hf` does not write."""

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from torchtitan.report.page import page_of
 from torchtitan.report.read import NoRunError, read_run
+from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import whole_file
+from torchtitan.tools.storage import require_disk
 
 
 def main() -> None:
@@ -22,21 +24,21 @@ def main() -> None:
     )
     parser.add_argument(
         "run_folder",
-        type=Path,
         nargs="?",
-        default=Path("outputs"),
+        default="outputs",
         help="the job.dump_folder of a run (default: outputs)",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, help="the page to write (default: RUN_FOLDER/report.html)"
+        "-o", "--output", help="the page to write (default: RUN_FOLDER/report.html)"
     )
     args = parser.parse_args()
-    output = args.output or args.run_folder / "report.html"
     try:
-        text = page_of(read_run(args.run_folder))
+        folder = Path(require_disk("RUN_FOLDER", args.run_folder))
+        output = Path(require_disk("--output", args.output or str(folder / "report.html")))
+        text = page_of(read_run(folder))
         with whole_file(output) as file:
             file.write(text.encode())
-    except NoRunError as error:
+    except (NoRunError, ConfigError) as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename or output}: {error.strerror or error}")

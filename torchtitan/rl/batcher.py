@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX, PARENT_IDS, ids_of_branches
+from torchtitan.batch.trees import Tree, columns_of, fill_rows, grow_trees, lone_trees
 from torchtitan.loss.aggregation import aggregation_weights
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
@@ -40,6 +41,7 @@ class Batcher:
     rows: int = 8  # the largest B
     max_tokens: int | None = None  # the largest B * T, in place of `rows`
     packing: bool = False  # several samples in a row; otherwise each has its own row
+    share_prefixes: bool = False  # samples that begin alike share slots, see `batch.trees`
     # Group rows of similar length into microbatches, each with its own T, long rows first. Otherwise
     # all microbatches have the same shape.
     bucketing: bool = False
@@ -63,6 +65,7 @@ class Batcher:
             rows=batch.local_batch_size or job_config.training.local_batch_size,
             max_tokens=batch.max_tokens_per_microbatch,
             packing=batch.packing,
+            share_prefixes=batch.share_prefixes,
             bucketing=batch.bucketing,
             pad_multiple=batch.pad_multiple,
             skip_zero_advantage=batch.skip_zero_advantage,
@@ -125,19 +128,24 @@ class Batcher:
             in_rows = is_in_row.nonzero()[:, 0].tolist()
             tokens_in_rows = is_in_row.repeat_interleave(torch.tensor(lengths))
             values = {name: of_all[tokens_in_rows] for name, of_all in values.items()}
+        lengths = [lengths[place] for place in in_rows]
+        indices = [kept[place] for place in in_rows]
+        models = [models[i] if models else 0 for i in indices]
+        trees = lone_trees(lengths)
+        if self.share_prefixes and lengths:
+            names = ["input", "labels", "loss_mask", *values.keys() & {"routed_experts"}]
+            tokens, own_labels, masks, *experts = (values[name].split(lengths) for name in names)
+            is_scored = [mask != 0 for mask in masks]
+            trees = grow_trees(tokens, own_labels, is_scored, self.seq_len, models, *experts)
         return TrainingBatch(
-            microbatches=self._deal(
-                [lengths[place] for place in in_rows],
-                [kept[place] for place in in_rows],
-                [models[kept[place]] if models else 0 for place in in_rows],
-                values,
-            ),
+            microbatches=self._deal(trees, lengths, indices, models, values),
             num_global_valid_tokens=int(mask.sum()),
             num_measured_tokens=int(values["loss_mask"].sum()),
             num_samples=len(samples),
             denominator=denominator,
             oversize=tuple(sorted(set(range(len(samples))) - set(kept))),
             num_skipped=len(kept) - len(in_rows),
+            scores_masked=self.scores_masked,
         )
 
     def _indices_that_fit(self, samples: Sequence[TrainingSample]) -> list[int]:
@@ -166,24 +174,6 @@ class Batcher:
         )
         per_sample, denominator = per_sample if self.deferred else (per_sample, None)
         return torch.cat([*per_sample, torch.zeros(0)]), denominator
-
-    def _rows_of(self, lengths: Sequence[int], models: Sequence[int]) -> list[list[int]]:
-        """Return the samples of each row, as indices into `lengths`."""
-        if not self.packing:
-            return [[place] for place in range(len(lengths))]
-        # First fit, longest samples first; a row has samples of one model.
-        rows: list[list[int]] = []
-        room: list[int] = []
-        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            length, model = lengths[place], models[place]
-            fitting = (i for i, free in enumerate(room) if free >= length)
-            row = next((i for i in fitting if models[rows[i][0]] == model), len(rows))
-            if row == len(rows):
-                rows.append([])
-                room.append(self.seq_len)
-            rows[row].append(place)
-            room[row] -= length
-        return rows
 
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
         """Return (row indices of all ranks, rows per rank, slots per row) of each microbatch.
@@ -220,6 +210,7 @@ class Batcher:
 
     def _deal(
         self,
+        trees: Sequence[Tree],
         lengths: Sequence[int],
         indices: Sequence[int],
         models: Sequence[int],
@@ -227,41 +218,54 @@ class Batcher:
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
         """Build the microbatches: rows go to ranks in turn, so ranks differ by at most one row.
 
-        indices, models: one per sample. values: by name, the concatenated tokens of all samples.
+        lengths, indices, models: one per sample. values: by name, the concatenated tokens of all samples.
         """
-        rows = self._rows_of(lengths, models)
-        groups = self._groups_of([sum(lengths[place] for place in row) for row in rows])
+        sizes = [tree.size for tree in trees]
+        of_trees = [models[tree.sequences[0]] for tree in trees]
+        rows = [[i] for i in range(len(trees))]
+        if self.packing:
+            rows = fill_rows(sizes, self.seq_len, of_trees)
+        groups = self._groups_of([sum(sizes[i] for i in row) for row in rows])
         shapes = [(self.dp_size, n_rows, n_slots) for _, n_rows, n_slots in groups]
         slots: list[list[list[Slot]]] = [[[] for _ in range(self.dp_size)] for _ in groups]
         models_of_rows = [
             [[max(models, default=0)] * n_rows for _ in range(self.dp_size)]
             for _, n_rows, _ in groups
         ]
-        first_slot, number_in_row = [0] * len(lengths), [0] * len(lengths)
+        nothing = torch.empty(0, dtype=torch.int64)
+        slots_of_sample, number_in_row = [nothing] * len(lengths), [0] * len(lengths)
         first_of_group = 0
         for group, (of_group, n_rows, n_slots) in enumerate(groups):
-            for number, row in enumerate(sorted(of_group, key=lambda row: models[rows[row][0]])):
-                rank, row_of_cell, start = number % self.dp_size, number // self.dp_size, 0
-                models_of_rows[group][rank][row_of_cell] = models[rows[row][0]]
-                for i, place in enumerate(rows[row]):
-                    slots[group][rank].append(
-                        Slot(indices[place], row_of_cell, start, lengths[place])
-                    )
-                    first_slot[place] = first_of_group + start
-                    first_slot[place] += (rank * n_rows + row_of_cell) * n_slots
-                    number_in_row[place] = i
-                    start += lengths[place]
+            for n, row in enumerate(sorted(of_group, key=lambda row: of_trees[rows[row][0]])):
+                rank, row_of_cell = n % self.dp_size, n // self.dp_size
+                models_of_rows[group][rank][row_of_cell] = of_trees[rows[row][0]]
+                first_of_row = first_of_group + (rank * n_rows + row_of_cell) * n_slots
+                of_samples = columns_of((trees[i] for i in rows[row]), lengths)
+                for number, (place, columns) in enumerate(of_samples.items()):
+                    slots[group][rank].append(Slot(indices[place], row_of_cell, columns, number))
+                    slots_of_sample[place] = first_of_row + columns
+                    number_in_row[place] = number
             first_of_group += math.prod(shapes[group])
 
         # For each token: position in its sequence, index of its slot, index of its sequence in the row.
-        repeats = torch.tensor(lengths, dtype=torch.int64)
-
-        def of_tokens(of_samples: Sequence[int] | Tensor) -> Tensor:
-            return torch.as_tensor(of_samples, dtype=torch.int64).repeat_interleave(repeats)
-
-        positions = torch.arange(int(repeats.sum())) - of_tokens(repeats.cumsum(0) - repeats)
-        slot_of_token = of_tokens(first_slot) + positions
-        values = values | {"positions": positions, "sequence_ids": of_tokens(number_in_row)}
+        slot_of_token = torch.cat([nothing, *slots_of_sample])
+        values = values | {
+            "positions": torch.cat([nothing, *(torch.arange(n) for n in lengths)]),
+            "sequence_ids": torch.tensor(number_in_row, dtype=torch.int64).repeat_interleave(
+                torch.tensor(lengths, dtype=torch.int64)
+            ),
+        }
+        is_shared = any(any(tree.shared) for tree in trees)
+        if is_shared:
+            # A slot gets the values of the sample that scores it; without one, of a sample with a label.
+            n_tokens = len(slot_of_token)
+            rank_of_token = (values["loss_mask"] != 0).long() + (values["labels"] != IGNORE_INDEX)
+            order = torch.arange(n_tokens) + n_tokens * rank_of_token
+            best = torch.full((first_of_group,), -1)
+            best.scatter_reduce_(0, slot_of_token, order, "amax")
+            fills_slot = best[slot_of_token] == order
+            slot_of_token = slot_of_token[fills_slot]
+            values = {name: of_all[fills_slot] for name, of_all in values.items()}
         of_groups: dict[str, list[Tensor]] = {}
         for name, of_all in values.items():
             dtype = torch.float32 if of_all.is_floating_point() else of_all.dtype
@@ -276,6 +280,8 @@ class Batcher:
             inputs: Any = {name: parts[group][rank] for name, parts in of_groups.items()}
             if any(models):
                 inputs["models"] = models_of_rows[group][rank]
+            if is_shared:
+                inputs["document_ids"], inputs[PARENT_IDS] = ids_of_branches(inputs["positions"])
             return TrainingMicrobatch(inputs, tuple(slots[group][rank]))
 
         ranks = range(self.dp_size)

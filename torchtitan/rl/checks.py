@@ -180,6 +180,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
                 "rl.teacher.folder": job_config.rl.teacher.folder,
             },
         )
+    if batch.share_prefixes and not batch.packing:
+        yield (
+            "rl.batch.share_prefixes puts the samples that share tokens into one row, got rl.batch.packing = "
+            "False; turn it on"
+        )
     if batch.packing and not reads_positions(job_config.model.attn_mask_type):
         yield (
             f"rl.batch.packing needs positions, got model.attn_mask_type = {job_config.model.attn_mask_type!r}"
@@ -202,6 +207,7 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
             "rl.generator.dtype": generator.dtype,
             "rl.generator.in_flight": generator.in_flight,
             "rl.generator.rescore": generator.rescore,
+            "rl.batch.share_prefixes": job_config.rl.batch.share_prefixes,
             "compile.enable": job_config.compile.enable,
             **split,
         },
@@ -358,14 +364,32 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
         )
 
 
+def addresses_in(setting: str) -> list[str]:
+    """Return the addresses of `rl.generator.url`: separated by commas, or the lines of a file."""
+    if os.path.isfile(setting):
+        with open_file(setting, encoding="utf-8") as file:
+            setting = file.read()
+    return [address.rstrip("/") for address in re.split(r"[,\s]+", setting) if address]
+
+
 def _server(rl: RL) -> Iterator[str]:
     generator = rl.generator
-    for key in ("url", "reload_url") if generator.reload_url else ("url",):
-        if not getattr(generator, key).startswith(("http://", "https://")):
-            yield (
-                f"rl.generator.{key} must be an address like http://10.0.0.2:8000 for "
-                f"rl.generator.backend = 'openai', got {getattr(generator, key)!r}; correct it"
-            )
+    urls = addresses_in(generator.url)
+    is_path = generator.reload_url.startswith("/")
+    reload_urls = [generator.reload_url] if generator.reload_url and not is_path else []
+    for key, addresses in (("url", urls or [""]), ("reload_url", reload_urls)):
+        for address in addresses:
+            if not address.startswith(("http://", "https://")):
+                yield (
+                    f"rl.generator.{key} must be an address like http://10.0.0.2:8000 for "
+                    f"rl.generator.backend = 'openai', got {address!r}; correct it"
+                )
+    if len(urls) > 1 and (reload_urls or generator.weight_transfer):
+        yield (
+            f"rl.generator.url names {len(urls)} servers, which load weights from files, each at its own "
+            f"address, got reload_url = {generator.reload_url!r} and weight_transfer = "
+            f"{generator.weight_transfer!r}; begin reload_url with /, and leave out weight_transfer"
+        )
     if generator.weight_transfer:
         yield from clash(
             "rl.generator.weight_transfer",

@@ -154,6 +154,9 @@ class RLBatch(Section):
     # Put several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each sample has its own row
     packing: bool = False
+    # Compute the tokens with which samples begin alike only once, such as a prompt's for all its completions;
+    # needs packing. Loss and gradients are equal up to rounding; experts count a shared token once
+    share_prefixes: bool = False
     # Group rows of similar length into a microbatch, padded only to its own longest row
     bucketing: bool = False
     # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
@@ -184,11 +187,13 @@ class RLGenerator(Section):
     tensor_parallel_degree: Positive = 1
     # For vllm: length limit of a prompt with its completion, in tokens; None takes training.seq_len
     max_seq_len: Annotated[int, Range(2, 10**9)] | None = None
-    url: str = ""  # For openai: the server's address, such as http://10.0.0.2:8000
+    # For openai: the server's address, such as http://10.0.0.2:8000; several separated by commas; or a file
+    # with one address per line, read again at each update. Servers may end and come back
+    url: str = ""
     model: str = ""  # For openai: the model's name on the server
     # For openai: address to which {"path": a folder of Hugging Face files, "version": n} is posted after
     # each update; it must answer when the files are loaded. Empty uses the endpoints of vLLM's own
-    # server, which has to be started with VLLM_SERVER_DEV_MODE=1
+    # server, which has to be started with VLLM_SERVER_DEV_MODE=1. A path like /reload: that of each server
     reload_url: str = ""
     # For openai: send weights to a vLLM server without files, by its weight-transfer interface; the
     # server has to be started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config
@@ -198,7 +203,8 @@ class RLGenerator(Section):
     # model: the weights in model.hf_assets_path, or those that the server was started with
     adapters: bool = False
     max_requests: Positive = 64  # For openai: requests that a rank sends at the same time
-    timeout_seconds: PositiveFloat = 600.0  # For openai: time limit of one request
+    # For openai: time limit of one request, and of waiting while no server answers
+    timeout_seconds: PositiveFloat = 600.0
     # Replace the generator's log-probs by those of a forward pass of the trainer, bitwise equal to those of
     # the first forward-backward pass; only for a generator in the trainer's own precision
     rescore: bool = False

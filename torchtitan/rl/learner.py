@@ -62,12 +62,13 @@ class Learner(ABC):
     def forward(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor | None]:
         """Return each sample's scores, a 1-D fp32 tensor on the CPU, without gradients.
 
-        Log-probs are 0 for tokens not in the loss. A sample that is in no row gets None.
+        Scores are 0 for slots that only other samples score, log-probs for all slots that are not in the
+        loss (unless the batcher has `scores_masked`). A sample that is in no row gets None.
         head: computes other values [B, T, ...], which are returned instead of the scores.
         Raises ValueError as `forward_backward` does.
         """
         self._check_on_all_ranks(batch)
-        return self._per_sample(batch, self._score(batch, head))
+        return self._per_sample(batch, self._score(batch, head), only_own=head is None)
 
     def forward_backward(
         self, batch: TrainingBatch, loss_fn: Any = None, *, return_logprobs: bool = False
@@ -245,14 +246,17 @@ class Learner(ABC):
             head=head or self._output_layer(),
         )
 
-    def _per_sample(self, batch: TrainingBatch, scores: list[Tensor] | None) -> list[Tensor | None]:
+    def _per_sample(
+        self, batch: TrainingBatch, scores: list[Tensor] | None, only_own: bool = True
+    ) -> list[Tensor | None]:
         """Cut [B, T] scores into samples, and gather the samples of all ranks."""
+        only_own = only_own and not batch.scores_masked
         samples: dict[int, Tensor] = {}
         microbatches = batch.of_rank(self.engine.dp_rank)
         for microbatch, values in zip(
             microbatches, self.engine.from_last_stage(scores), strict=True
         ):
-            samples |= microbatch.per_sample(values.float().cpu())
+            samples |= microbatch.per_sample(values.float().cpu(), only_own=only_own)
         if self.engine.dp_group is not None:
             parts = all_ranks(samples, self.engine.dp_group)
             samples = {index: values for part in parts for index, values in part.items()}

@@ -59,6 +59,13 @@ class PolicyTrainer(Learner):
         with on_error(engine.close):
             if job_config.rl.generator.exact:
                 use_batch_invariant(engine.model_parts)
+            if job_config.rl.batch.share_prefixes and getattr(
+                engine.model_args, "n_linear_layers", 0
+            ):
+                raise ConfigError(
+                    "rl.batch.share_prefixes = True makes trees of documents, which linear attention (model.name "
+                    f"= {engine.job_config.model.name!r}) does not take; set it to false"
+                )
             self._teacher: Distillation | None = None
             if teacher.folder:
                 given = engine, tokenizer, teacher, job_config.rl.sampling.temperature

@@ -262,12 +262,12 @@ class TrainingSample:
 
 
 class Slot(NamedTuple):
-    """Place of sample `sample` in a microbatch: row `row`, columns [start, start + length)."""
+    """Place of sample `sample` in a microbatch: row `row`, columns [n]; number: its index in the row."""
 
     sample: int
     row: int
-    start: int
-    length: int
+    columns: Tensor
+    number: int
 
 
 class LossInputs(TypedDict, total=False):
@@ -281,7 +281,8 @@ class LossInputs(TypedDict, total=False):
     # batcher has `scores_masked`)
     labels: Required[Tensor]
     positions: Required[Tensor]  # [B, T] int64, from 0 in each sequence; -1 in padding
-    sequence_ids: Required[Tensor]  # [B, T] int64, from 0 in each row; -1 in padding
+    # [B, T] int64, from 0 in each row; -1 in padding. If several samples share a slot, the one that scores it
+    sequence_ids: Required[Tensor]
     loss_mask: Required[Tensor]  # [B, T] fp32, 1 for tokens in the loss, else 0
     # [B, T] fp32, each token's share of the step; the loss is the sum of weight * loss per token. This
     # and the following entries are 0 for tokens not in the loss.
@@ -293,6 +294,9 @@ class LossInputs(TypedDict, total=False):
     old_values: Tensor  # [B, T] fp32, in units of the reward: by the critic when the step began
     returns: Tensor  # [B, T] fp32, in units of the reward: the targets of values
     routed_experts: Tensor  # [B, T, L, k] int16; -1 in padding, and where the routers choose
+    # [B, T] int64, if samples share slots; see `batch.trees`
+    document_ids: Tensor
+    parent_ids: Tensor
     # The model index of each row, ascending; padding rows have the last model's index. Missing if
     # there is only one model.
     models: list[int]
@@ -305,9 +309,17 @@ class TrainingMicrobatch:
     inputs: LossInputs
     slots: tuple[Slot, ...] = ()  # where the samples are; empty if all is padding
 
-    def per_sample(self, values: Tensor) -> dict[int, Tensor]:
-        """Split [B, T] values by sample: sample index -> 1-D values."""
-        return {s.sample: values[s.row, s.start : s.start + s.length] for s in self.slots}
+    def per_sample(self, values: Tensor, *, only_own: bool = False) -> dict[int, Tensor]:
+        """Split [B, T, ...] values by sample: sample index -> values [n, ...].
+
+        only_own: 0 for slots that the sample shares and does not score.
+        """
+        found = {s.sample: values[s.row, s.columns] for s in self.slots}
+        if only_own and "parent_ids" in self.inputs:
+            ids = self.inputs["sequence_ids"]
+            for s in self.slots:
+                found[s.sample][ids[s.row, s.columns] != s.number] = 0
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,6 +335,7 @@ class TrainingBatch:
     denominator: float | None = None
     oversize: tuple[int, ...] = ()  # indices of the samples that did not fit a row
     num_skipped: int = 0  # left out because their advantage is 0; denominators count them
+    scores_masked: bool = False  # labels outside the loss are kept, see `Batcher`
 
     @property
     def of_all_ranks(self) -> list[TrainingMicrobatch]:
@@ -330,15 +343,15 @@ class TrainingBatch:
 
     @property
     def slots_per_token(self) -> float:
-        """Slots of all rows, padding included, divided by slots with a token; 1: no padding."""
-        n_tokens = sum(slot.length for cell in self.of_all_ranks for slot in cell.slots)
+        """Slots of all rows, padding included, per token of the samples; 1: no padding and no sharing."""
+        n_tokens = sum(len(slot.columns) for cell in self.of_all_ranks for slot in cell.slots)
         return sum(cell.inputs["labels"].numel() for cell in self.of_all_ranks) / max(n_tokens, 1)
 
     def sample_advantages(self) -> list[float]:
         """Return the mean advantage of each sample in the loss, in any order; 0 for skipped samples."""
         means = [0.0] * self.num_skipped
         for cell in self.of_all_ranks:
-            masks = cell.per_sample(cell.inputs["loss_mask"])
+            masks = cell.per_sample(cell.inputs["loss_mask"], only_own=True)
             for sample, advantages in cell.per_sample(cell.inputs["advantages"]).items():
                 in_loss = advantages[masks[sample] != 0]
                 if len(in_loss):

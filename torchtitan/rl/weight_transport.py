@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.checkpoint.stream import fingerprint
+from torchtitan.checkpoint.stream import bytes_of, fingerprint
 from torchtitan.tools.errors import RunError
 
 _BUCKET_BYTES = 64 * 2**20
@@ -137,11 +137,6 @@ class WeightChanges:
                     "not have that update; start the trainer again, which then sends whole weights"
                 )
             yield name, self._last[name] if kind else tensor
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor's bytes, because gloo does not send every dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _words(tensor: Tensor) -> np.ndarray:

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torchtitan import distributed
 from torchtitan.batch.batch import Entries, TokenBatch
 from torchtitan.batch.context import ContextSharding, join_outputs, shard_batch
-from torchtitan.batch.documents import BOUNDARY_KEYS, positions_from_document_ids, warn_of_restarts
+from torchtitan.batch.documents import (
+    BOUNDARY_KEYS,
+    PARENT_IDS,
+    positions_from_document_ids,
+    warn_of_restarts,
+)
 from torchtitan.batch.dummy_microbatches import without_counting, zero_loss
 from torchtitan.batch.mask import shards_of
 from torchtitan.batch.policy import DocumentPolicy
@@ -122,6 +127,7 @@ def model_inputs(
                 f"the batch's {key!r} keep no documents apart under model.attn_mask_type = 'causal'; set it "
                 "to 'block_causal' or 'position_block_causal', with model.attn_type 'flex' or 'varlen'",
             )
+    entries.pop(PARENT_IDS, None)
     positions = entries.get("positions")
     if not policy.separates_documents and "attention_masks" not in batch.entries:
         if isinstance(positions, Tensor) and positions.dim() == 2:
@@ -132,7 +138,12 @@ def model_inputs(
 
 def _masks_of_documents(policy: DocumentPolicy, batch: TokenBatch, model: Any) -> Any:
     if getattr(model, "makes_document_masks", False):
-        return model.document_masks(batch.tokens, batch.document_ids)
+        return model.document_masks(batch.tokens, batch.document_ids, batch.depths)
+    if batch.depths is not None:
+        raise ValueError(
+            f"{type(model).__name__} makes its own attention masks, which know no trees of documents, got a "
+            f"batch with {PARENT_IDS!r}; give each branch its own copy of its ancestors' tokens"
+        )
     # A client's model, as in torchtitan 0.2.x: it reads the documents from a dict of the batch's entries.
     entries = dict(batch.entries)
     if batch.document_ids is not None:
@@ -213,7 +224,7 @@ class Runner:
         join = Microbatch.join
         if sharding is not None:
             shards, n_tokens = shards_of(kwargs["attention_masks"]), inputs.inputs.shape[1]
-            unlabeled = dataclasses.replace(batch, labels=None, document_ids=None)
+            unlabeled = dataclasses.replace(batch, labels=None, document_ids=None, depths=None)
             entries = shard_batch(unlabeled, shards).as_dict()
             sizes = {"n_tokens": n_tokens, "seq_len": whole.tokens.shape[1]}
             join = functools.partial(join_outputs, shards=shards, **sizes)

@@ -1,4 +1,4 @@
-"""A certificate that packed documents are isolated from each other.
+"""A certificate that packed documents are isolated from each other, and see their ancestors in trees.
 
     python -m torchtitan.testing.isolation                 10,000 random packings
     python -m torchtitan.testing.isolation --seconds 60    for 60 seconds
@@ -6,7 +6,8 @@
 
 Rows of documents and padding go through flex and varlen attention. The output and the gradients have
 to equal those of torch's own causal attention, called on one document at a time: bitwise on the CPU,
-within the rounding of bf16 on an accelerator.
+within the rounding of bf16 on an accelerator. As many rows of trees are compared with torch's attention on
+one branch at a time: within 1e-6 of the largest number, because the gradients of shared keys are sums.
 
 They also go through linear attention with a recurrent state, on the CPU: one gated delta layer, with its
 convolution. In fp64 outputs and gradients have to be those of the same layer on one document at a time.
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan.batch.documents import read_document_ids
+from torchtitan.batch.documents import PADDING, branch_depths, read_document_ids
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.models.gated_delta import GatedDeltaNet
@@ -41,52 +42,99 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 # Largest allowed absolute error. Gradients are about 10, and bf16 has 8 significant bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}
+# The same for trees, as shares of the largest number of output and gradients.
+TREE_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 0.02}
 # In fp64, of layers with a recurrent state; relative to the largest number. Norms of small numbers are
 # ill-conditioned: a last bit of an input has moved a gradient by 2e-12.
 FP64_TOLERANCE, FP64_TOLERANCE_OF_GRADIENTS = 1e-12, 1e-10
 
-# (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T]) -> [B, T, H, D]
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T], of trees also depths [B, T]) -> [B, T, H, D]
+AttentionFunction = Callable[..., Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and the gradient of the output
 # For each row, the (start, end) of its documents; every padding token counts as one document.
 Spans = list[list[tuple[int, int]]]
+# (row, columns of a branch's tokens, how many of them are its ancestors'), of each document of trees.
+Branches = list[tuple[int, list[int], int]]
 
 
-def attend_by(attn_type: str, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor) -> Tensor:
-    mask = DocumentMask.from_documents(document_ids)
+def attend_by(
+    attn_type: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor,
+    depths: Tensor | None = None,
+) -> Tensor:
+    mask = DocumentMask.from_documents(document_ids, depths=depths)
     return attend(build_inner_attention(attn_type), q, k, v, mask)
+
+
+def attend_by_block_mask(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> Tensor:
+    """Flex as on an accelerator, by block structure and mask function alone."""
+    document_ids, depths = (*documents, None)[:2]
+    mask = DocumentMask.from_documents(document_ids, depths=depths).block_mask(block_size=4)
+    return attend(build_inner_attention("flex"), q, k, v, mask)
 
 
 KERNELS: dict[str, AttentionFunction] = {
     attn_type: partial(attend_by, attn_type) for attn_type in ("flex", "varlen")
 }
+TREE_KERNELS = KERNELS | {
+    "sdpa": partial(attend_by, "sdpa"),
+    "flex's block mask": attend_by_block_mask,
+}
 
 
-def run_packed(kernel: AttentionFunction, inputs: Inputs, document_ids: Tensor) -> list[Tensor]:
+def run_packed(kernel: AttentionFunction, inputs: Inputs, *documents: Tensor) -> list[Tensor]:
     """Return the output [B, H, T, D] and the gradients of q, k and v."""
     *qkv, grad_out = inputs
-    out = kernel(*qkv, document_ids).transpose(1, 2)
+    out = kernel(*qkv, *documents).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, qkv, grad_out)]
 
 
 def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
     """Return the result of `run_packed`, computed by torch's causal attention, a call per document."""
+    pairs = [(row, span) for row, row_spans in enumerate(spans) for span in row_spans]
+    return run_branches_alone(inputs, [(row, list(range(*span)), 0) for row, span in pairs])
+
+
+def run_branches_alone(inputs: Inputs, branches: Branches) -> list[Tensor]:
+    """As `run_alone`, a call per branch, from the root to the end of the document."""
     q, k, v, grad_out = (x.detach() for x in inputs)
-    results = [torch.empty_like(x) for x in (q, q, k, v)]
-    for row, row_spans in enumerate(spans):
-        for start, end in row_spans:
-            *leaves, grad = (x[row : row + 1, :, start:end] for x in (q, k, v, grad_out))
-            for leaf in leaves:
-                leaf.requires_grad_()
-            out = F.scaled_dot_product_attention(
-                *leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            parts = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-            if end - start == 1:  # the exact gradients of q and k are 0; torch's are not
-                parts[1:3] = (torch.zeros_like(x) for x in parts[1:3])
-            for result, part in zip(results, parts, strict=True):
-                result[row, :, start:end] = part[0]
+    results = [torch.zeros_like(x) for x in (q, q, k, v)]
+    for row, columns, n_before in branches:
+        *leaves, grad = (x[row : row + 1, :, columns] for x in (q, k, v, grad_out))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = F.scaled_dot_product_attention(
+            *leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        grad[:, :, :n_before] = 0
+        parts = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        if len(columns) == 1:  # the exact gradients of q and k are 0; torch's are not
+            parts[1:3] = (torch.zeros_like(x) for x in parts[1:3])
+        results[0][row, :, columns[n_before:]] = parts[0][0, :, n_before:]
+        for result, part in zip(results[1:], parts[1:], strict=True):
+            result[row, :, columns] += part[0]
     return results
+
+
+def problems_of(
+    kernels: dict[str, AttentionFunction],
+    inputs: Inputs,
+    documents: list[Tensor],
+    alone: list[Tensor],
+    tolerance: float,
+) -> list[str]:
+    """Return what differs from `alone`, the results of documents or branches alone, by kernel."""
+    problems = []
+    for name, kernel in kernels.items():
+        packed = run_packed(kernel, inputs, *documents)
+        errors = torch.stack([(x - y).abs().max() for x, y in zip(packed, alone, strict=True)])
+        if not errors.max() <= tolerance:  # nan fails too
+            listed = ", ".join(f"{error:.1e}" for error in errors)
+            problems.append(f"{name}: errors of output and gradients of q, k, v: {listed}")
+    return problems
 
 
 def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -111,19 +159,37 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
     return positions, spans
 
 
-def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[str], int]:
-    """Return (problems found in packing number `index`, number of documents in it)."""
-    # Four consecutive packings share a shape, so a wrongly cached mask would be used and detected.
-    shape_rng = random.Random(f"shape {seed} {index // 4}")
-    n_rows, seq_len, head_dim = shape_rng.randint(1, 3), shape_rng.randint(1, 64), 16
-    dtype = torch.float32
-    if device != "cpu":  # one shape, because each shape compiles kernels; bf16
-        n_rows, seq_len, head_dim, dtype = 2, 256, 64, torch.bfloat16
-    rng = random.Random(f"packing {seed} {index}")
-    rows = [random_row(rng, seq_len) for _ in range(n_rows)]
-    positions = torch.tensor([row for row, _ in rows], device=device)
-    spans = [row_spans for _, row_spans in rows]
+def random_tree_row(
+    rng: random.Random, row: int, seq_len: int
+) -> tuple[list[int], list[int], Branches]:
+    """Return (document id of each token, its parent's id, branches) of a random row of trees and padding."""
+    ids: list[int] = []
+    parents: list[int] = []
+    branches: Branches = []
+    open_documents: list[int] = []  # the last document and its ancestors
+    longest = rng.choice([1, 4, max(1, seq_len // 4)])
+    labels = rng.sample(range(seq_len), seq_len)
+    while (start := len(ids)) < seq_len:
+        own = list(range(start, start + rng.randint(1, min(longest, seq_len - start))))
+        if rng.random() < 0.05:
+            ids += [PADDING] * len(own)
+            parents += [PADDING] * len(own)
+            branches += [(row, [column], 0) for column in own]
+            open_documents = []
+            continue
+        open_documents = open_documents[: rng.randint(0, len(open_documents))]
+        parent = branches[open_documents[-1]] if open_documents else None
+        before = parent[1] if parent else []
+        ids += [labels[start]] * len(own)
+        parents += [ids[before[-1]] if before else PADDING] * len(own)
+        open_documents.append(len(branches))
+        branches.append((row, before + own, len(before)))
+    return ids, parents, branches
 
+
+def _random_inputs(
+    rng: random.Random, n_rows: int, seq_len: int, head_dim: int, device: str, dtype: torch.dtype
+) -> Inputs:
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     n_kv_heads = rng.choice([1, 2, 4])
     q, k, v, grad_out = (
@@ -133,17 +199,53 @@ def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[
         .transpose(1, 2)
         for n_heads in (4, n_kv_heads, n_kv_heads, 4)
     )
-    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out
+
+
+def _shape(index: int, seed: int, device: str) -> tuple[int, int, int]:
+    """Return (rows, tokens per row, head size) of packing number `index`."""
+    if device != "cpu":  # one shape, because each shape compiles kernels
+        return 2, 256, 64
+    # Four consecutive packings share a shape, so a wrongly cached mask would be used and detected.
+    rng = random.Random(f"shape {seed} {index // 4}")
+    return rng.randint(1, 3), rng.randint(1, 64), 16
+
+
+def check_trees(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[str], int]:
+    """Return (problems found in rows of trees number `index`, number of branches in them)."""
+    shape = n_rows, seq_len, _ = _shape(index, seed, device)
+    rng = random.Random(f"trees {seed} {index}")
+    dtype = torch.bfloat16 if device != "cpu" else (torch.float32, torch.float64)[index % 2]
+    rows = [random_tree_row(rng, row, seq_len) for row in range(n_rows)]
+    ids, parents = (torch.tensor([row[i] for row in rows]) for i in range(2))
+    branches = [branch for *_, of_row in rows for branch in of_row]
+    inputs = _random_inputs(rng, *shape, device, dtype)
+    depths = branch_depths(ids, parents)
+    documents = [x.to(device) for x in (ids, depths) if x is not None]
+    alone = run_branches_alone(inputs, branches)
+    tolerance = TREE_TOLERANCES[dtype] * max(1.0, *(float(x.abs().max()) for x in alone))
+    problems = problems_of(TREE_KERNELS, inputs, documents, alone, tolerance)
+    if problems:
+        problems += [
+            f"row {i}: document ids {own}, parents {theirs}"
+            for i, (own, theirs, _) in enumerate(rows)
+        ]
+    return problems, len(branches)
+
+
+def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[str], int]:
+    """Return (problems found in packing number `index`, number of documents in it)."""
+    shape = n_rows, seq_len, _ = _shape(index, seed, device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    rng = random.Random(f"packing {seed} {index}")
+    rows = [random_row(rng, seq_len) for _ in range(n_rows)]
+    positions = torch.tensor([row for row, _ in rows], device=device)
+    spans = [row_spans for _, row_spans in rows]
+    inputs = _random_inputs(rng, *shape, device, dtype)
     batch = {"input": positions, "positions": positions}
     document_ids = read_document_ids(batch, "position_block_causal", None)
     alone = run_alone(inputs, spans)
-    problems = []
-    for name, kernel in KERNELS.items():
-        packed = run_packed(kernel, inputs, document_ids)
-        errors = torch.stack([(x - y).abs().max() for x, y in zip(packed, alone, strict=True)])
-        if not errors.max() <= TOLERANCES[dtype]:  # nan fails too
-            listed = ", ".join(f"{error:.1e}" for error in errors)
-            problems.append(f"{name}: errors of output and gradients of q, k, v: {listed}")
+    problems = problems_of(KERNELS, inputs, [document_ids], alone, TOLERANCES[dtype])
     if problems:
         problems += [f"row {i}: positions {row}" for i, (row, _) in enumerate(rows)]
     return problems, sum(len(row_spans) for row_spans in spans)
@@ -342,21 +444,30 @@ def main(arguments: list[str] | None = None) -> int:
         args.models = args.models or [*MODELS]
         return certify_models(args)
     layer = small_delta_net()
-    started, packings, documents = time.monotonic(), 0, 0
+    started, packings, documents, branches = time.monotonic(), 0, 0, 0
     while packings < args.packings and time.monotonic() - started < args.seconds:
         problems, n_documents = check_packing(packings, args.seed, args.device)
         if args.device == "cpu":
             problems += check_recurrent_packing(layer, layer.wo.out_features, packings, args.seed)
-        if problems:
-            print(f"documents are not isolated in packing {packings}:", *problems, sep="\n")
+        of_trees, n_branches = check_trees(packings, args.seed, args.device)
+        if problems or of_trees:
+            kind = "packing" if problems else "trees"
+            print(
+                f"documents are not isolated in {kind} {packings}:", *problems, *of_trees, sep="\n"
+            )
             return 1
         packings, documents = packings + 1, documents + n_documents
+        branches += n_branches
         if packings % 1000 == 0:
             print(f"{packings} packings, {time.monotonic() - started:.0f} s")
     kind = "bitwise" if args.device == "cpu" else "within the rounding of bf16"
     print(
         f"0 failures in {packings} packings: under {' and '.join(KERNELS)}, output and gradients of "
         f"{documents} documents (padding tokens included) are {kind} those of each document alone"
+    )
+    print(
+        f"0 failures in {packings} packings of trees: under {', '.join(TREE_KERNELS)}, output and gradients "
+        f"of {branches} branches are those of each branch alone, within rounding"
     )
     if args.device == "cpu":
         print("no bit of a document that goes through linear attention depends on other documents")

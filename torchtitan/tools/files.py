@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from torchtitan.tools import storage
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,10 +25,12 @@ _LARGEST_JSON = 2**28  # bytes; vocabularies and indexes have about 10 MB
 
 
 def open_file(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> IO[Any]:
-    """Open a regular file as `open` does. Never blocks on a pipe or device.
+    """Open a regular file, or an address for reading, as `open` does. Never blocks on a pipe or device.
 
     Raises OSError, with the reason, for anything but a regular file, and for a link when writing.
     """
+    if storage.is_address(path):
+        return storage.open_address(os.fspath(path), mode, **options)
     return open(path, mode, opener=open_descriptor, **options)
 
 
@@ -39,8 +43,13 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}; convert it to UTF-8") from None
 
 
-def regular_file(path: str | os.PathLike[str]) -> str:
-    """Return `path`, for a library that opens it; raises OSError for a path that `open_file` refuses."""
+def regular_file(path: str | os.PathLike[str]) -> Any:
+    """Return `path`, or a file at an address, for a library that opens it.
+
+    Raises OSError for a path that `open_file` refuses.
+    """
+    if storage.is_address(path):
+        return storage.RangedFile(os.fspath(path))
     os.close(open_descriptor(path, os.O_RDONLY))
     return os.fspath(path)
 
@@ -111,8 +120,9 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises ValueError, with the path, for anything else."""
     with open_file(path, encoding="utf-8") as file:
         try:
-            if (size := os.fstat(file.fileno()).st_size) > _LARGEST_JSON:
+            if (size := file.seek(0, os.SEEK_END)) > _LARGEST_JSON:
                 raise ValueError(f"it has {size} bytes, and at most {_LARGEST_JSON} are read")
+            file.seek(0)
             content = json.load(file)
             if not isinstance(content, dict):
                 raise ValueError(f"it must hold a JSON object, got a {type(content).__name__}")

@@ -1,4 +1,4 @@
-"""A torchrun for the ranks of one machine that lets the ranks handle signals.
+"""A torchrun that lets the ranks handle signals.
 
     python -m torchtitan.tools.launch [torchrun's options] -m torchtitan.train [...]
 
@@ -6,7 +6,8 @@ On Ctrl-C, torchrun itself prints a traceback, exits with code 1, and kills a ra
 longer than 30 seconds. This launcher forwards the signal to the ranks and waits for them. After a
 failure, the last line printed and the exit code are those of the rank that failed first.
 
-Don't use it with `--max-restarts`: it would restart ranks that a signal ended.
+With `--max-restarts`, ranks start again after a failure, except after a config error (exit code 2) and
+on the node whose launcher got a signal. The other nodes go on without that node, if `--nnodes` allows it.
 """
 
 import logging
@@ -14,14 +15,15 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchtitan.tools.signals import SIGNALS, end_now
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+CONFIG_ERROR = 2  # exit code of `torchtitan.train` for a job that cannot run
 _running: "list[PContext]" = []
 _passed_on: list[int] = []
 
@@ -33,33 +35,63 @@ def main(arguments: list[str]) -> None:
             signal.signal(number, _pass_on)
 
     from torch.distributed import DistNetworkError
-    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    start = PContext.start
+    # With torch's shared store (2.11 to 2.15), an agent that joins running agents waits for an address that
+    # these have published only in their first round.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    start, wait = PContext.start, PContext.wait
+    ended: list[ChildFailedError] = []  # the failure after which this node does not start again
 
     def start_and_remember(self: "PContext") -> None:
+        if _passed_on:  # the signal came while torchrun was between two attempts
+            raise SignalException("ended by a signal", signal.Signals(_passed_on[0]))
         start(self)
         _running[:] = [self]
 
-    PContext.start = start_and_remember
+    def wait_and_judge(self: "PContext", *args: Any, **options: Any) -> "RunProcsResult | None":
+        result = wait(self, *args, **options)
+        if result is None or not result.is_failed():
+            return result
+        failures = {int(self.envs[n]["RANK"]): failure for n, failure in result.failures.items()}
+        error = ChildFailedError(str(self.entrypoint), failures)
+        if any(failure.exitcode == CONFIG_ERROR for failure in failures.values()):
+            raise error
+        if _passed_on:
+            ended.append(error)
+            # After another exception, torch would close the rendezvous for the other nodes, too.
+            raise SignalException("ended by a signal", signal.Signals(_passed_on[0]))
+        return result
+
+    PContext.start, PContext.wait = start_and_remember, wait_and_judge
     try:
         torchrun(["--signals-to-handle=SIGQUIT", *arguments])
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        names = [signal.Signals(n).name for n in _passed_on if failure.exitcode in (-n, 128 + n)]
-        if names:
-            sentence = f"interrupted by {names[0]}; what was not saved is lost"
-        else:
-            print(error, file=sys.stderr)
-            sentence = _sentence(rank, failure)
-        print(sentence, file=sys.stderr, flush=True)
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+        _exit_with(error)
+    except SignalException:
+        if ended:
+            _exit_with(ended[0])
+        sys.exit(128 + _passed_on[0])
     except DistNetworkError as error:
         sys.exit(f"error: torchrun's port cannot be used ({error}); set a free --master-port")
     finally:
-        PContext.start = start
+        PContext.start, PContext.wait = start, wait
+
+
+def _exit_with(error: "ChildFailedError") -> NoReturn:
+    """Print the sentence of the rank that failed first, and exit with its code."""
+    rank, failure = error.get_first_failure()
+    names = [signal.Signals(n).name for n in _passed_on if failure.exitcode in (-n, 128 + n)]
+    if names:
+        sentence = f"interrupted by {names[0]}; what was not saved is lost"
+    else:
+        sentence = _sentence(rank, failure)
+        if not sentence.startswith("stopped "):
+            print(error, file=sys.stderr)
+    print(sentence, file=sys.stderr, flush=True)
+    sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 
 
 def _pass_on(number: int, _frame: Any) -> None:
@@ -68,9 +100,13 @@ def _pass_on(number: int, _frame: Any) -> None:
         end_now(number, f"{signal.Signals(number).name}: the run ends before its ranks have begun")
     _passed_on.append(number)
     logging.disable()  # torchrun would log the exit codes of interrupted ranks as failures
+    has_rank = False
     for pid in _running[0].pids().values():
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+            has_rank = True
+    if not has_rank:  # torchrun waits for other nodes
+        end_now(number, f"{signal.Signals(number).name}: the run ends between two attempts")
 
 
 def _sentence(rank: int, failure: "ProcessFailure") -> str:
@@ -82,7 +118,7 @@ def _sentence(rank: int, failure: "ProcessFailure") -> str:
     message: Any = failure.message
     if isinstance(message, dict):  # the format of `torchtitan.train` and torch's `record`
         message = message["message"]
-    is_sentence = message.startswith(("error: ", "config error: "))
+    is_sentence = message.startswith(("error: ", "config error: ", "stopped "))
     return message if is_sentence else f"error: rank {rank}: {message.strip().splitlines()[-1]}"
 
 

@@ -172,9 +172,7 @@ checkpoint: checkpoint.enable; set it to false
     flatten_states torch.distributed.checkpoint._nested_dict:flatten_state_dict
 quantized: quantized Hugging Face weights; convert them first
     map_scales torch.distributed.checkpoint.quantized_hf_storage:QuantizedHuggingFaceStorageReader._build_weight_scale_mapping
-hf: saving Hugging Face files on several ranks; set checkpoint.last_save_in_hf = false
-    join_files torch.distributed.checkpoint._consolidate_hf_safetensors:_consolidate_safetensors_files
-    write_index torch.distributed.checkpoint._consolidate_hf_safetensors:_write_overall_metadata_file
+hf: loading Hugging Face files; set checkpoint.initial_load_in_hf = false
     SHARDED_FILE_KEY torch.distributed.checkpoint._hf_utils:CUSTOM_METADATA_KEY
 """
 
@@ -211,7 +209,7 @@ _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "pinned save": lambda c, n: (
         c.checkpoint.enable and c.checkpoint.async_mode == "async_with_pinned_mem"
     ),
-    "hf": lambda c, n: n > 1 and c.checkpoint.enable and c.checkpoint.last_save_in_hf,
+    "hf": lambda c, n: c.checkpoint.initial_load_in_hf,
     "gc debug": lambda c, n: c.training.gc_debug,
     "fake ranks": lambda c, n: c.comm.mode == "local_tensor",
 }

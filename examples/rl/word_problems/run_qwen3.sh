@@ -13,7 +13,9 @@
 #   NNODES=2 MASTER=node0:29500 DATA=gsm8k examples/rl/word_problems/run_qwen3.sh [config overrides]
 #
 # DATA         folder with train.jsonl and test.jsonl, whose lines have `question` and `answer`
-# NNODES, MASTER, NGPU, DRY_RUN: see scripts/launch/multi_node.sh
+# NNODES, NGPU  nodes, and processes of a node (default 8 on several nodes)
+# MASTER       host[:port] of the first node
+# DRY_RUN=1    print the command of a node and stop
 # PYTHON, VENV see scripts/setup_env.sh
 set -euo pipefail
 : "${DATA:?set DATA to the folder that has train.jsonl and test.jsonl}"
@@ -32,5 +34,8 @@ if [ -z "${NNODES:-}" ]; then
   NGPU=1 exec scripts/run_train.sh "$@"
 fi
 # The last ranks, a node's worth, only generate; they have their GPUs to themselves.
-exec scripts/launch/multi_node.sh --rl.generator.ranks "${NGPU:-8}" \
-  --rl.generator.memory_share 0.85 --rl.async_steps 1 "$@"
+command="$("$PYTHON" -m torchtitan launch torchrun --config "$CONFIG_FILE" --nodes "$NNODES" \
+  --gpus-per-node "${NGPU:-8}" --head "${MASTER:?set MASTER to the first node}" \
+  --rl.generator.ranks "${NGPU:-8}" --rl.generator.memory_share 0.85 --rl.async_steps 1 "$@")"
+[ -z "${DRY_RUN:-}" ] || { echo "$command"; exit; }
+exec bash -c "exec $command"

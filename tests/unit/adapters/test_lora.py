@@ -19,6 +19,7 @@ from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import moe as moe_module
 from torchtitan.rl.generator import LocalGenerator
+from torchtitan.tools.errors import RunError
 
 LORA = ["--model.converters=lora", "--lora.rank=4", SHALLOW]
 
@@ -470,6 +471,9 @@ def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):
     )
     before = logits(engine)
     train(engine, 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="The adapters in .*file/x could not be written.*NotADir"):
+        engine.save_peft(tmp_path / "file/x")
     version = engine.weights_version
     engine.load_peft(tmp_path / "adapters")
     assert torch.equal(logits(engine), before)

@@ -194,6 +194,47 @@ def test_model_with_experts_passes_until_a_layer_ignores_the_mask(tmp_path):
     trainer.close()
 
 
+TREES = {
+    "input": torch.randint(1, 16, (1, 9), generator=torch.Generator().manual_seed(0)),
+    "document_ids": torch.tensor([[0, 0, 0, 1, 1, 2, 2, 3, -1]]),
+    "parent_ids": torch.tensor([[-1, -1, -1, 0, 0, 0, 0, 2, -1]]),
+}
+ALONE = {key: x for key, x in TREES.items() if key != "parent_ids"}
+
+
+def attend_by_trees(batch):
+    """A layer that adds up what each token of the batch sees."""
+    policy = DocumentPolicy("flex", "position_block_causal", 0, True, True)
+    of_batch = policy.token_batch(batch)
+    mask = DocumentMask.from_documents(of_batch.document_ids, depths=of_batch.depths)
+    seen = mask.lower("sdpa").lowered[:, 0].float()
+    return Leaky(lambda x, _: seen @ x)
+
+
+def test_probe_passes_trees_whose_tokens_see_their_branch():
+    probe = probe_of(attend_by_trees(TREES))
+    for step in range(20):
+        probe.check(step, TREES)
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        pytest.param(ALONE, "a branch does not see its ancestors", id="no ancestors"),
+        pytest.param(
+            ALONE | {"document_ids": torch.tensor([[0, 0, 0, 0, 0, 0, 0, 0, -1]])},
+            r"must not see it changed.*document [23]",
+            id="siblings",
+        ),
+    ],
+)
+def test_probe_finds_branches_that_miss_ancestors_or_see_siblings(seen, message):
+    probe = probe_of(attend_by_trees(seen))
+    with pytest.raises(RuntimeError, match=message):
+        for step in range(20):
+            probe.check(step, TREES)
+
+
 def test_batch_with_masks_of_its_own_is_not_checked_and_that_is_said(caplog):
     probe_of(Leaky(lambda x, _: x + x.roll(1, dims=1))).check(0, BATCH | {"attention_masks": None})
     assert "the batch has its own masks" in caplog.text

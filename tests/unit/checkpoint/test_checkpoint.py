@@ -101,7 +101,7 @@ class Run:
     Without a dataloader every save is due.
     """
 
-    def __init__(self, folder, model=None, dataloader=None, adapter=None, seed=0, **config):
+    def __init__(self, dump_folder, model=None, dataloader=None, adapter=None, seed=0, **config):
         torch.manual_seed(seed)
         self.model = Net() if model is None else model
         self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
@@ -117,7 +117,7 @@ class Run:
             states={"train_state": self.counter},
             checkpoint_config=Checkpoint(**(settings | config)),
             sd_adapter=adapter,
-            base_folder=str(folder),
+            base_folder=str(dump_folder),
         )
 
     def train(self, steps: int = 1) -> None:
@@ -617,6 +617,50 @@ def test_files_are_hashed_as_they_are_written_as_sha256sum_does(tmp_path, mode):
         subprocess.run(["sha256sum", "-c", HASHES_FILE], cwd=step, check=True)
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_large_shards_are_two_files_of_which_torch_reads_both(tmp_path, monkeypatch, mode):
+    run = Run(tmp_path, async_mode=mode)
+    with (
+        mock.patch.object(folder, "_BYTES_FOR_TWO_FILES", 1),
+        mock.patch("torch.save", wraps=torch.save) as saved,
+    ):
+        run.train_and_save(1)
+    settings = [
+        repr(call.args[0]) for call in saved.call_args_list if folder.is_plain(call.args[0])
+    ]
+    assert settings and len(settings) == len(set(settings))  # equal ones are pickled once
+    step = tmp_path / "checkpoint" / "step-1"
+    names = {"__0_0.distcp", "__0_10.distcp"}
+    assert {p.name for p in step.iterdir()} == {".metadata", HASHES_FILE, *names}
+    weights = {name: torch.zeros_like(x) for name, x in run.model.state_dict().items()}
+    torch.distributed.checkpoint.load(weights, checkpoint_id=step)
+    assert_same(weights, dict(run.model.state_dict()))
+    other = Run(tmp_path, seed=1)
+    assert other.manager.load()
+    assert_same(other.everything(), run.everything())
+    for name in names:
+        content = (step / name).read_bytes()
+        (step / name).write_bytes(content[:-1])
+        assert find_damage(str(step)).startswith(f"{name} does not have the content")
+        (step / name).write_bytes(content)
+
+
+def test_a_failure_in_the_second_file_fails_the_save(tmp_path):
+    run, real_open = Run(tmp_path), folder.open_file
+
+    def full_disk(path, *args, **options):
+        if str(path).endswith("_10.distcp"):
+            raise OSError(28, "disk full")
+        return real_open(path, *args, **options)
+
+    with (
+        mock.patch.object(folder, "_BYTES_FOR_TWO_FILES", 1),
+        mock.patch.object(folder, "open_file", full_disk),
+        pytest.raises(RuntimeError, match="disk full.*holds no whole checkpoint yet"),
+    ):
+        run.manager.save(1)
+
+
 def test_marker_goes_once_the_hashes_are_on_disk(tmp_path):
     real_unlink, real_fsync, events = os.unlink, os.fsync, []
 
@@ -777,7 +821,7 @@ def test_failed_write_leaves_no_folder_and_no_byte_that_fills_the_disk(tmp_path,
 def test_save_that_cannot_begin_leaves_the_whole_checkpoint_that_it_would_replace(tmp_path):
     run = Run(tmp_path)
     run.train_and_save(1)
-    no_room = mock.patch.object(folder, "_write_synced", side_effect=OSError("disk full"))
+    no_room = mock.patch.object(folder.storage, "write_text", side_effect=OSError("disk full"))
     with no_room, pytest.raises(RuntimeError, match="step-1 could not be written.*disk full"):
         run.manager.save(1)
     run.counter.step = 7

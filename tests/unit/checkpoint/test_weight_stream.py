@@ -4,10 +4,13 @@ import functools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import FAMILIES, register_tiny
 from torchtitan.checkpoint import stream as weight_stream
+from torchtitan.checkpoint.hf import save_to_hf
+from torchtitan.checkpoint.states import cast_weights
 from torchtitan.checkpoint.stream import LocalShard, WeightStream, digest_of, fingerprint
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -51,7 +54,7 @@ def stream_of(case, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_stream_has_every_tensor_of_the_translated_model(case):
     expected = translated(case)
-    is_tied = case in (TIED, "gemma3")
+    is_tied = case in (TIED, "gemma4")
     if is_tied:
         assert "lm_head.weight" not in expected
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
@@ -81,6 +84,23 @@ def test_parameters_are_cast_but_routers_and_buffers_keep_fp32(case):
         n_biases = 0
     assert n_routers and len(kept) == n_routers + n_biases
     assert all(any(word in name for word in ("gate.", "router.")) for name in kept)
+
+
+def test_decay_of_linear_attention_is_fp32_in_every_export(tmp_path):
+    model, adapter = model_of("qwen3_5")
+    state = model.state_dict()
+    save_to_hf(state, adapter, str(tmp_path), torch.bfloat16)
+    files = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    exports = (
+        files,
+        adapter.to_hf(cast_weights(state, torch.bfloat16)),
+        dict(stream_of("qwen3_5", dtype=torch.bfloat16)),
+    )
+    decay = {name for name in files if name.endswith(("A_log", "dt_bias"))}
+    assert len(decay) == 4
+    for export in exports:
+        assert {name for name, x in export.items() if x.dtype == torch.float32} == decay
+        assert {x.dtype for x in export.values()} == {torch.float32, torch.bfloat16}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,6 +31,8 @@ READ_ELSEWHERE = {
     "training.dataloader.num_workers": "as a part of its section",
     "training.dataloader.pin_memory": "as a part of its section",
     "parallelism.fsdp_register_buffers": "of FSDP, on more than one rank",
+    "comm.stuck_rank_seconds": "on more than one rank",
+    "comm.slow_step_factor": "on more than one rank",
     "comm.save_traces_folder": "with NCCL",
     "comm.save_traces_file_prefix": "with NCCL",
     "debug.moe_force_load_balance": "by models with experts",

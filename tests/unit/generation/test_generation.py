@@ -100,6 +100,7 @@ CHUNKED = {
     "attn_type": "flex",
 }
 QWEN3_5 = get_train_spec("qwen3_5").model_args["debugmodel"]
+GEMMA4 = get_train_spec("gemma4").model_args["debugmodel"]
 LINEAR = {
     "head_dim": 16,
     "hidden_dim": 48,
@@ -108,6 +109,7 @@ LINEAR = {
     "linear_key_dim": 8,
     "linear_value_dim": 6,
 }
+TWO_SIZES = {"n_layers": 6, "hidden_dim": 48, "softmax_scale": 0.1}  # of heads
 WINDOWED = {
     "n_kv_heads": 2,
     "head_dim": 16,
@@ -125,6 +127,7 @@ FAMILIES = {
     "llama4": (Llama4, Llama4Args(**TINY, **CHUNKED)),
     "gpt_oss": (GptOssModel, GptOssModelArgs(**TINY, **WINDOWED)),
     "qwen3_5": (CausalLM, dataclasses.replace(QWEN3_5, **TINY | LINEAR)),
+    "gemma4": (CausalLM, dataclasses.replace(GEMMA4, **TINY | TWO_SIZES)),
 }
 
 

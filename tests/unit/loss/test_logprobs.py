@@ -369,4 +369,5 @@ def test_every_family_takes_a_head(family):
     outputs.logprobs.sum().backward()
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+        atol = 1e-5 * max(1, gradient.abs().max().item())  # sums in another order
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=atol)

@@ -95,6 +95,7 @@ BILLIONS = {
         "OLMoE-1B-7B": 6.92,
     },
     "gemma3": {"270M": 0.268, "1B": 1.00, "4B": 3.88, "12B": 11.8, "27B": 27.0},
+    "gemma4": {"31B": 30.7},
 }
 WITHOUT_KNOWN_SIZE = {"qwen3": [*BILLIONS["qwen3"]], "gpt_oss": ["debugmodel_small"]}
 WITH_EXPERTS = ("qwen3", "deepseek_v3", "llama4", "gpt_oss", "qwen3_5")

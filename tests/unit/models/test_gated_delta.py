@@ -13,6 +13,7 @@ from torchtitan.config.job_config import Compile, Optimizer, ParameterGroup
 from torchtitan.models.attention import create_attention_mask, get_causal_mask_mod
 from torchtitan.models.gated_delta import Decay
 from torchtitan.models.parallelize import apply_compile
+from torchtitan.numerics import delta_rule_fla
 from torchtitan.optim.groups import ParameterGroups
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -30,6 +31,16 @@ def tiny_args(flavor="debugmodel", **changes):
 
 def tiny_model(**changes):
     return filled(get_train_spec("qwen3_5").model_cls(tiny_args(**changes)))
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_masks_have_lengths_of_documents_only_for_a_kernel_that_reads_them(
+    is_available, monkeypatch
+):
+    monkeypatch.setattr(delta_rule_fla, "is_available", lambda device: is_available)
+    documents = DocumentMask.from_documents((DOCUMENTS == 0).cumsum(1))
+    mask = tiny_model().layer_masks(documents)
+    assert (mask.lengths is not None) == is_available
 
 
 # ---- parameters of the decay ----

@@ -129,7 +129,7 @@ def test_every_metric_of_rl_is_described():
 
 @pytest.mark.long
 def test_module_of_the_page_on_extending_trains(tmp_path):
-    page = PAGES["docs/extending.md"]
+    page = PAGES["docs/extending.md"].partition("## A module of your own")[2]
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "my_ideas.py").write_text("\n\n".join(blocks))
     (command,) = re.findall(r"```bash\npython (.*?)```", page, flags=re.DOTALL)
@@ -151,7 +151,8 @@ def test_module_of_the_page_on_extending_trains(tmp_path):
 # ---- Python in the pages ----
 
 NOT_RUN = "# Not run by the tests: "  # and why
-# Blocks of one page continue each other. Those on extending are a module, which trains above; those of
+# Blocks of one page continue each other. Those on extending are a module, which trains above, and another,
+# which tests/reference/test_extending.py trains; those of
 # the quickstart run in tests/reliability/test_quickstart.py.
 PYTHON_PAGES = {page for page in PAGES if "```py" in PAGES[page]}
 PYTHON_PAGES = sorted(PYTHON_PAGES - {"docs/extending.md", "docs/quickstart.md"})

@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -41,8 +42,9 @@ class StandIn(http.server.ThreadingHTTPServer):
     fails: what to answer with in place of the next requests, after `n_good`, (status, body).
     """
 
-    def __init__(self, folder, *flags):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, folder, *flags, port=0):
+        self.connections = []
+        super().__init__(("127.0.0.1", port), Handler)
         self.engine = engine = TrainingEngine(toy_config(folder, *flags))
         self.generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
         self.adapter = engine.checkpointer.require_adapter()
@@ -52,6 +54,19 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.adapters, self.received = [], {}
         self.num_bytes = []  # of each update
         self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def get_request(self):
+        request = super().get_request()
+        self.connections.append(request[0])
+        return request
+
+    def die(self):
+        """End as a process does: with all of its connections."""
+        self.shutdown()
+        self.server_close()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def complete(self, request):
         self.requests.append(request)
@@ -120,8 +135,10 @@ class StandIn(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        assert self.path == "/get_world_size"
-        self.answer(200, {"world_size": 1})
+        if self.path == "/get_world_size":
+            self.answer(200, {"world_size": 1})
+        else:
+            self.answer(404, None)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -267,10 +284,10 @@ def test_server_gets_adapters_alone(tmp_path):
             WeightSync(server.engine, generator).update()
 
 
-def generator_of(server, folder, reload_path="/reload"):
+def generator_of(server, folder, reload_path="/reload", **more):
     reload_url = reload_path and f"{server.url}{reload_path}"
     generator = OpenAIGenerator(
-        server.url, "toy", reload_url, str(folder), "nowhere", vocab_size=32
+        server.url, "toy", reload_url, str(folder), "nowhere", vocab_size=32, **more
     )
     generator.policy_version = 1
     return generator
@@ -323,12 +340,63 @@ def test_greedy_tokens_have_a_probability_of_one(server):
         answers_of(server, top_k=2)
 
 
+def test_servers_end_come_back_and_join_and_draw_only_with_the_trainers_weights(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
+    named = tmp_path / "servers"
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(served(StandIn(tmp_path / n))) for n in "ab")
+        named.write_text(first.url)
+        flags = ["--rl.generator.backend=openai", "--rl.generator.model=toy"]
+        flags += [f"--rl.generator.url={named}", "--rl.generator.reload_url=/reload"]
+        controller = Controller(toy_config(tmp_path / "run", *SHORT, *flags, "--training.steps=9"))
+        controller.setup()
+
+        def drawn_by(*servers):
+            """Train a step with the trainer's own weights; return the number of requests of each server."""
+            before = [len(server.requests) for server in servers]
+            assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
+            return [len(s.requests) - n for s, n in zip(servers, before, strict=True)]
+
+        named.write_text(f"{first.url}\n{second.url}\n")
+        assert drawn_by(first, second) == [8, 0]  # the second server joins at the next update
+        assert drawn_by(first, second) == [4, 4]
+        first.die()
+        assert drawn_by(second) == [8]
+        # It comes back with weights of its own, and gets the trainer's at the next update.
+        first = stack.enter_context(served(StandIn(tmp_path / "c", port=first.server_port)))
+        controller.train_step()
+        assert [message["version"] for message in first.reloads] == [4]
+        # Both are started again while the trainer draws nothing: neither draws with its first weights.
+        for server in (first, second):
+            server.die()
+        again = [
+            stack.enter_context(served(StandIn(tmp_path / f"d{i}", port=server.server_port)))
+            for i, server in enumerate((first, second))
+        ]
+        assert sum(drawn_by(*again)) == 8
+        assert {server.reloads[0]["version"] for server in again} == {4}
+        controller.close()
+
+
+def test_run_whose_server_lost_weights_without_files_ends(tmp_path, server):
+    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server)))
+    controller.setup()
+    server.die()
+    with served(StandIn(tmp_path / "again", port=server.server_port)) as again:
+        with pytest.raises(RunError, match="was started again.*leaves no files"):
+            controller.train_step()
+        assert not again.requests
+    controller.close()
+
+
 def test_temporary_failures_are_retried_and_lasting_ones_raised(server, monkeypatch):
     monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
     expected = answers_of(server)
     server.fails = [(503, None), (429, None)]
     assert answers_of(server) == expected
-    server.fails = [(500, {"error": "no memory"})] * 6
+    server.fails = [(500, {"error": "no memory"})] * 12
     with pytest.raises(RunError, match="did not answer .HTTP 500: .*no memory.*, tried 3 times"):
         answers_of(server)
     server.fails = [(404, {"error": "no such model"})] * 2
@@ -336,8 +404,8 @@ def test_temporary_failures_are_retried_and_lasting_ones_raised(server, monkeypa
         answers_of(server)
     server.fails = []
     gone = SimpleNamespace(url="http://127.0.0.1:9")
-    with pytest.raises(RunError, match="did not answer .*refused.* look at the server's log"):
-        generator_of(gone, "unused").generate([[1]], SamplingConfig(seed=1))
+    with pytest.raises(RunError, match="no server .*answered for 0.1 s .*refused.*servers' logs"):
+        generator_of(gone, "unused", timeout_seconds=0.1).generate([[1]], SamplingConfig(seed=1))
 
 
 def test_failure_is_raised_before_slower_requests_end(server, monkeypatch):
@@ -406,6 +474,8 @@ ADAPTERS = OPENAI | {"adapters": True, "reload_url": ""}
     [
         (OPENAI, {"url": ""}, "rl.generator.url must be an address like"),
         (OPENAI, {"reload_url": "a:80"}, "reload_url must be an address like .* got 'a:80'"),
+        (OPENAI, {"url": "http://a,b:80"}, "url must be an address like .* got 'b:80'"),
+        (OPENAI, {"url": "http://a, http://b"}, "names 2 servers.*got reload_url = 'http://a/r'"),
         (OPENAI, {"model": ""}, "rl.generator.model must be the model's name"),
         (OPENAI, {"weight_transfer": "gloo"}, "sends .* got rl.generator.reload_url"),
         (OPENAI, {"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),

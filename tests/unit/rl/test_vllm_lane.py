@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan.checkpoint.stream import bytes_of
 from torchtitan.integrations.vllm_lane import WeightLane, join, receive
-from torchtitan.rl.weight_transport import bytes_of
 
 WEIGHTS = [
     ("a", torch.randn(300, 7).to(torch.bfloat16)),

@@ -98,8 +98,8 @@ def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
         [script, "--training.steps=3"], env=os.environ | variables, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    assert "--nnodes 2 --nproc-per-node 4 " in result.stdout
-    assert "-m torchtitan.rl.train --job.config_file" in result.stdout
+    assert "--nnodes=2 --nproc-per-node=4 " in result.stdout
+    assert "-m torchtitan.rl.train --job.config_file=" in result.stdout
     assert "qwen3_0.6b.toml --rl.generator.ranks 4" in result.stdout
     assert result.stdout.rstrip().endswith("--training.steps=3")
     config = parsed("qwen3_0.6b.toml")

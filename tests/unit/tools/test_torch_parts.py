@@ -18,7 +18,7 @@ INSTALLED = ".".join(torch.__version__.split(".")[:2])
 MISSING = "does_not_exist_in_this_torch"
 
 # What may stay outside `torch_parts`: names of Python, and of other libraries.
-OF_PYTHON = {"_exit", "_replace", "_fields"}
+OF_PYTHON = {"_exit", "_replace", "_fields", "_current_frames"}
 OF_LIBRARIES = {
     "integrations/": {"_registry", "_WORLD", "_ROLLOUT_REGISTRY", "_finalizer"},
     "quantization/": {"_auto_filter_for_recipe", "_precomputed_scale", "_tensor", "_data"},

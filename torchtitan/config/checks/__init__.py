@@ -38,6 +38,7 @@ def check_job_config(
         layout.tensor_parallel(job_config),
         layout.early_step(job_config),
         model.output_in_high_precision(job_config),
+        files.addresses(job_config),
         files.checkpoint_folders(job_config),
         files.output_paths(job_config, builds_data),
         files.dataset_paths(job_config) if builds_data else (),

@@ -4,20 +4,48 @@ import glob
 import os
 import tempfile
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
-from torchtitan.config.checks.common import data_sections, guess, is_file, needs, value_of
+from torchtitan.config.checks.common import (
+    data_sections,
+    guess,
+    is_file,
+    is_path,
+    needs,
+    problem_in,
+    value_of,
+)
+from torchtitan.config.fields import settings_of
 from torchtitan.config.job_config import JobConfig
+from torchtitan.tools import storage
 from torchtitan.tools.files import find_shipped
 
 # Datasets that have no default path.
 _READ_A_PATH = ("local", "tokens", "chat", "preference")
 
 
+# Settings that also take an address (see `storage`); the data of a mixture are in a list.
+_TAKE_AN_ADDRESS = (
+    *("job.config_file", "checkpoint.folder", "checkpoint.initial_load_path", "lora.adapter_path"),
+    *("training.dataset_path", "training.mixture", "validation.dataset_path"),
+)
+
+
+def addresses(job_config: JobConfig) -> Iterator[str]:
+    """An address needs a package that opens it, and a setting that takes one."""
+    for key, value, *_ in settings_of(job_config, in_lists=True):
+        if not (is_path(key) and isinstance(value, str) and storage.is_address(value)):
+            continue
+        if not key.startswith(_TAKE_AN_ADDRESS):
+            storage.require_disk(key, value)
+        yield from (f"{key}: {problem}" for problem in problem_in(storage.resolve, value))
+
+
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
     checkpoint, path = job_config.checkpoint, job_config.checkpoint.initial_load_path
     continues = checkpoint.enable and _own_steps(job_config)
-    if path and not continues and not os.path.isdir(path):
+    if path and not continues and not (os.path.isdir(path) or storage.is_address(path)):
         yield (
             f"checkpoint.initial_load_path must be an existing checkpoint folder, got {path!r}; "
             f"give the step folder itself, such as .../checkpoint/step-1000"
@@ -79,6 +107,12 @@ def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
 
 
 def _unwritable(key: str, folder: str) -> Iterator[str]:
+    if storage.is_address(folder):
+        try:
+            storage.check_writable(folder)
+        except OSError as error:
+            yield f"{key} must be an address to which this job may write, got {folder!r}: {error}"
+        return
     path = existing = os.path.abspath(folder)
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
@@ -165,17 +199,24 @@ def _datasets(job_config: JobConfig) -> dict[str, Any]:
 
 
 def _is_there(path: str | None) -> bool:
-    """True if the path is a file, a folder, or a pair of token files (without their endings)."""
-    return path is not None and (os.path.exists(path) or os.path.exists(f"{path}.idx"))
+    """True if the path is a file, a folder, a pair of token files (without their endings), or an address."""
+    if path is None or storage.is_address(path):
+        return path is not None  # reading an address reports that nothing is there
+    return os.path.exists(path) or os.path.exists(f"{path}.idx")
 
 
 def _checkpoint_folder(job_config: JobConfig) -> str:
-    return os.path.join(job_config.job.dump_folder, job_config.checkpoint.folder)
+    """Return the folder of the run's steps, or the address to which they are uploaded."""
+    folder, bucket = job_config.checkpoint.places()
+    return bucket or os.path.join(job_config.job.dump_folder, folder)
 
 
 def _own_steps(job_config: JobConfig) -> list[str]:
-    """Return the names of this run's step folders, sorted."""
-    return sorted(glob.glob("step-*", root_dir=_checkpoint_folder(job_config)))
+    """Return the names of this run's step folders, on its disk and uploaded."""
+    (folder, bucket), names = job_config.checkpoint.places(), []
+    with suppress(OSError):  # the check that the address can be written to reports this
+        names = [name for name in storage.names_in(bucket) if name.startswith("step-")]
+    return names + glob.glob("step-*", root_dir=os.path.join(job_config.job.dump_folder, folder))
 
 
 def _looks_local(path: str) -> bool:

@@ -121,7 +121,7 @@ def async_tensor_parallel(job_config: JobConfig) -> Iterator[str]:
 
 def tensor_parallel_sizes(job_config: JobConfig, model_args: Any) -> Iterator[str]:
     parallelism = job_config.parallelism
-    names = ["n_heads", "n_kv_heads", "vocab_size", "ffn_hidden_dim", "inter_dim"]
+    names = ["n_heads", "n_kv_heads", "all_kv_heads", "vocab_size", "ffn_hidden_dim", "inter_dim"]
     if not has_experts(model_args):
         names += ["hidden_dim"]
     elif parallelism.expert_parallel_degree == 1 or parallelism.expert_tensor_parallel_degree > 1:

@@ -12,6 +12,7 @@ import torch
 from torchtitan.config.checks.common import clash, compiled_model, is_path, needs, no_effect, one_of
 from torchtitan.config.fields import Range, settings_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
+from torchtitan.tools import storage
 
 # NUL, and surrogates, to which Python converts invalid bytes on the command line.
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -252,7 +253,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
                 "checkpoint.initial_load_in_hf = true"
             )
     path = settings.adapter_path
-    if path is not None and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+    if path is not None and not storage.is_file(storage.join(path, "adapter_config.json")):
         yield (
             f"lora.adapter_path must be a folder in PEFT's format, with adapter_config.json, got "
             f"{path!r}; correct it"

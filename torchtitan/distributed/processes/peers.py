@@ -22,6 +22,14 @@ from typing import Any
 import torch.distributed as dist
 
 import torchtitan
+from torchtitan.config.job_config import Comm
+from torchtitan.distributed.processes.late_ranks import (
+    SECONDS_BETWEEN_TURNS,
+    LateRanks,
+    Progress,
+    State,
+    own_state,
+)
 from torchtitan.tools.admission import SECRET_BYTES, admit, digest_of
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import flat_settings
@@ -38,8 +46,9 @@ _SETTINGS_PER_RANK = set(
     """.split()
 )
 _MOST_KEYS_SHOWN = 8
-# Kinds of messages; after _FAILED comes a line of JSON, [rank, text].
-_ALIVE, _LEAVES, _FAILED = b"a", b"l", b"f"
+# Kinds of messages. After _FAILED comes a line of JSON, [rank, text], and after _HERE, which answers
+# _WHERE, a `State`.
+_ALIVE, _LEAVES, _FAILED, _WHERE, _HERE = b"a", b"l", b"f", b"w", b"h"
 _LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
 _SECONDS_TO_SAVE = 25  # after a helper's failure, to save; torchrun kills ranks 30 s after SIGTERM
@@ -82,6 +91,8 @@ class Peers:
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
+        self._progress: Progress | None = None
+        self._late: LateRanks | None = None  # on rank 0, during training
         if world_size > 1:
             self._connect()
 
@@ -130,6 +141,12 @@ class Peers:
                 store.wait(readers, timedelta(seconds=SECONDS_TO_REPORT))
         if problem:
             raise PeerError(problem)
+
+    def watch(self, comm: Comm, progress: Progress | None) -> None:
+        """Have rank 0 name late ranks from now on, unless `progress` is None."""
+        self._progress = progress
+        if progress is not None and self.rank == 0:
+            self._late = LateRanks(comm, progress, self.world_size, lambda: self._send(_WHERE))
 
     # ---- from the start on ----
 
@@ -191,9 +208,10 @@ class Peers:
 
     def _watch(self) -> None:
         longest_silence = _longest_silence(self._store.timeout)
+        seconds_between_turns = SECONDS_BETWEEN_TURNS if self.rank == 0 else longest_silence / 8
         next_message_at = last_turn = time.monotonic()
         while True:
-            ready = self._selector.select(longest_silence / 8)
+            ready = self._selector.select(seconds_between_turns)
             now = time.monotonic()
             if now - last_turn > longest_silence / 2:  # this process was suspended
                 self._heard_at.update(dict.fromkeys(list(self._heard_at), now))
@@ -207,6 +225,8 @@ class Peers:
                 if now - self._heard_at[rank] > longest_silence:
                     silent = f"silent for {longest_silence:.0f} s"
                     self._fail(rank, f"it was stopped, or its machine hangs: {silent}")
+            if self._late is not None and not self._leaving.is_set():
+                self._late.turn(now)
 
     def _read(self, connection: socket.socket) -> None:
         """Handle one message of a rank, or the end of its connection, which is a failure."""
@@ -216,12 +236,18 @@ class Peers:
             kind = connection.recv(1)
             if kind == _ALIVE:
                 return
-            if kind == _FAILED:
-                failed, text = json.loads(connection.makefile("rb").readline(_LONGEST_MESSAGE))
-                return self._fail(int(failed), str(text))
+            if kind == _WHERE:
+                return self._send(_HERE, own_state(self._progress))
+            if kind in (_HERE, _FAILED):  # unbuffered, so that nothing of the next message is read
+                line = json.loads(connection.makefile("rb", 0).readline(_LONGEST_MESSAGE))
+                if kind == _FAILED:
+                    return self._fail(int(line[0]), str(line[1]))
+                if self._late is not None:
+                    self._late.answers[rank] = State(dict(line[0]), *map(str, line[1:]))
+                return
             if kind not in (_LEAVES, b""):
                 raise ValueError(kind)
-        except (TimeoutError, ValueError, TypeError, RecursionError) as error:
+        except (TimeoutError, ValueError, TypeError, LookupError, RecursionError) as error:
             problem = f"it sent a message that no rank sends: {error!r}"
         except OSError:
             kind = b""
@@ -275,8 +301,8 @@ class Peers:
         self._leaving.set()
         self._send(_LEAVES)
 
-    def _send(self, kind: bytes, failure: tuple[int, str] | None = None) -> None:
-        message = kind + (json.dumps(failure).encode() + b"\n" if failure else b"")
+    def _send(self, kind: bytes, content: tuple[Any, ...] | None = None) -> None:
+        message = kind + (json.dumps(content).encode() + b"\n" if content else b"")
         for connection in list(self._connections):
             with suppress(OSError):
                 connection.sendall(message)

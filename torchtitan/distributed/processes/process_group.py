@@ -132,8 +132,10 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
         _meeting_places[place] = [_meet(place, timeout), 0]
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
-    # torchrun's store survives a restart, with addresses of processes that are gone.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's own store survives a restart, with addresses of processes that are gone. Without that store,
+    # each attempt has a new one, and agents that joined later have counted fewer restarts.
+    has_old_keys = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_old_keys else "0"
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
 
 

@@ -36,9 +36,9 @@ def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def on_all_ranks(work: Callable[[], T]) -> list[T]:
+def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `work()` on every rank; return all results in rank order, or raise the first exception."""
-    return _unwrap(all_ranks(_result_of(work)))
+    return _unwrap(all_ranks(_result_of(work), group))
 
 
 def _result_of(work: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -77,7 +77,7 @@ def adapters_of(
             f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
             "ask for less, or start the server with a larger one"
         )
-    parts = {"self_attn": attn, "mlp": mlp, "output": unembed and has_output_adapter(lora)}
+    parts = {"attention": attn, "mlp": mlp, "output": unembed and has_output_adapter(lora)}
     layers = [name for name, trains in parts.items() if trains]
     if not layers:
         raise ValueError(

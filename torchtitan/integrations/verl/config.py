@@ -74,10 +74,12 @@ class EngineConfig(TorchtitanEngineConfig):
 
     data_parallel_shard_size: -1 means world size / product of the other sizes.
     job: key of `JobConfig`, dotted or nested -> value. These values override verl's fields.
+    share_prefixes: samples of a microbatch that begin alike share the computation of these tokens.
     """
 
     data_parallel_shard_size: int = -1
     job: dict[str, Any] = field(default_factory=dict)
+    share_prefixes: bool = False
 
 
 def job_config_of(
@@ -119,6 +121,8 @@ def job_config_of(
     job.model.hf_assets_path = model_config.local_path
     job.model.attn_mask_type = "block_causal"
     job.model.value_head = model_type == "value_model"
+    if getattr(model_config.hf_config, "vision_config", None) is not None:
+        job.checkpoint.untrained_weights = "copy"  # exports are multimodal folders again
     if has_adapters(model_config):
         _set_adapters(job, model_config)
     job.activation_checkpoint.selective_ac_option = "op"
@@ -287,8 +291,11 @@ def _model_problems(config: Any, model_type: str) -> Iterator[str]:
                 "is a pattern; list the names"
             )
     hf_config = config.hf_config
+    # The text model of a multimodal folder trains if a family reads it.
+    has_text_model = getattr(hf_config, "text_config", None) is not None
     for part in ("vision_config", "audio_config"):
-        if getattr(hf_config, part, None) is not None:
+        trains_text = has_text_model and part == "vision_config" and model_type == "language_model"
+        if getattr(hf_config, part, None) is not None and not trains_text:
             yield (
                 f"torchtitan's engine trains models of text only, got a {hf_config.model_type!r} "
                 f"with a {part} in {config.local_path}; use another engine"
@@ -299,7 +306,8 @@ def _model_problems(config: Any, model_type: str) -> Iterator[str]:
             "it to false"
         )
     architecture = config.architectures[0]
-    if model_type == "language_model" and not architecture.endswith("ForCausalLM"):
+    endings = ("ForCausalLM", *["ForConditionalGeneration"] * has_text_model)
+    if model_type == "language_model" and not architecture.endswith(endings):
         yield (
             f"a language model's config.json must name an architecture that ends in ForCausalLM, got "
             f"{architecture} in {config.local_path}; give the folder of a language model"

@@ -188,7 +188,8 @@ class VerlEngine(BaseEngine):
             results.append(result)
             return loss
 
-        rows = [samples.pack(microbatch, i, replays) for i, microbatch in enumerate(microbatches)]
+        how = replays, getattr(self.engine_config, "share_prefixes", False)
+        rows = [samples.pack(microbatch, i, *how) for i, microbatch in enumerate(microbatches)]
         if forward_only:
             for index, outputs in enumerate(self._forward(data, rows) or []):
                 loss_of(outputs, index)

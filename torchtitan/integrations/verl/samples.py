@@ -13,9 +13,11 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from torchtitan.batch.batch import Batch
-from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.batch.documents import IGNORE_INDEX, PARENT_IDS, ids_of_branches
+from torchtitan.batch.trees import columns_of, grow_trees
 
 TEMPERATURE = "temperature"
+_SLOTS = "slots_of_tokens"
 
 # Settings of verl that are refused -> the feature that the setting turns on.
 _REFUSED = {
@@ -42,7 +44,14 @@ def check(data: TensorDict, forward_only: bool) -> None:
             f"torchtitan's engine takes samples without padding, got pad_mode = {pad_mode!r}; set "
             "data.pad_mode=no_padding"
         )
-    for name in ("input_ids", "position_ids"):
+    # With the processor of a multimodal model, verl gives each sample of text four equal rows of positions.
+    in_streams = data["position_ids"].is_nested and data["position_ids"].dim() == 3
+    if in_streams and any((x != x[:1]).any() for x in data["position_ids"].unbind()):
+        raise ValueError(
+            "torchtitan's engine trains models of text only, got position_ids whose rows differ, as those of "
+            "images do; leave images and videos out, or use another engine"
+        )
+    for name in ("input_ids", *["position_ids"] * (not in_streams)):
         tensor = data[name]
         if not tensor.is_nested or tensor.dim() != 2:
             kind = "jagged" if tensor.is_nested else "dense"
@@ -86,11 +95,14 @@ def _experts(recorded: Tensor) -> Tensor:
     return recorded.masked_fill(repeats, -1)
 
 
-def pack(microbatch: TensorDict, index: int, replays: bool = False) -> Batch:
+def pack(
+    microbatch: TensorDict, index: int, replays: bool = False, shares_prefixes: bool = False
+) -> Batch:
     """Return one row of all samples, with labels [1, N]; a sample's last token has no label.
 
     index: the microbatch's index, stored in the row. replays: store the recorded experts from the
-        microbatch's `routed_experts`, jagged [S, j, L, k], in the row.
+        microbatch's `routed_experts`, jagged [S, j, L, k], in the row. shares_prefixes: samples that begin
+        alike are a tree and share slots; for `unpack` the microbatch gets the slot of each token.
     """
     input_ids = microbatch["input_ids"]
     tokens, offsets = input_ids.values(), input_ids.offsets()
@@ -98,25 +110,52 @@ def pack(microbatch: TensorDict, index: int, replays: bool = False) -> Batch:
     sample_of_token = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
     labels = tokens.roll(-1)
     labels[offsets[1:] - 1] = IGNORE_INDEX
+    positions = microbatch["position_ids"]
+    of_samples = (
+        [x[0] for x in positions.unbind()] if positions.dim() == 3 else [positions.values()]
+    )
     row = {
-        "input": tokens[None],
-        "positions": microbatch["position_ids"].values()[None],
-        "document_ids": sample_of_token.int()[None],
-        "labels": labels[None],
-        "index": index,
+        "input": tokens,
+        "positions": torch.cat(of_samples),
+        "document_ids": sample_of_token.int(),
+        "labels": labels,
     }
     if replays:
-        row["routed_experts"] = _experts(microbatch["routed_experts"].values())[None]
+        row["routed_experts"] = _experts(microbatch["routed_experts"].values())
     temperature = setting(microbatch, TEMPERATURE, 1.0)
     if isinstance(temperature, Tensor):  # a value per sample
-        row[TEMPERATURE] = (
-            temperature.float().reshape(-1).expand(len(lengths))[sample_of_token][None]
-        )
-    return row
+        row[TEMPERATURE] = temperature.float().reshape(-1).expand(len(lengths))[sample_of_token]
+    if shares_prefixes:
+        slots, row = _share(row, lengths.tolist())
+        slots = slots.to(tokens.device)
+        microbatch[_SLOTS] = torch.nested.nested_tensor_from_jagged(slots, offsets)
+    return {name: of_tokens[None] for name, of_tokens in row.items()} | {"index": index}
+
+
+def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return (the slot of each token [N], the row with the entries of trees) for a row of all tokens."""
+    split = {name: of_tokens.cpu().split(lengths) for name, of_tokens in row.items()}
+    # Losses read all scores of a sample, so a sample's last token, which has no label, shares no slot.
+    labels = [of_sample.masked_fill(of_sample == IGNORE_INDEX, -1) for of_sample in split["labels"]]
+    nothing = [torch.zeros_like(of_sample, dtype=torch.bool) for of_sample in labels]
+    groups = [float(x[0]) for x in split[TEMPERATURE]] if TEMPERATURE in split else None
+    given = split["input"], labels, nothing, sum(lengths), groups, split.get("routed_experts")
+    trees = grow_trees(*given)
+    of_samples = columns_of(trees, lengths)
+    of_tokens = torch.cat([of_samples[sample] for sample in range(len(lengths))])
+    token = torch.empty(sum(tree.size for tree in trees), dtype=torch.int64)
+    token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))  # any of those that share the slot
+    depths = torch.cat([torch.arange(n) for n in lengths])[token]
+    (ids,), (parents,) = ids_of_branches(depths[None])
+    values = {name: x[token.to(x.device)] for name, x in row.items()}
+    device = row["input"].device
+    return of_tokens, values | {"document_ids": ids.to(device), PARENT_IDS: parents.to(device)}
 
 
 def unpack(values: Tensor, microbatch: TensorDict) -> Tensor:
-    """Convert values [1, >= N] to a jagged tensor [S, j]; entries after the first N are padding."""
+    """Convert values [1, >= N] of a row to a jagged tensor [S, j]; entries after the row's are padding."""
     offsets = microbatch["input_ids"].offsets().to(values.device)
-    n_tokens = microbatch["input_ids"].values().shape[0]
-    return torch.nested.nested_tensor_from_jagged(values[0, :n_tokens], offsets)
+    of_tokens = values[0, : microbatch["input_ids"].values().shape[0]]
+    if _SLOTS in microbatch.keys():
+        of_tokens = values[0, microbatch[_SLOTS].values().to(values.device)]
+    return torch.nested.nested_tensor_from_jagged(of_tokens, offsets)

@@ -10,23 +10,27 @@ from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION, CausalLMAdapter, L
 from torchtitan.models.rope import LinearRoPE, RoPEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
-_GELU = "gelu_pytorch_tanh"
+GELU = "gelu_pytorch_tanh"
 _ARGS: dict[str, Any] = {"norm_kind": "offset", "norm_placement": "both", "qk_norm": True}
-_ARGS |= {"hidden_act": _GELU}
-_ROWS = (
+_ARGS |= {"hidden_act": GELU}
+# Those of Gemma 4, too.
+SHARED_ROWS = (
     *hf_lm.DENSE,
     *hf_lm.BIASES,
     hf.Field("hidden_size", "embedding_scale", from_hf=lambda m, _: m**0.5, to_hf=lambda a: a.dim),
+    hf.Field("final_logit_softcapping", "logits_cap", float, None),
+    hf.Must("hidden_activation", GELU, "feed-forwards are gated by GELU"),
+)
+_ROWS = (
+    *SHARED_ROWS,
     hf.Field(
         "query_pre_attn_scalar",
         "softmax_scale",
         from_hf=lambda size, _: size**-0.5,
         to_hf=lambda args: round(args.softmax_scale**-2),
     ),
-    hf.Field("final_logit_softcapping", "logits_cap", float, None),
     hf.Must("attn_logit_softcapping", None, "scores are not capped here"),
     hf.Must("use_bidirectional_attention", False, "attention is causal here"),
-    hf.Must("hidden_activation", _GELU, "feed-forwards are gated by GELU"),
     Layers(
         types=hf_lm.every(6, "sliding_window_pattern"),
         window=4096,

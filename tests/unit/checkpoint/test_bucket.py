@@ -1,0 +1,252 @@
+"""Checkpoints at an address, a folder that fsspec opens: uploads, loads, kills at any object, retention.
+
+tests/reliability/test_bucket.py has a real S3 server.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.test_checkpoint import (
+    NetAdapter,
+    Run,
+    assert_same,
+    assert_same_weights,
+    flip_bit,
+    steps_in,
+    truncate,
+)
+from torchtitan.checkpoint import folder as folders
+from torchtitan.checkpoint.folder import HASHES_FILE, UNFINISHED_MARKER
+from torchtitan.tools import storage
+from torchtitan.tools.errors import RunError
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "bucket"
+
+
+def run_with(bucket: Path, disk: Path, **config) -> Run:
+    return Run(disk, folder=f"file://{bucket}", **config)
+
+
+def steps_at(bucket: Path) -> list[int]:
+    return sorted({int(path.parent.name.removeprefix("step-")) for path in bucket.glob("step-*/*")})
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is done to the store, in order: (function, name of the object)."""
+    done: list[tuple[str, str]] = []
+    for name in ("write_text", "upload", "delete"):
+        function = getattr(storage, name)
+
+        def call(*arguments, function=function, name=name):
+            address = arguments[1 if name == "upload" else 0]
+            if storage.is_address(address):
+                done.append((name, os.path.basename(address)))
+            return function(*arguments)
+
+        monkeypatch.setattr(storage, name, call)
+    return done
+
+
+def test_step_is_uploaded_with_its_hashes_last_and_loads_without_the_disk(bucket, tmp_path, calls):
+    run = run_with(bucket, tmp_path / "a", async_mode="async")
+    run.train_and_save(1)
+    assert calls[0] == ("write_text", UNFINISHED_MARKER)
+    assert calls[-2:] == [("upload", HASHES_FILE), ("delete", UNFINISHED_MARKER)]
+    uploaded = {path.name: path.read_bytes() for path in (bucket / "step-1").iterdir()}
+    local = tmp_path / "a/checkpoint/step-1"
+    assert uploaded == {path.name: path.read_bytes() for path in local.iterdir()}
+    other = run_with(bucket, tmp_path / "b", seed=1)  # another machine
+    assert other.manager.load() and other.manager.newest_step() == 1
+    assert not other.manager.holds_weights_only(1)
+    assert_same(run.everything(), other.everything())
+    other.train_and_save(2)
+    assert steps_at(bucket) == [1, 2] and steps_in(tmp_path / "b") == [2]
+
+
+def test_upload_killed_at_any_object_never_counts_and_is_finished_later(
+    bucket, tmp_path, calls, monkeypatch
+):
+    run = run_with(bucket, tmp_path / "a")
+    run.train_and_save(1)
+    for number in range(len(calls)):
+        run.train()
+        with monkeypatch.context() as patch:
+            for name in ("upload", "delete", "write_text"):
+                function = getattr(storage, name)
+
+                def die(*arguments, function=function, left=number):
+                    is_there = any(map(storage.is_address, arguments[:2]))
+                    if is_there and len(calls) >= left:
+                        raise KeyboardInterrupt("killed")
+                    return function(*arguments)
+
+                patch.setattr(storage, name, die)
+            calls.clear()
+            with pytest.raises(KeyboardInterrupt):
+                run.save(2)
+        other = run_with(bucket, tmp_path / "other", seed=1)
+        assert other.manager.load() and other.counter.step == 1  # step 1 of the bucket
+        again = run_with(bucket, tmp_path / "a", seed=1)
+        assert again.manager.load()
+        assert_same(again.everything(), run.everything())  # step 2 of the disk
+        again.manager.close()
+        assert not (bucket / "step-2" / UNFINISHED_MARKER).exists()
+        assert (bucket / "step-2" / HASHES_FILE).exists()
+        shutil.rmtree(bucket / "step-2")
+        shutil.rmtree(tmp_path / "a/checkpoint/step-2")
+
+
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
+def test_damaged_copy_is_passed_over_wherever_it_is(bucket, tmp_path, damage):
+    run = run_with(bucket, tmp_path / "a")
+    run.train_and_save(1, 2)
+    damage(next((tmp_path / "a/checkpoint/step-2").glob("*.distcp")))
+    other = run_with(bucket, tmp_path / "a", seed=1)
+    assert other.manager.load()
+    assert_same(run.everything(), other.everything())  # from the bucket
+    damage(next((bucket / "step-2").glob("*.distcp")))
+    other = run_with(bucket, tmp_path / "a", seed=1)
+    assert other.manager.load() and other.counter.step == 1
+    assert other.manager.load(step=1) and other.counter.step == 1
+    with pytest.raises(ValueError, match="file://.*step-2 is damaged"):
+        other.manager.load(step=2)
+
+
+def test_step_whose_hashes_are_lost_is_not_loaded_nor_uploaded_over_the_whole_one(bucket, tmp_path):
+    run = run_with(bucket, tmp_path / "a")
+    run.train_and_save(1, 2)
+    (tmp_path / "a/checkpoint/step-2" / HASHES_FILE).unlink()
+    other = run_with(bucket, tmp_path / "a", seed=1)
+    assert other.manager.load()
+    other.manager.close()
+    assert_same(run.everything(), other.everything())  # from the bucket
+    assert (bucket / "step-2" / HASHES_FILE).exists()
+    (bucket / "step-2" / HASHES_FILE).unlink()
+    other = run_with(bucket, tmp_path / "a", seed=1)
+    assert other.manager.load() and other.counter.step == 1
+
+
+def test_step_that_a_listing_shows_too_early_does_not_count(bucket, tmp_path, monkeypatch):
+    run = run_with(bucket, tmp_path / "a")
+    run.train_and_save(1, 2)
+    shutil.rmtree(tmp_path / "a")
+    stale = storage.find(f"file://{bucket}")
+    (bucket / "step-2" / HASHES_FILE).unlink()
+    monkeypatch.setattr(folders.storage, "find", lambda address: stale)
+    assert run.manager.load() and run.counter.step == 1
+
+
+def test_old_steps_are_removed_from_the_disk_and_from_the_bucket(bucket, tmp_path):
+    (bucket / "step-0").mkdir(parents=True)
+    (bucket / "step-0" / "theirs").write_text("no checkpoint of this run")
+    run = run_with(bucket, tmp_path / "a", keep_latest_k=2)
+    run.train_and_save(1, 2, 3)
+    assert steps_at(bucket) == [0, 2, 3] and steps_in(tmp_path / "a") == [2, 3]
+    other = run_with(bucket, tmp_path / "b", keep_latest_k=2)
+    other.manager.load()
+    other.train_and_save(4)
+    assert steps_at(bucket) == [0, 3, 4]
+
+
+def test_initial_checkpoint_and_a_step_by_path_may_be_at_an_address(bucket, tmp_path):
+    run = Run(tmp_path / "a")
+    run.train(3)
+    run.manager.save(3, path=f"file://{bucket}/export")
+    run.manager.close()
+    assert not os.path.exists(storage.staging_folder(f"file://{bucket}/export"))
+    address = f"file://{bucket}/export"
+    other = Run(tmp_path / "b", seed=1, initial_load_path=address, initial_load_model_only=False)
+    assert other.manager.load()
+    assert_same(run.everything(), other.everything())
+    third = Run(tmp_path / "c", seed=2)
+    assert third.manager.load(path=address, model_only=True)
+    assert_same_weights(run, third)
+    with pytest.raises(FileNotFoundError, match="must be a folder with a checkpoint, got 'file://"):
+        third.manager.load(path=f"{address}/none")
+
+
+def test_hugging_face_files_are_exported_to_an_address_and_imported_from_it(bucket, tmp_path):
+    run = Run(tmp_path / "a", adapter=NetAdapter(None, None))
+    address = f"file://{bucket}/hf"
+    for name in ("hf/old.safetensors", "hf/notes.txt", "hf/other/model.safetensors"):
+        storage.write_text(f"file://{bucket}/{name}", "of an earlier export, or of the user")
+    run.manager.save_hf(address)
+    assert not (bucket / "hf/old.safetensors").exists()
+    assert (bucket / "hf/notes.txt").exists() and (bucket / "hf/other/model.safetensors").exists()
+    assert (bucket / "hf/model.safetensors.index.json").exists()
+    assert not (bucket / "hf" / UNFINISHED_MARKER).exists()
+    other = Run(
+        tmp_path / "b",
+        seed=1,
+        adapter=NetAdapter(None, None),
+        initial_load_path=address,
+        initial_load_in_hf=True,
+    )
+    assert other.manager.load()
+    assert_same_weights(run, other)
+    flip_bit(next((bucket / "hf").glob("*.safetensors")))
+    with pytest.raises(ValueError, match="damaged.*SHA-256 differs"):
+        other.manager.load()
+
+
+def test_last_step_in_hugging_face_format_goes_to_the_bucket(bucket, tmp_path):
+    config = dict(last_save_model_only=True, last_save_in_hf=True)
+    run = run_with(bucket, tmp_path / "a", adapter=NetAdapter(None, None), **config)
+    run.train_and_save(1)
+    run.manager.save(2, last_step=True)
+    run.manager.close()
+    shutil.rmtree(tmp_path / "a")
+    other = run_with(bucket, tmp_path / "b", adapter=NetAdapter(None, None), seed=1)
+    assert other.manager.newest_step() == 2 and other.manager.holds_weights_only(2)
+    assert other.manager.load()
+    assert_same_weights(run, other)
+
+
+@pytest.mark.parametrize("damage", [flip_bit, Path.unlink])
+def test_uploaded_copy_that_is_not_whole_is_replaced_by_the_one_on_the_disk(
+    bucket, tmp_path, damage
+):
+    run = run_with(bucket, tmp_path / "a")
+    run.train_and_save(1)
+    name = HASHES_FILE if damage is flip_bit else "__0_0.distcp"
+    whole = (bucket / "step-1" / name).read_bytes()
+    damage(bucket / "step-1" / name)
+    again = run_with(bucket, tmp_path / "a", seed=1)
+    assert again.manager.load()
+    again.manager.close()
+    assert (bucket / "step-1" / name).read_bytes() == whole
+
+
+def test_step_is_removed_whole_although_a_listing_shows_nothing(bucket, tmp_path, monkeypatch):
+    run_with(bucket, tmp_path / "a").train_and_save(1)
+    monkeypatch.setattr(folders.storage, "find", lambda address: {})
+    folders.remove_folder(f"file://{bucket}/step-1")
+    assert not (bucket / "step-1" / HASHES_FILE).exists()
+
+
+def test_failed_upload_is_one_error_and_leaves_the_step_on_the_disk(bucket, tmp_path, monkeypatch):
+    run = run_with(bucket, tmp_path / "a")
+    run.train_and_save(1)
+
+    def refuses(path: str, address: str) -> None:
+        raise storage.StorageError(13, "the store refuses (Forbidden)", address)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.storage, "upload", refuses)
+        run.train()
+        with pytest.raises(
+            RunError, match="refuses.*last whole checkpoint in .* is that of step 2"
+        ):
+            run.save(2)
+    other = run_with(bucket, tmp_path / "a", seed=1)
+    assert other.manager.load() and other.counter.step == 2
+    other.manager.close()
+    assert steps_at(bucket) == [1, 2] and (bucket / "step-2" / HASHES_FILE).exists()

@@ -1,0 +1,201 @@
+"""Addresses, by stores in memory and in folders; tests/reliability/test_bucket.py has a real S3 server."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from torchtitan.config import ConfigManager
+from torchtitan.config.checks import check_job_config
+from torchtitan.tools import storage
+from torchtitan.tools.errors import ConfigError, RunError
+from torchtitan.tools.files import open_file
+
+
+@pytest.fixture
+def bucket():
+    yield "memory://bucket"
+    fsspec.filesystem("memory").store.clear()
+    storage._block.cache_clear()
+
+
+def put(address: str, content: bytes) -> None:
+    fsspec.filesystem("memory").pipe_file(address, content)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("s3://b/x", True),
+        ("hf://datasets/a/b", True),
+        ("/a//b", False),
+        ("./x:y", False),
+        ("", False),
+    ],
+)
+def test_address_begins_with_a_scheme(path, expected):
+    assert storage.is_address(path) is expected
+
+
+def test_paths_on_a_disk_import_no_fsspec(tmp_path):
+    code = (
+        "import sys; from torchtitan.tools import files, storage; storage.write_text(sys.argv[1], 'x');"
+        "assert files.read_text(sys.argv[1]) == 'x' and storage.stat(sys.argv[1]).st_size == 1;"
+        "assert 'fsspec' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True)
+
+
+def test_ranges_equal_the_files_and_memory_is_bounded(bucket, monkeypatch):
+    monkeypatch.setattr(storage, "_BLOCK", 64)
+    content = os.urandom(20_000)
+    put(f"{bucket}/x", content)
+    file = storage.RangedFile(f"{bucket}/x")
+    for part in (slice(0, 5), slice(60, 70), slice(-9, None), slice(1, 19_000), slice(7, 7)):
+        assert file[part] == content[part]
+    assert [file.seek(-3, 2), file.read(), file.read(1)] == [19_997, content[-3:], b""]
+    for start in range(0, 20_000, 60):
+        assert file[start : start + 3] == content[start : start + 3]
+    assert storage._block.cache_info().currsize == storage._BLOCKS_KEPT
+    assert open_file(f"{bucket}/x", "rb").read() == content
+
+
+class Store:
+    """Fails with `errors`, one after another, and then has a file of one byte."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = [*errors]
+
+    def invalidate_cache(self) -> None: ...
+
+    def info(self, path: str) -> dict:
+        if self.errors:
+            raise self.errors.pop(0)
+        return {"type": "file", "size": 1}
+
+
+def test_busy_store_is_asked_again_until_the_time_is_over(monkeypatch):
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    store = Store(OSError("SlowDown"), ConnectionResetError("lost"))
+    monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
+    assert storage.stat("s3://b/x").st_size == 1
+    store.errors = [OSError("SlowDown")] * 5
+    monkeypatch.setattr(storage, "READ_SECONDS", -1)
+    with pytest.raises(RunError, match=r"does not answer \(OSError: SlowDown\): 's3://b/x'"):
+        storage.stat("s3://b/x")
+    assert len(store.errors) == 4
+
+
+def test_store_that_refuses_is_asked_once_and_a_missing_file_is_no_failure(monkeypatch):
+    store = Store(PermissionError("Forbidden"), PermissionError("Forbidden"))
+    monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
+    with pytest.raises(
+        storage.StorageError, match=r"refuses \(PermissionError: Forbidden\); check.*'s3://b/x'"
+    ):
+        storage.stat("s3://b/x")
+    assert len(store.errors) == 1
+    store.errors = [FileNotFoundError("x")]
+    assert storage.stat("s3://b/x") is None
+
+
+class Objects(MemoryFileSystem):
+    """What a test has put to memory://, at gs:// and hf://, which name objects without a slash in front."""
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.partition("://")[2].strip("/") if "://" in path else path
+
+
+class ReadOnly(Objects):
+    def pipe_file(self, path, value, **options):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("scheme", ["gs", "hf"])
+def test_address_of_any_kind_is_read_by_fsspecs_file_system(bucket, monkeypatch, scheme):
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, scheme, Objects)
+    address = f"{scheme}://datasets/a"
+    storage.write_text(f"{address}/x/y", "text")
+    assert storage.find(address)["x/y"].st_size == 4 and storage.names_in(address) == ["x"]
+    assert storage.is_folder(f"{address}/x") and not storage.is_folder(f"{address}/z")
+    assert open_file(f"{address}/x/y").read() == "text"
+    storage.check_writable(address)
+    storage.delete(f"{address}/x/y")
+    assert storage.find(address) == {}
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, scheme, ReadOnly)
+    with pytest.raises(ConfigError, match=f"checkpoint.folder.*{address}.*only reads"):
+        check_job_config(job("--checkpoint.enable", f"--checkpoint.folder={address}"))
+
+
+def test_listing_of_something_else_is_refused(bucket, monkeypatch):
+    put(f"{bucket}/a/x", b"1")
+    found = {"/elsewhere/x": {"size": 1, "type": "file"}}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda self, path, **options: found)
+    with pytest.raises(storage.StorageError, match="/elsewhere/x is listed.*not below"):
+        storage.find(f"{bucket}/a")
+
+
+def test_full_disk_and_missing_credentials_are_told_at_once(monkeypatch):
+    for error, message in (
+        (OSError(errno.ENOSPC, "full"), "no room for its copy"),
+        (RuntimeError("Unable to locate credentials"), "the store refuses.*check"),
+    ):
+        store = Store(error, error)
+        monkeypatch.setattr(storage, "resolve", lambda address, store=store: (store, "x"))
+        with pytest.raises(OSError, match=message):
+            storage.stat("s3://b/x")
+        assert len(store.errors) == 1
+
+
+def test_missing_package_and_unknown_scheme_are_told_before_the_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "adlfs", None)  # a store that no other test uses
+    for address, message in (
+        ("abfs://b/x", r"install .*\[cloud\]"),
+        ("zzz://b", "no address that"),
+    ):
+        with pytest.raises(ConfigError, match=f"checkpoint.folder: {address}.*{message}"):
+            check_job_config(job("--checkpoint.enable", f"--checkpoint.folder={address}"))
+
+
+def job(*arguments: str):
+    return ConfigManager().parse_args([*arguments])
+
+
+@pytest.mark.parametrize(
+    "key", ["job.dump_folder", "model.hf_assets_path", "metrics.save_tb_folder"]
+)
+def test_setting_that_needs_a_disk_refuses_an_address(key):
+    with pytest.raises(ConfigError, match=rf"{key} must be on a disk.*memory://b/x.*name the copy"):
+        check_job_config(job(f"--{key}=memory://b/x"))
+
+
+def test_folder_that_cannot_be_written_to_is_told_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    address = f"file://{tmp_path}/file/run"
+    with pytest.raises(
+        ConfigError, match="checkpoint.folder must be an address to which this job may"
+    ):
+        check_job_config(job("--checkpoint.enable", f"--checkpoint.folder={address}"))
+
+
+def test_hugging_face_files_are_fetched_once_until_they_change(bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("config.json", "model.safetensors", "model.bin", "original/a.json"):
+        put(f"{bucket}/m/{name}", name.encode())
+    copy = storage.fetched(f"{bucket}/m")
+    assert sorted(os.listdir(copy)) == ["config.json", "model.safetensors"]
+    monkeypatch.setattr(fsspec.filesystem("memory").__class__, "get_file", None)
+    assert storage.fetched(f"{bucket}/m/") == copy
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    put(f"{bucket}/m/config.json", b"another")
+    assert (other := storage.fetched(f"{bucket}/m")) != copy
+    assert open(os.path.join(other, "config.json")).read() == "another"
+    with pytest.raises(
+        FileNotFoundError, match="no files of a Hugging Face model.*memory://bucket/n"
+    ):
+        storage.fetched(f"{bucket}/n")

@@ -1,0 +1,1 @@
+"""Jobs on several machines, written out for the engines that start them: `torchtitan launch`."""

@@ -1,0 +1,224 @@
+"""Jobs on several machines, written out for the engines that start them. Templates stand beside this file."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+from textwrap import indent
+from typing import Any
+
+from torchtitan.config import JobConfig
+
+# Exit code of ranks that saved and ended before the last step.
+STOPPED = 75
+_STOPPED_FLAG = f"--job.stopped_exit_code={STOPPED}"
+_PORT = 29400  # where agents meet
+_SERVER_PORT = 8000
+
+# Network -> (variables, devices of a pod). EFA needs the plug-in aws-ofi-nccl in the image.
+NETWORKS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
+    "tcp": ({}, {}),
+    "infiniband": ({"NCCL_IB_HCA": "mlx5"}, {"rdma/hca": 1}),
+    "efa": ({"FI_PROVIDER": "efa"}, {"vpc.amazonaws.com/efa": 1}),
+}
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """What every engine has to know of a job; `options` are those of `torchtitan launch`.
+
+    config_file, config_text: the job's TOML file. arguments: config overrides. module: what the ranks run.
+    min_nodes, max_nodes: the nodes that train. The run goes on while at least min_nodes are there.
+    gpus: of a node, one rank each; 0: one rank per node, on its CPUs.
+    environment: variables of all ranks.
+    """
+
+    options: Any
+    name: str
+    config: JobConfig
+    config_file: str
+    config_text: str
+    arguments: list[str]
+    module: str
+    min_nodes: int
+    max_nodes: int
+    gpus: int
+    environment: dict[str, str]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a node."""
+        return max(1, self.gpus)
+
+    def command(self, python: str, config_file: str, *arguments: str) -> str:
+        """Return the shell command of one rank."""
+        words = [python, "-m", self.module, f"--job.config_file={config_file}"]
+        return shlex.join([*words, *self.arguments, *arguments])
+
+    def torchrun(
+        self, endpoint: str, config_file: str, *arguments: str, is_host: str = "", nodes: str = ""
+    ) -> str:
+        """Return the shell command of one node: an agent that starts its ranks, and starts them again.
+
+        endpoint: host:port where the agents meet. is_host: shell text, "1" on that host and "0" elsewhere; by
+            default torchrun compares the host with the node's own names and addresses.
+        nodes: replaces the number of nodes.
+        """
+        low, high = self.min_nodes, self.max_nodes
+        nodes = nodes or (str(high) if low == high else f"{low}:{high}")
+        host = f",is_host={is_host}" if is_host else ""
+        of_rank = self.command("python", config_file, *arguments).removeprefix("python ")
+        # A node may boot, or wait for its turn, for a while. The console shows the first rank of each node; the
+        # files have all ranks.
+        return (
+            f"python -m torchtitan.tools.launch --nnodes={nodes} --nproc-per-node={self.ranks} "
+            f"--max-restarts={self.options.max_restarts} --rdzv-backend=c10d --rdzv-endpoint={endpoint} "
+            f"--rdzv-id={self.name} --rdzv-conf=join_timeout=1800,read_timeout=180{host} "
+            f"--log-dir=outputs/logs/{self.name} --tee=3 --local-ranks-filter=0 --role=rank {of_rank}"
+        )
+
+    def server_arguments(self, urls: str) -> list[str]:
+        """Return the overrides that have the trainer draw from the vLLM servers at these addresses."""
+        values = {"backend": "openai", "model": "policy", "url": urls}
+        return [f"--rl.generator.{key}={x}" for key, x in values.items() if self.options.servers]
+
+    def filled(self, template: str, parts: dict[str, bool], **values: object) -> str:
+        """Return a template, each @NAME@ replaced by the value, the option or the field of this name.
+
+        Dicts and lists become JSON, which is YAML. parts: whether to keep the lines in <name> ... </name>.
+        """
+        server = (
+            f"-m vllm.entrypoints.openai.api_server --host=0.0.0.0 --port={_SERVER_PORT} "
+            f"--model={shlex.quote(self.config.model.hf_assets_path)} --served-model-name=policy "
+            f"--max-model-len={self.config.training.seq_len} --tensor-parallel-size={self.ranks} "
+            "--logprobs-mode=processed_logprobs"
+        )
+        known = vars(self.options) | vars(self) | {"ranks": self.ranks, "stopped": STOPPED}
+        known |= {"server": server, "server_port": _SERVER_PORT} | values
+        text = files("torchtitan.cluster").joinpath(template).read_text(encoding="utf-8")
+        for part, is_kept in parts.items():
+            kept = r"\1" if is_kept else ""
+            text = re.sub(rf"# <{part}>\n(.*?)# </{part}>\n", kept, text, flags=re.S)
+
+        def write(match: re.Match[str]) -> str:
+            value = known[match[1].lower()]
+            return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+        return re.sub("@([A-Z_]+)@", write, text)
+
+
+def jobset(job: ClusterJob, has_trainer: bool = False) -> str:
+    """Return a ConfigMap and a JobSet of the trainer's pods and, for RL, the servers' pods."""
+    options, name = job.options, job.name
+    mounts = {"shm": "/dev/shm", "config": "/etc/torchtitan"}
+    volumes: dict[str, Any] = {
+        "shm": {"emptyDir": {"medium": "Memory"}},  # a container has 64 MiB, and NCCL needs more
+        "config": {"configMap": {"name": name}},
+    }
+    if options.volume:
+        mounts["work"] = "/work"
+        volumes["work"] = {"persistentVolumeClaim": {"claimName": options.volume}}
+    devices = {"nvidia.com/gpu": job.gpus} | NETWORKS[options.network][1] if job.gpus else {}
+    pod = job.filled(
+        "pod.yaml",
+        {},
+        variables=[{"name": key, "value": value} for key, value in job.environment.items()],
+        resources={
+            "requests": {"cpu": str(options.cpus * job.ranks)},
+            "limits": {key: str(count) for key, count in devices.items()},
+        },
+        # RDMA pins memory.
+        security={} if options.network == "tcp" else {"capabilities": {"add": ["IPC_LOCK"]}},
+        mounts=[{"name": key, "mountPath": path} for key, path in mounts.items()],
+        volumes=[{"name": key} | volumes[key] for key in mounts],
+    )
+    hosts = [f"http://{name}-server-0-{i}.{name}:{_SERVER_PORT}" for i in range(options.servers)]
+    command = job.torchrun(
+        f"{name}-node-0-0.{name}:{_PORT}",
+        f"{mounts['config']}/job.toml",
+        _STOPPED_FLAG,
+        *job.server_arguments(",".join(hosts)),
+        is_host="$((JOB_COMPLETION_INDEX==0))",
+    )
+    return job.filled(
+        "kubernetes.yaml",
+        {"jobset": not has_trainer, "trainer": has_trainer, "servers": bool(hosts)},
+        config=indent(job.config_text.rstrip("\n"), "    "),
+        command=json.dumps("exec " + command),
+        pod=indent(pod, " " * 14).strip(),
+        failures=options.max_restarts * job.max_nodes,
+        server_failures=options.max_restarts * options.servers,
+    )
+
+
+def train_job(job: ClusterJob) -> str:
+    """Return a ConfigMap, and a TrainJob of Kubeflow Trainer 2.3 with its runtime, a JobSet."""
+    return jobset(job, has_trainer=True)
+
+
+def sky_task(job: ClusterJob) -> str:
+    """Return a task for SkyPilot's managed jobs. Without an image, the nodes install a clone of this project."""
+    options = job.options
+    # A lost machine does not count as an error. The ranks themselves start again after errors.
+    recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]}
+    accelerators = {"accelerators": f"{options.accelerator}:{job.gpus}"} if job.gpus else {}
+    command = job.torchrun(
+        f"\"${{SKYPILOT_NODE_IPS%%$'\\n'*}}\":{_PORT}",
+        "HOME/torchtitan_job.toml",
+        _STOPPED_FLAG,
+        is_host="$((SKYPILOT_NODE_RANK==0))",
+        nodes="$SKYPILOT_NUM_NODES",
+    ).replace("=HOME/", "=$HOME/")
+    image = {"image_id": f"docker:{options.image}"} if options.image else {}
+    return job.filled(
+        "skypilot.yaml",
+        {"volume": bool(options.volume), "clone": not options.image},
+        resources={"job_recovery": recovery} | accelerators | image,
+        command=f"cd /work && {command}" if options.volume else command,
+    )
+
+
+def batch_script(job: ClusterJob) -> str:
+    """Return the script to give to sbatch. Jobs under Slurm are not elastic."""
+    command = job.command(sys.executable, job.config_file, *job.server_arguments("URLS"))
+    return job.filled(
+        "slurm.sbatch",
+        {"servers": job.options.servers > 0, "gpus": job.gpus > 0},
+        nodes=job.max_nodes + job.options.servers,
+        world_size=job.max_nodes * job.ranks,
+        # Without checkpoints another attempt would begin at step 0.
+        requeue="requeue" if job.config.checkpoint.enable else "no-requeue",
+        assignments=_assignments(job),
+        command=command.replace("url=URLS", 'url="$urls"'),
+        python=sys.executable,
+    )
+
+
+def on_each_node(job: ClusterJob) -> str:
+    """Return the command to run on each node, which has the job's TOML file at the same path."""
+    host, _, port = job.options.head.partition(":")
+    command = job.torchrun(f"{host}:{port or _PORT}", job.config_file)
+    return f"env {_assignments(job)} {command.replace('python', sys.executable, 1)}\n"
+
+
+def _assignments(job: ClusterJob) -> str:
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in job.environment.items())
+
+
+def ray_training(job: ClusterJob) -> str:
+    """Return the command that submits a training job; the folder of its TOML file travels with it."""
+    folder, config_file = os.path.split(job.config_file)
+    values = {"nodes": job.max_nodes, "gpus": job.gpus, "cpus": job.options.cpus}
+    values |= {"max-restarts": job.options.max_restarts, "job.config_file": config_file}
+    flags = [f"--{name}={value}" for name, value in values.items()]
+    return submit(folder, job.environment, "torchtitan.cluster.ray", *flags, *job.arguments)
+
+
+def submit(folder: str, variables: dict[str, str], module: str, *arguments: str) -> str:
+    """Return the command that runs a module on a Ray cluster, with a copy of the folder."""
+    environment = json.dumps({"env_vars": variables})
+    words = ["ray", "job", "submit", "--working-dir", folder, "--runtime-env-json", environment]
+    return shlex.join([*words, "--", "python", "-m", module, *arguments]) + "\n"

@@ -1,0 +1,206 @@
+"""Print what starts a job on several machines: a manifest, a script or a command.
+
+    torchtitan launch ENGINE --config job.toml --nodes 4 [options] [config overrides]
+
+| ENGINE | prints | use it with |
+|---|---|---|
+| kubernetes | TrainJob and ClusterTrainingRuntime of Kubeflow Trainer 2.3 | kubectl apply -f - |
+| jobset | JobSet | kubectl apply -f - |
+| slurm | batch script | sbatch |
+| torchrun | command to run on each node, the first of which is --head | ssh |
+| skypilot | task for managed jobs | sky jobs launch |
+| ray | command that submits the job to a Ray cluster, for Ray Train | bash |
+| verl | command that submits verl's main_ppo with our engine; other arguments are verl's settings | bash |
+
+With --servers, the first three start vLLM servers beside the trainer of an RL job.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtitan.cluster import engines
+from torchtitan.cluster.engines import NETWORKS, ClusterJob
+from torchtitan.commands import SourceParser
+from torchtitan.commands.source import errors_as_sentences
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.checks import check_ranks
+from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.files import read_text
+
+ENGINES: dict[str, Callable[[ClusterJob], str]] = {
+    "kubernetes": engines.train_job,
+    "jobset": engines.jobset,
+    "slurm": engines.batch_script,
+    "torchrun": engines.on_each_node,
+    "skypilot": engines.sky_task,
+    "ray": engines.ray_training,
+}
+_ELASTIC = ("kubernetes", "jobset", "torchrun")
+_WITH_SERVERS = ("kubernetes", "jobset", "slurm")
+_NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # fits host names of pods, with what is appended
+
+
+def main() -> None:
+    """Print the job for the engine that the first argument names. Exit code 2 for a job that cannot run."""
+    engine = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1][:1] != "-" else "--help"
+    if engine == "--help":
+        print(__doc__)
+    elif engine not in ENGINES and engine != "verl":
+        known = ", ".join([*ENGINES, "verl"])
+        print(f"error: ENGINE must be one of {known}, got {engine!r}", file=sys.stderr)
+        sys.exit(2)
+    parser = SourceParser("torchtitan launch ENGINE", __doc__)
+    add = parser.add_argument
+    add("--nodes", required=True, help="nodes that train; MIN:MAX for an elastic job")
+    add("--gpus-per-node", type=int, default=8, help="0: one rank per node, on its CPUs")
+    add("--cpus", type=int, default=12, help="cores of a rank (default 12)")
+    add("--name", help="of the job (default: that of the TOML file)")
+    add("--image", default="", help="container image with this package, see the Dockerfile")
+    add("--volume", default="", help="claim or volume that all nodes mount as /work, their folder")
+    add("--network", choices=NETWORKS, default="tcp", help="between nodes")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    add("--max-restarts", type=int, default=10, help="after failures (default 10)")
+    add("--grace-seconds", type=int, default=600, help="to finish a step and save (default 600)")
+    add("--servers", type=int, default=0, help="nodes with a vLLM server, for RL")
+    add("--accelerator", default="H100", help="for skypilot (default H100)")
+    add("--head", default="", help="for torchrun: host[:port] of the first node")
+    add("--plan", action="store_true", help="take the fastest layout of `torchtitan plan`")
+    add("--memory", type=float, default=80, help="for --plan: GiB of one GPU (default 80)")
+    with errors_as_sentences():
+        if engine == "verl":
+            options, settings = parser.parse_known_args()
+            settings = [options.source, *settings] if options.source else settings
+            nodes, gpus = _nodes_of(options.nodes, engine)[0], max(1, options.gpus_per_node)
+            own = ["model_engine=torchtitan", "trainer.resume_mode=auto"]
+            own += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}"]
+            variables, main_ppo = _variables(options.env), "verl.trainer.main_ppo"
+            text = engines.submit(".", variables, main_ppo, *own, *settings)
+        else:
+            text = ENGINES[engine](_job_of(engine, *parser.options_and_overrides()))
+    print(text, end="")
+
+
+def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> ClusterJob:
+    """Return the job that the options describe. Raises ConfigError for one that the engine cannot run."""
+    path = options.config or options.source
+    if not path or not os.path.isfile(path):
+        raise ConfigError(f"--config must be the job's TOML file, got {path!r}; correct the path")
+    text = read_text(path)
+    is_rl, config_class = "rl" in tomllib.loads(text), JobConfig
+    if is_rl:
+        from torchtitan.rl.job_config import JobConfig as config_class  # noqa: N814
+    fewest, most = _nodes_of(options.nodes, engine)
+    ranks = max(1, options.gpus_per_node)
+    if options.plan:
+        if is_rl or fewest != most:
+            raise ConfigError(
+                "--plan chooses the layout of a training job on a fixed number of nodes, got "
+                f"{'an RL job' if is_rl else f'--nodes {options.nodes}'}; set [parallelism] yourself"
+            )
+        overrides += _planned(path, most * ranks, options.memory, overrides)
+    config = ConfigManager(config_class).parse_args([f"--job.config_file={path}", *overrides])
+    for nodes in range(fewest, most + 1):
+        try:
+            check_ranks(config, config.trainer_ranks(nodes * ranks))
+        except ConfigError as error:
+            raise ConfigError(f"on {nodes} nodes of {ranks} ranks: {error.sentence}") from error
+    name = options.name or re.sub(r"[^a-z0-9]+", "-", Path(path).stem.lower()).strip("-")
+    environment = {"LOG_RANK": "all", "NCCL_DEBUG": "WARN"} | NETWORKS[options.network][0]
+    if options.gpus_per_node:
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    job = ClusterJob(
+        options,
+        name,
+        config,
+        config_file=os.path.abspath(path),
+        config_text=text,
+        arguments=overrides,
+        module="torchtitan.rl.train" if is_rl else "torchtitan.train",
+        min_nodes=fewest,
+        max_nodes=most,
+        gpus=options.gpus_per_node,
+        environment=environment | _variables(options.env),
+    )
+    _check(job, engine, is_rl)
+    return job
+
+
+def _nodes_of(text: str, engine: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text):
+        raise ConfigError(f"--nodes must be a number, or MIN:MAX, got {text!r}")
+    fewest, _, most = text.partition(":")
+    low, high = int(fewest), int(most or fewest)
+    if low > high or (low < high and engine not in _ELASTIC):
+        raise ConfigError(
+            f"--nodes MIN:MAX, with MIN at most MAX, is for {', '.join(_ELASTIC)}, got {text!r} with "
+            f"{engine}; give one number"
+        )
+    return low, high
+
+
+def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
+    config, options, folder = job.config, job.options, job.config.job.dump_folder
+    has_pods = engine in ("kubernetes", "jobset")
+    kind = f"a TOML file {'with' if is_rl else 'without'} [rl]"
+    rules = {
+        f"--name must be lower-case letters, digits and dashes, 40 at most, got {job.name!r}": (
+            not re.fullmatch(_NAME, job.name)
+        ),
+        "an elastic job needs training.global_batch_size, because otherwise the batch shrinks with the "
+        f"nodes, got {config.training.global_batch_size}; set it": (
+            job.min_nodes < job.max_nodes and config.training.global_batch_size < 0
+        ),
+        f"a job that starts again --max-restarts = {options.max_restarts} times needs checkpoint.enable, or "
+        f"each attempt begins at step 0, got checkpoint.enable = {config.checkpoint.enable}, "
+        f"checkpoint.load_only = {config.checkpoint.load_only}; add --checkpoint.enable, or set "
+        "--max-restarts 0": (
+            options.max_restarts and (not config.checkpoint.enable or config.checkpoint.load_only)
+        ),
+        f"--servers starts vLLM servers beside an RL job, with {', '.join(_WITH_SERVERS)}, got {engine} and "
+        f"{kind}; set --servers 0": options.servers and (engine not in _WITH_SERVERS or not is_rl),
+        f"ray runs training jobs, got {kind}; take verl, or another engine": (
+            engine == "ray" and is_rl
+        ),
+        "pods need --image, a container image with this package, got none; build one with the project's "
+        "Dockerfile and push it to your registry": has_pods and not options.image,
+        f"machines of {engine} come and go, and need a folder that stays: --volume, which all of them can "
+        f"write (ReadWriteMany), or an address as job.dump_folder, got {folder!r}; set one": (
+            (has_pods or engine == "skypilot") and not options.volume and "://" not in folder
+        ),
+        "ray runs a job in a copy of its folder, and needs an absolute path that all nodes share as "
+        f"job.dump_folder, got {folder!r}; set it": (
+            engine == "ray" and not os.path.isabs(folder) and "://" not in folder
+        ),
+        "torchrun needs --head, host[:port] of the first node, got none; set it": (
+            engine == "torchrun" and not options.head
+        ),
+    }
+    for sentence, is_broken in rules.items():
+        if is_broken:
+            raise ConfigError(sentence)
+
+
+def _variables(pairs: list[str]) -> dict[str, str]:
+    """Return the variables of NAME=VALUE options."""
+    if bad := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
+        raise ConfigError(f"--env must be NAME=VALUE, got {bad[0]!r}")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _planned(path: str, gpus: int, memory: float, overrides: list[str]) -> list[str]:
+    """Return the flags of the fastest layout; the planner runs in a process of its own, and takes minutes."""
+    command = [sys.executable, "-m", "torchtitan.estimate.plan", path, f"--gpus={gpus}"]
+    done = subprocess.run(
+        [*command, f"--memory={memory}", *overrides], stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise ConfigError(f"`torchtitan plan` found no layout of {gpus} GPUs; see above")
+    words = shlex.split(done.stdout.partition("as flags:\n")[2].partition("\n")[0])
+    return [f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)]

@@ -1,0 +1,167 @@
+"""Rank 0 names the rank that keeps the others waiting, after a slow step or before a collective times out.
+
+A rank is late if another rank has entered more collectives of one of its process groups, and it has itself
+entered more in no group. Training only notes when its steps begin and end. A thread of rank 0 asks the ranks
+over the connections of `Peers`, and only in a step that takes unusually long.
+"""
+
+import contextlib
+import os
+import socket
+import statistics
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.config.job_config import Comm
+from torchtitan.tools import torch_parts
+from torchtitan.tools.logging import logger
+
+SECONDS_BETWEEN_TURNS = 0.2
+READING_THREAD = "data of the next step"
+_LONGEST_STACK = 15  # innermost calls that are printed
+_FEWEST_STEPS = 5  # for a median
+
+
+class Progress:
+    """Which step a trainer is in. Its main thread writes, the thread of `Peers` reads.
+
+    pipeline: the group of a pipeline's stages. Gloo counts its sends, of which ranks make different numbers.
+    """
+
+    def __init__(self, pipeline: dist.ProcessGroup | None = None) -> None:
+        self.pipeline, self.number, self.began_at = pipeline, 0, time.monotonic()
+        self.took: deque[tuple[int, float]] = deque(maxlen=64)  # (step, seconds) of the last steps
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        self.began_at = time.monotonic()
+        self.number = number
+        try:
+            yield
+        finally:
+            self.took.append((number, time.monotonic() - self.began_at))
+
+
+class State(NamedTuple):
+    """Where a rank is. counts: process group -> collectives entered so far, and "step" -> its number.
+
+    place: the main thread's innermost line outside torch and Python's library. stack: its innermost calls.
+    """
+
+    counts: dict[str, int]
+    host: str = ""
+    place: str = ""
+    stack: str = ""
+
+
+def own_state(progress: Progress | None) -> State:
+    """Return the state of this process, which cannot be late without a `progress`. For any thread."""
+    if progress is None:
+        return State({})
+    counts = {"step": progress.number}
+    for group in set(torch_parts.world.pg_map) - {progress.pipeline}:
+        with contextlib.suppress(RuntimeError):  # not counted by this backend
+            counts[group.group_name] = torch_parts.collectives_so_far(group)
+    threads, frames = {t.name: t.ident or 0 for t in threading.enumerate()}, sys._current_frames()
+    main = frames[threading.main_thread().ident or 0]
+    for frame in main, frames.get(threads.get(READING_THREAD, 0), main):
+        calls = [
+            (code := frame.f_code, f"{code.co_filename}:{line} ({code.co_name})")
+            for frame, line in traceback.walk_stack(frame)
+        ]
+        code, place = next((x for x in calls if not _is_library(x[0].co_filename)), calls[-1])
+        if code.co_name != "next_step":  # which waits for the thread that reads
+            break
+    stack = "\n".join(line for _, line in calls[:_LONGEST_STACK])
+    return State(counts, socket.gethostname(), os.sep.join(place.split(os.sep)[-2:]), stack)
+
+
+def _is_library(path: str) -> bool:
+    is_standard = path.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in path
+    return is_standard or path.startswith((os.path.dirname(torch.__file__), "<"))
+
+
+def late_among(states: Mapping[int, State]) -> list[int]:
+    """Return the ranks that are behind another rank in a group, and ahead of no rank in any group."""
+    numbers: dict[str, set[int]] = {}
+    for state in states.values():
+        for group, number in state.counts.items():
+            numbers.setdefault(group, set()).add(number)
+    return [
+        rank
+        for rank, state in states.items()
+        if any(number < max(numbers[group]) for group, number in state.counts.items())
+        and not any(number > min(numbers[group]) for group, number in state.counts.items())
+    ]
+
+
+class LateRanks:
+    """Rank 0's search for late ranks. `turn` is called about every SECONDS_BETWEEN_TURNS.
+
+    ask: asks all other ranks for their states, which come to `answers`.
+    """
+
+    def __init__(
+        self, comm: Comm, progress: Progress, num_ranks: int, ask: Callable[[], None]
+    ) -> None:
+        self._comm, self._progress, self._num_ranks, self._ask = comm, progress, num_ranks, ask
+        self.answers: dict[int, State] = {}
+        self._step, self._median, self._slow_after = -1, inf, inf
+        self._look_at = self._asked_at = 0.0
+        self._seen: list[tuple[int, State]] = []  # ranks that were late in this step
+        # Late rank -> (its counts, none without an answer; since when, inf once it is named).
+        self._since: dict[int, tuple[dict[str, int], float]] = {}
+
+    def turn(self, now: float) -> None:
+        progress, took = self._progress, dict(self._progress.took)
+        if (seconds := took.get(self._step, 0.0)) >= self._slow_after and self._seen:
+            (rank, _), *_ = Counter(rank for rank, _ in self._seen).most_common(1)
+            state, self._slow_after = dict(self._seen)[rank], inf
+            logger.warning(
+                f"step {self._step} took {seconds:.1f} s, {seconds / self._median:.1f} times the median: "
+                f"rank {rank} ({state.host}) kept the others waiting, last seen at {state.place}"
+            )
+        timeout = self._comm.train_timeout_seconds if took else self._comm.init_timeout_seconds
+        limit = min(self._comm.stuck_rank_seconds, timeout / 3) or inf
+        if progress.number != self._step:
+            self._step, self._seen, self._slow_after = progress.number, [], inf
+            if len(took) >= _FEWEST_STEPS and self._comm.slow_step_factor:
+                self._median = statistics.median(took.values())
+                self._slow_after = max(self._comm.slow_step_factor * self._median, 1.0)
+            self.answers, self._look_at = {}, progress.began_at + min(limit, self._slow_after) / 2
+        if now >= self._look_at:
+            self._look_at = now + min(limit / 6, 0.2 * (now - progress.began_at))
+            if self.answers:
+                self._judge(now, limit)
+            self._asked_at, self.answers = now, {0: own_state(progress)}
+            self._ask()
+
+    def _judge(self, now: float, limit: float) -> None:
+        """Note who was late, and name each rank that has been late in one place for `limit` seconds."""
+        late, before, self._since = late_among(self.answers), self._since, {}
+        self._seen += [(rank, self.answers[rank]) for rank in late]
+        for rank in {*range(self._num_ranks)} - self.answers.keys() | {*late}:
+            state = self.answers.get(rank, State({}))
+            counts, since = before.get(rank, (None, 0.0))
+            since = since if counts == state.counts else self._asked_at
+            self._since[rank] = state.counts, since
+            if (seconds := now - since) < 0.8 * limit:  # it was late before rank 0 first asked, too
+                continue
+            self._since[rank] = state.counts, inf
+            text = f"has not answered for {seconds:.0f} s: it is stopped, or a call outside Python hangs"
+            if rank in self.answers:
+                text = (
+                    f"({state.host}) has kept the others waiting for at least {seconds:.0f} s, at "
+                )
+                text += f"{state.place}; its calls, innermost first:\n{state.stack}"
+            logger.warning(f"rank {rank} {text}")

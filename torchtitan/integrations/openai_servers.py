@@ -1,0 +1,155 @@
+"""The HTTP servers of a policy, which may end, come back and be joined by others while a run goes on."""
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from torchtitan.distributed.processes.ranks import from_rank_zero
+from torchtitan.rl.checks import addresses_in
+from torchtitan.tools.errors import RunError
+from torchtitan.tools.logging import logger
+
+T = TypeVar("T")
+
+_SECONDS_BETWEEN_LOOKS = 2.0  # at servers of which none answers
+
+
+class LostServerError(RunError):
+    """A server does not answer. is_gone: there is no server, rather than one that fails."""
+
+    def __init__(self, message: str, is_gone: bool = True) -> None:
+        super().__init__(message)
+        self.is_gone = is_gone
+
+
+class Servers:
+    """Knows which servers have the weights of the last update, and gives them to those that come back.
+
+    setting: see `addresses_in`; read again for each update, so that servers may join.
+    timeout_seconds: how long to wait while no server answers.
+
+    A server that was started again has other weights. An idle connection to each server tells: it is
+    closed when the server's process ends.
+    """
+
+    def __init__(self, setting: str, timeout_seconds: float) -> None:
+        self._setting, self._timeout_seconds = setting, timeout_seconds
+        self._lock = threading.Lock()  # held while a server gets the weights
+        self._turns = itertools.count()
+        self._ready: dict[str, socket.socket] = {}
+        self._load: Callable[[str], None] = lambda _: None  # before an update: any server will do
+
+    def addresses(self) -> list[str]:
+        return addresses_in(self._setting)
+
+    def update(self, load: Callable[[str], None], *, now: bool = True) -> None:
+        """Have all servers that answer load the weights, and wait until at least one has.
+
+        load: has the server of an address load the weights; called again for a server that comes back.
+        now: False for a rank that waits for rank 0 to do it, in `share`, and for weights sent in another way.
+        Raises what `load` raises, unless the server is gone.
+        """
+        with self._lock:
+            self._forget(list(self._ready))
+            self._load = load
+            if now:
+                self._load_any()
+
+    def share(self) -> None:
+        """Give all ranks the answer of rank 0: which servers have the weights. Collective."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            ready = from_rank_zero(lambda: list(self._ready))
+            if dist.get_rank() > 0:
+                self._forget(list(self._ready))
+                self.trust(ready)
+
+    def trust(self, addresses: list[str]) -> None:
+        """Take these servers for ready, as far as they answer."""
+        for address in addresses:
+            with suppress(OSError):
+                self._ready[address] = _connect(address)
+
+    def forget_restarted(self) -> None:
+        """Leave out servers whose process ended after the last update. Call it before a draw."""
+        with self._lock:
+            lost = [address for address, idle in self._ready.items() if _is_closed(idle)]
+            self._forget(lost, "it was started again")
+
+    def call(self, request: Callable[[str], T]) -> T:
+        """Return `request(address)` of a server that has the weights; of another one if a server is lost.
+
+        Raises LostServerError if no server comes back in time, or each one fails at this request.
+        """
+        for _ in range(len(self.addresses()) + 1):
+            with self._lock:
+                if not self._ready:
+                    self._load_any()
+                ready = list(self._ready)
+            address = ready[next(self._turns) % len(ready)]
+            try:
+                return request(address)
+            except LostServerError as error:
+                failure = error
+                with self._lock:
+                    self._forget([address], str(error))
+        raise failure
+
+    def _load_any(self) -> None:
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            addresses = self.addresses()
+            with ThreadPoolExecutor(max(1, len(addresses)), "weights") as threads:
+                failures = list(threads.map(self._try_to_load, addresses))
+            if self._ready:
+                return
+            if time.monotonic() > deadline:
+                raise LostServerError(
+                    f"no server of rl.generator.url = {self._setting!r} answered for "
+                    f"{self._timeout_seconds:g} s ({failures[-1] if failures else 'none named'}); look at "
+                    "the servers' logs, or raise rl.generator.timeout_seconds"
+                )
+            time.sleep(min(_SECONDS_BETWEEN_LOOKS, self._timeout_seconds / 4))
+
+    def _try_to_load(self, address: str) -> Exception | None:
+        """Return why the server is left out, or None. Raises what a server answers that fails at the load."""
+        try:
+            idle = _connect(address)  # before the load: a restart after it closes this connection
+            self._load(address)
+        except (OSError, LostServerError) as error:
+            if not getattr(error, "is_gone", True):
+                raise
+            return error
+        self._ready[address] = idle
+        return None
+
+    def _forget(self, addresses: list[str], reason: str = "") -> None:
+        for address in addresses:
+            if (idle := self._ready.pop(address, None)) is not None:
+                idle.close()
+                if reason:
+                    logger.warning("the server %s is left out: %s", address, reason)
+
+
+def _connect(address: str) -> socket.socket:
+    to = urlsplit(address)
+    port = to.port or (443 if to.scheme == "https" else 80)
+    connection = socket.create_connection((to.hostname, port), timeout=10)
+    connection.setblocking(False)
+    return connection
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,120 @@
+"""Gemma 4's text model without experts, inputs for each layer, and shared keys: 31B."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.models import hf_causal_lm as hf_lm
+from torchtitan.models import hf_fields as hf
+from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs, LayerKind
+from torchtitan.models.families.gemma3 import GELU, SHARED_ROWS
+from torchtitan.models.family import build_decoder_train_spec
+from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION, CausalLMAdapter, Layers
+from torchtitan.models.rope import RoPEArgs
+from torchtitan.protocols.train_spec import TrainSpec
+
+_ARGS: dict[str, Any] = {"norm_kind": "early", "norm_placement": "both", "qk_norm": True}
+_ARGS |= {"v_norm": True, "softmax_scale": 1.0, "layer_scale": True, "hidden_act": GELU}
+_SIZES = {"head_dim": "head_dim", "num_key_value_heads": "n_kv_heads"}
+_GLOBAL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+
+
+@dataclass(frozen=True)
+class _Layers(Layers):
+    """Layers of which those with full attention, always with the last, have heads of their own sizes."""
+
+    @property
+    def fields(self) -> Iterable[str]:
+        own = "global_head_dim num_global_key_value_heads attention_k_eq_v per_layer_config"
+        return [*super().fields, *own.split()]
+
+    def read(self, config: hf.Config) -> dict[str, Any]:
+        for name in ("rope_theta", "rope_scaling"):
+            hf.require(config, name, (), "rope_parameters must have a table for each type of layer")
+        hf.check_kind(config, "attention_k_eq_v", bool)
+        types = [*(config.get("layer_types") or hf_lm.every(6)(config))[:-1], FULL_ATTENTION]
+        tables = config.get("rope_parameters") or {FULL_ATTENTION: _GLOBAL_ROPE}
+        values = super().read({**config, "layer_types": types, "rope_parameters": tables})
+
+        sizes = {"head_dim": config["global_head_dim"]}
+        n_kv_heads = config.get("num_global_key_value_heads")
+        if n_kv_heads is not None and config["attention_k_eq_v"]:
+            sizes["num_key_value_heads"] = n_kv_heads
+        full_layers = [str(n) for n, name in enumerate(types) if name == FULL_ATTENTION]
+        by_layer = config.get("per_layer_config")  # as transformers writes these sizes
+        if by_layer is not None:
+            sizes = next(iter(by_layer.values()), {})
+            given = {str(layer): own for layer, own in by_layer.items()}
+            if given != dict.fromkeys(full_layers, sizes) or not {*sizes} <= {*_SIZES}:
+                reason = f"only layers {', '.join(full_layers)} may have {' and '.join(_SIZES)}"
+                raise hf.refusal(config, "per_layer_config", f"{reason} of their own, all the same")
+        for name in sizes:
+            hf.check_kind(sizes, name, hf.SIZE)
+        if sizes.get("head_dim", 0) % 2:
+            raise hf.refusal(sizes, "head_dim", "RoPE turns an even part of a head's numbers")
+        facts = {_SIZES[name]: size for name, size in sizes.items() if size != config[name]}
+        full = values["layer_kinds"][FULL_ATTENTION]
+        values["layer_kinds"][FULL_ATTENTION] = dataclasses.replace(
+            full, values_from_keys=config["attention_k_eq_v"], **facts
+        )
+        return values
+
+    def write(self, args: CausalLMArgs) -> dict[str, Any]:
+        kind = args.layer_kinds.get(FULL_ATTENTION, LayerKind())
+        return super().write(args) | {
+            "global_head_dim": args.head_dim_of(kind),
+            "num_global_key_value_heads": kind.n_kv_heads,
+            "attention_k_eq_v": kind.values_from_keys,
+        }
+
+
+_THETAS = {SLIDING_ATTENTION: 1e4, FULL_ATTENTION: 1e6}
+_ROWS = (
+    *SHARED_ROWS,
+    hf.Must("num_kv_shared_layers", 0, "every layer has its own keys and values here"),
+    hf.Must("hidden_size_per_layer_input", 0, "layers have no inputs of their own here"),
+    hf.Must("enable_moe_block", False, "layers have no experts here"),
+    # With "vision" only the tokens of an image see each other both ways.
+    hf.Must("use_bidirectional_attention", "vision", "text is causal here", is_written=False),
+    _Layers(types=hf_lm.every(6), window=512, thetas=_THETAS),
+)
+# Published files leave these out.
+_DEFAULTS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, global_head_dim=512)
+_DEFAULTS |= dict(vocab_size=262144, hidden_size_per_layer_input=256, attention_k_eq_v=False)
+_DEFAULTS |= dict(rms_norm_eps=1e-6, max_position_embeddings=131072, tie_word_embeddings=True)
+_INSIDE: dict[str, Any] = {"inside": ("gemma4",), "prefixes": hf_lm.MULTIMODAL}
+_INSIDE |= {"left_out": (r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.",)}
+_INSIDE |= {"names": {"model.layers.{}.layer_scalar": "layers.{}.layer_scale"}}
+hf_types = {"gemma4_text": hf.HFType("Gemma4", _ROWS, _ARGS, _DEFAULTS, **_INSIDE)}
+
+
+def _gemma4(
+    dim: int, n_layers: int, hidden_dim: int, full: LayerKind, **fields: Any
+) -> CausalLMArgs:
+    kinds = {
+        SLIDING_ATTENTION: LayerKind(RoPEArgs(1e4), fields.pop("window")),
+        FULL_ATTENTION: full,
+    }
+    types = ([SLIDING_ATTENTION] * 5 + [FULL_ATTENTION]) * (n_layers // 6)
+    fields |= {"layer_kinds": kinds, "layer_types": tuple(types), "attn_type": "flex", **_ARGS}
+    fields |= {"norm_eps": 1e-6, "rope_theta": 1e6, "embedding_scale": dim**0.5, "logits_cap": 30.0}
+    fields |= {"enable_weight_tying": True, "hf_type": "gemma4_text"}
+    return CausalLMArgs(dim=dim, n_layers=n_layers, hidden_dim=hidden_dim, **fields)
+
+
+def _full(head_dim: int, n_kv_heads: int) -> LayerKind:
+    rope = RoPEArgs(share=0.25, proportional=True)
+    return LayerKind(rope, head_dim=head_dim, n_kv_heads=n_kv_heads, values_from_keys=True)
+
+
+_SMALL: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "window": 64}
+_31B: dict[str, Any] = {"n_heads": 32, "n_kv_heads": 16, "head_dim": 256, "window": 1024}
+flavors = {
+    "debugmodel": _gemma4(256, 6, 768, _full(128, 1), vocab_size=2048, max_seq_len=32768, **_SMALL),
+    "31B": _gemma4(5376, 60, 21504, _full(512, 4), vocab_size=262144, max_seq_len=262144, **_31B),
+}
+
+
+def get_train_spec() -> TrainSpec:
+    return build_decoder_train_spec(CausalLM, flavors, CausalLMAdapter)

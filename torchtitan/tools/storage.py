@@ -1,0 +1,384 @@
+"""Files on a disk, or at an address: s3://bucket/folder, gs://, hf://, file://, memory:// and so on.
+
+Only this module tells the two apart. Paths on a disk go through `os`. Addresses go through fsspec, which is
+imported only for them. Object stores have no rename: an object appears whole or not at all, and a folder
+exists while it has objects.
+
+A call that finds a store busy or loses the connection is repeated for a while. If it still fails, it
+raises StorageError with the reason and the address.
+"""
+
+import errno
+import fcntl
+import hashlib
+import io
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from typing import IO, Any, NamedTuple, TypeVar
+
+from torchtitan.tools.errors import ConfigError, RunError
+from torchtitan.tools.logging import logger
+
+T = TypeVar("T")
+
+READ_SECONDS = 20.0  # how long a call on an address is repeated
+UPLOAD_SECONDS = 600.0  # uploads are repeated for longer, because training goes on meanwhile
+_BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a range, and ranges that a process keeps
+_STREAM_BUFFER = 8 * 2**20
+_FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights
+
+
+_REFUSALS = re.compile("credential|forbidden|unauthori[sz]ed|access denied", re.IGNORECASE)
+
+
+class StorageError(OSError, RunError):
+    """An address cannot be read or written. `RunError`: a run that it ends shows no stack."""
+
+
+class Stat(NamedTuple):
+    """Like `os.stat_result`, whose time stands for the object's version here."""
+
+    st_size: int
+    st_mtime_ns: Any
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def require_disk(key: str, path: str) -> str:
+    """Return the path. Raises ConfigError, which names `key`, for an address."""
+    if is_address(path):
+        raise ConfigError(
+            f"{key} must be on a disk, got the address {path!r}; copy it to a disk and name the copy"
+        )
+    return path
+
+
+def resolve(address: str) -> tuple[Any, str]:
+    """Return (fsspec's file system, the path in it), without connecting. Raises ConfigError if there is none."""
+    try:
+        from fsspec.core import url_to_fs
+
+        # Not kept: a forked process and each thread need a file system of their own.
+        options = {"auto_mkdir": True} if address.startswith(("file:", "local:")) else {}
+        return url_to_fs(address, use_listings_cache=False, **options)
+    except ImportError as error:
+        raise ConfigError(
+            f"{address} needs a package that is missing ({error}); install torchtitan-embeddable[cloud], "
+            "or that package"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{address} is no address that fsspec knows ({error})") from None
+
+
+def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = None) -> T:
+    """Return `work(file system, path)`, repeated for `seconds` (None: `READ_SECONDS`)."""
+    file_system, path = resolve(address)
+    deadline, pause = time.monotonic() + (seconds or READ_SECONDS), 0.25
+    while True:
+        try:
+            file_system.invalidate_cache()  # some stores remember listings in any case
+            return work(file_system, path)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            # The classes stay, because callers catch them; some stores name no address.
+            raise type(error)(error.errno or errno.ENOENT, str(error), address) from None
+        except Exception as error:  # each store's client has exceptions of its own
+            reason = f"{type(error).__name__}: {error}"
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                reason = "this machine has no room for its copy"
+                raise OSError(errno.ENOSPC, reason, address) from error
+            refused = isinstance(error, (PermissionError, ValueError)) or _REFUSALS.search(reason)
+            if isinstance(error, NotImplementedError):
+                reason = "fsspec cannot do this there, most often because it only reads; give another address"
+            elif refused:
+                remedy = "check the address, the credentials and what they allow"
+                reason = f"the store refuses ({reason}); {remedy}"
+            elif time.monotonic() + pause > deadline:
+                reason = f"the store does not answer ({reason})"
+            else:
+                logger.warning(f"{address}: {reason}; trying again")
+                time.sleep(pause)
+                pause = min(2 * pause, 30)
+                continue
+            raise StorageError(errno.EIO, reason, address) from error
+
+
+# ---- what checkpoints and data need, for paths of both kinds ----
+
+
+def join(folder: str, *names: str) -> str:
+    if is_address(folder):
+        return "/".join((folder.rstrip("/"), *names))
+    return os.path.join(folder, *names)
+
+
+def resolved(path: str) -> str:
+    """Return the same string for all names of a file or folder."""
+    return path.rstrip("/") if is_address(path) else os.path.realpath(path)
+
+
+def stat(path: str) -> Stat | None:
+    """Return the size and version of a file; None if there is no file."""
+    if not is_address(path):
+        found = os.stat(path) if os.path.isfile(path) else None
+        return found and Stat(found.st_size, found.st_mtime_ns)
+    about = _about(path)
+    return _stat(about) if about["type"] == "file" else None
+
+
+def _about(address: str) -> dict[str, Any]:
+    try:
+        return _call(address, lambda fs, name: fs.info(name))
+    except (FileNotFoundError, NotADirectoryError):
+        return {"type": "nothing"}
+
+
+def _stat(about: dict[str, Any]) -> Stat:
+    version = next((about[key] for key in ("ETag", "etag", "blob_id") if about.get(key)), None)
+    return Stat(about["size"], str(version or about.get("LastModified") or about.get("mtime")))
+
+
+def is_file(path: str) -> bool:
+    return os.path.isfile(path) if not is_address(path) else stat(path) is not None
+
+
+def is_folder(path: str) -> bool:
+    return os.path.isdir(path) if not is_address(path) else _about(path)["type"] == "directory"
+
+
+def exists(path: str) -> bool:
+    """True for a file, also for a pipe or a device on a disk, which `open_file` refuses."""
+    return os.path.exists(path) if not is_address(path) else stat(path) is not None
+
+
+def names_in(folder: str) -> list[str]:
+    """Return the names in a folder; none if it does not exist."""
+    if not is_address(folder):
+        return os.listdir(folder) if os.path.isdir(folder) else []
+    try:
+        found = _call(folder, lambda fs, name: fs.ls(name, detail=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
+
+
+def find(address: str) -> dict[str, Stat]:
+    """Return name below `address` -> size and version, of all files there; "" is a file's own name."""
+
+    def work(fs: Any, root: str) -> dict[str, Stat]:
+        found = {}
+        for name, about in fs.find(root, detail=True).items():
+            if not name.startswith(root):
+                raise ValueError(f"{name} is listed, which is not below {root}")
+            if name[-1] != "/":  # an object that some tools make for an empty folder
+                found[name[len(root) :].lstrip("/")] = _stat(about)
+        return found
+
+    try:
+        return _call(address, work)
+    except FileNotFoundError:
+        return {}
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a small file: on a disk synced, at an address as one object."""
+    if is_address(path):
+        _call(path, lambda fs, name: fs.pipe_file(name, text.encode()))
+        return
+    from torchtitan.tools.files import open_file
+
+    with open_file(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_writable(address: str) -> None:
+    """Write and delete an object below `address`. Raises OSError if the store does not let this process."""
+    trial = join(address, f".writable-{os.getpid()}")
+    write_text(trial, "Is writing allowed?")
+    delete(trial)
+
+
+def delete(path: str) -> None:
+    """Remove a file. A missing object is removed already."""
+    if not is_address(path):
+        os.unlink(path)
+        return
+    with suppress(FileNotFoundError):
+        _call(path, lambda fs, name: fs.rm_file(name))
+
+
+def upload(path: str, address: str) -> None:
+    """Copy a file of this disk to an address."""
+    _transfer(address, path, is_upload=True)
+
+
+def _transfer(address: str, path: str, is_upload: bool) -> None:
+    def work(fs: Any, name: str) -> None:
+        fs.put_file(path, name) if is_upload else fs.get_file(name, path)
+        there, here = fs.info(name)["size"], os.path.getsize(path)
+        if there != here:
+            reason = f"the copy is not whole: {there} bytes there, {here} on this disk"
+            raise StorageError(errno.EIO, reason, address)
+
+    _call(address, work, UPLOAD_SECONDS if is_upload else None)
+
+
+def sweep(address: str) -> None:
+    """Abort S3's uploads in parts below `address` that a killed process has left; they are invisible, but cost."""
+
+    def work(fs: Any, path: str) -> None:
+        if not hasattr(fs, "call_s3"):
+            return
+        bucket, key, _ = fs.split_path(path)
+        found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
+        for part in found.get("Uploads") or ():
+            where = {"Key": part["Key"], "UploadId": part["UploadId"]}
+            fs.call_s3("abort_multipart_upload", Bucket=bucket, **where)
+
+    try:
+        _call(address, work)
+    except OSError as error:  # these rights are rarely given; a rule of the bucket can do the same
+        logger.warning(f"unfinished uploads below {address} are not looked for: {error.strerror}")
+
+
+# ---- reading by ranges ----
+
+
+@lru_cache(_BLOCKS_KEPT)
+def _block(address: str, found: Stat, number: int) -> bytes:
+    return read_ranges([(address, number * _BLOCK, min((number + 1) * _BLOCK, found.st_size))])[0]
+
+
+def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
+    """Return the bytes of each (path, start, end), on a disk, or at one store, several at a time."""
+    if not ranges or not is_address(ranges[0][0]):
+        return [_bytes_at(*part) for part in ranges]
+    addresses, starts, ends = map(list, zip(*ranges, strict=True))
+
+    def work(fs: Any, _: str) -> list[bytes]:
+        names = [resolve(address)[1] for address in addresses]
+        return fs.cat_ranges(names, starts, ends, on_error="raise")
+
+    parts = _call(addresses[0], work)
+    for part, (address, start, end) in zip(parts, ranges, strict=True):
+        if len(part) != end - start:
+            reason = f"has {len(part)} bytes at {start} now, not {end - start}; do not change it meanwhile"
+            raise StorageError(errno.EIO, reason, address)
+    return parts
+
+
+def _bytes_at(path: str, start: int, end: int) -> bytes:
+    from torchtitan.tools.files import open_file
+
+    with open_file(path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), end - start, start)
+
+
+class RangedFile(io.RawIOBase):
+    """A file at an address. Reads the ranges that are asked for: short ones in blocks that are kept.
+
+    Also a sequence of bytes, as a memory-mapped file is: `file[start:end]`, `len(file)`.
+    Raises FileNotFoundError if there is no such file.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address, self._position = address, 0
+        if (found := stat(address)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
+        self.found = found
+
+    def __reduce__(self) -> tuple:
+        return RangedFile, (self.address,)
+
+    def __len__(self) -> int:
+        return self.found.st_size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, end, _ = part.indices(len(self))
+        if start >= end:
+            return b""
+        if end - start >= _BLOCK:
+            return read_ranges([(self.address, start, end)])[0]
+        first, last = start // _BLOCK, (end - 1) // _BLOCK
+        blocks = b"".join(_block(self.address, self.found, n) for n in range(first, last + 1))
+        return blocks[start - first * _BLOCK : end - first * _BLOCK]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self)}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self[self._position : self._position + len(buffer)]
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def open_address(address: str, mode: str, **options: Any) -> IO[Any]:
+    """Open an object for reading, as `open` does."""
+    if mode not in ("r", "rb"):
+        raise StorageError(
+            errno.EINVAL, "an address is not written through a file; upload the file", address
+        )
+    file = io.BufferedReader(RangedFile(address), _STREAM_BUFFER)
+    return file if mode == "rb" else io.TextIOWrapper(file, **options)
+
+
+# ---- copies on this disk ----
+
+
+def staging_folder(address: str) -> str:
+    """Return the folder in the cache where files are written before they are uploaded to `address`."""
+    return _in_cache("staged", resolved(address))
+
+
+def _in_cache(kind: str, key: str) -> str:
+    from torchtitan.tools.files import cache_folder
+
+    return str(cache_folder() / f"{kind}_{hashlib.sha256(key.encode()).hexdigest()[:24]}")
+
+
+def fetched(path: str, has_weights: bool = True) -> str:
+    """Return a folder on this disk with a Hugging Face model's files: `path`, or its copy in the cache.
+
+    has_weights: False leaves out the *.safetensors.
+    """
+    if not is_address(path):
+        return path
+    endings = (*_FETCHED, ".safetensors") if has_weights else _FETCHED
+    files = {n: found for n, found in find(path).items() if n.endswith(endings) and "/" not in n}
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "there are no files of a Hugging Face model", path)
+    copy = _in_cache("fetched", repr((resolved(path), sorted(files.items()))))
+    from torchtitan.tools.files import open_file
+
+    os.makedirs(os.path.dirname(copy), exist_ok=True)
+    with open_file(f"{copy}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the machine fetches, others wait
+        if not os.path.isdir(copy):
+            size = sum(found.st_size for found in files.values())
+            logger.info(f"copying {path} ({size / 2**30:.2f} GiB) to {copy}")
+            shutil.rmtree(unfinished := f"{copy}.unfinished", ignore_errors=True)
+            os.mkdir(unfinished)
+            for name in files:
+                _transfer(join(path, name), os.path.join(unfinished, name), is_upload=False)
+            os.rename(unfinished, copy)
+    return copy
