@@ -32,9 +32,14 @@ def _kernel() -> Callable[..., Any] | None:
     return chunk_gated_delta_rule
 
 
+@torch.compiler.assume_constant_result  # the compiler would trace the import
+def _is_installed() -> bool:
+    return _kernel() is not None
+
+
 def is_available(device: torch.device) -> bool:
     """Return True if fla is installed and computes on the device."""
-    return device.type == "cuda" and _kernel() is not None
+    return device.type == "cuda" and _is_installed()
 
 
 def is_supported(q: Tensor, v: Tensor) -> bool:

@@ -504,6 +504,15 @@ def test_fla_gets_one_row_with_all_documents(fla, is_compiled):
         torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.01)
 
 
+def test_compiler_does_not_trace_the_import_of_fla():
+    def compute(x):
+        return x + 1 if delta_rule_fla._is_installed() else x - 1
+
+    delta_rule_fla._kernel.cache_clear()
+    compiled = torch.compile(compute, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == compute(torch.zeros(1))
+
+
 def test_fla_is_not_used_on_cpu_or_with_state(fla, monkeypatch):
     inputs, starts = make_inputs(torch.bfloat16), starts_of(*FIRST)
     monkeypatch.setattr(delta_rule_fla, "gated_delta_rule", None)
