@@ -36,7 +36,6 @@ CASES = {
     "qwen3 0.6B flex": Case("0.6B", FLEX, rows=2, seq_lens=(4096,) * 8),
     "qwen3 30B-A3B flex": Case("30B-A3B", FLEX),
     "qwen3 30B-A3B ep varlen": Case("30B-A3B", f"{VARLEN} {EP}2", ranks=2),
-    "qwen3_5 0.8B varlen": Case("0.8B", VARLEN, n_layers=4),
     "deepseek_v3 16B flex": Case("16B", FLEX),
     "gpt_oss 20b flex": Case("20b", FLEX),
 }

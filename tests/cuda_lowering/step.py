@@ -56,10 +56,7 @@ def lower(name: str, target: Target) -> Lowered:
     if "activation_checkpoint" not in case.flags:
         flags.append("--activation_checkpoint.mode=none")
     sizes = f"--training.seq_len={max(case.seq_lens)}", f"--training.local_batch_size={case.rows}"
-    model_args = get_train_spec(family).model_args[case.flavor]
-    model_args.n_layers = case.n_layers
-    if kinds := getattr(model_args, "layer_types", ()):
-        model_args.layer_types = kinds[: case.n_layers]
+    get_train_spec(family).model_args[case.flavor].n_layers = case.n_layers
     flags = *flags, *sizes, *case.compile.split()
     with (
         mock.patch.object(FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(_TUNED_FLEX)),
