@@ -432,8 +432,11 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     newest = checkpointer.newest_step() if config.checkpoint.load_step == -1 else -1
     continues = newest > 0
     # With training.epochs, the last step is known only after the data position is loaded.
-    is_over = config.training.epochs is None or checkpointer.holds_weights_only(newest)
-    if continues and newest >= engine.num_steps and is_over:
+    if (
+        continues
+        and newest >= engine.num_steps
+        and (config.training.epochs is None or checkpointer.holds_weights_only(newest))
+    ):
         logger.info(
             f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
             f"{engine.num_steps}; raise it to go on, or set another job.dump_folder to train again"

@@ -104,7 +104,7 @@ _LOGGED = {
 }
 _LOGGED_AFTER_SAVE = {"logged step": _LOGGED | NORM}  # which has looked at the step before
 _LOGGED_AND_BEFORE = {"logged step": _LOGGED | {next(iter(NORM)): 2}}
-_WRITE = "stream.synchronize in checkpoint/folder.py write_data"
+_WRITE = "stream.synchronize in checkpoint/folder.py write"
 _STAGE = "copy to host in checkpoint/saver.py stage"
 _TAKE_MEMORY = "copy to host in checkpoint/saver.py _take_memory"
 # A rollout asks for each token whether rows go on; a step returns numbers.

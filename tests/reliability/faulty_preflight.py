@@ -35,7 +35,7 @@ FAULTS = {
     "clock": [patch.object(preflight.time, "time", lambda: real_time() - 90)],
     "full disk": [
         patch.dict(os.environ, LOCAL_RANK="0"),  # as on a host of its own
-        patch.object(preflight, "open", open_full, create=True),
+        patch.object(preflight, "open_file", open_full),
     ],
     "folder that is not shared": [],
     "other version": [patch.object(preflight.torch, "__version__", "2.9.0")],

@@ -23,6 +23,7 @@ READ_ELSEWHERE = {
     "job.config_file": "by the parser",
     "job.print_config": "by the command line",
     "job.save_config_file": "by the command line",
+    "job.stopped_exit_code": "by the command line",
     "job.custom_config_module": "by the parser",
     "model.tokenizer_path": "by the parser, for which it is an old name",
     "experimental.custom_args_module": "by the parser, for which it is an old name",

@@ -111,7 +111,8 @@ def test_mask_without_boundaries_is_refused():
     model = tiny_model(attn_type="flex")
     mask = create_attention_mask(get_causal_mask_mod(), 2, None, 12, 12)
     with pytest.raises(
-        ValueError, match="boundaries of documents, which a mask of your own does not"
+        ValueError,
+        match="boundaries of documents, which a mask of trees or of your own does not have",
     ):
         model(TOKENS, attention_masks=mask)
 

@@ -75,6 +75,8 @@ _ROWS = (
     hf.Must("num_kv_shared_layers", 0, "every layer has its own keys and values here"),
     hf.Must("hidden_size_per_layer_input", 0, "layers have no inputs of their own here"),
     hf.Must("enable_moe_block", False, "layers have no experts here"),
+    hf.Must("num_experts", None, "layers have no experts here", is_written=False),
+    hf.Must("moe_intermediate_size", None, "layers have no experts here", is_written=False),
     # With "vision" only the tokens of an image see each other both ways.
     hf.Must("use_bidirectional_attention", "vision", "text is causal here", is_written=False),
     _Layers(types=hf_lm.every(6), window=512, thetas=_THETAS),
