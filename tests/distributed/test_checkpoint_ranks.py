@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,13 +326,18 @@ def upload_from_two_disks(folder: str) -> None:
     assert find_damage(f"file://{bucket}/step-2") is None
     own = Path(f"{disk}/checkpoint/step-2")
     assert own.exists() == (dist.get_rank() == 0)  # rank 1 sees no file of rank 0, and keeps none
-    other = Run(disk, seed=1, folder=f"file://{bucket}")
-    assert other.manager.load()
-    assert_same(other.everything(), saved)
+    for verifies in (True, False):
+        other = Run(disk, seed=1, folder=f"file://{bucket}", verify_on_load=verifies)
+        assert other.manager.load()
+        assert_same(other.everything(), saved)
     with contextlib.suppress(FileNotFoundError):
         Path(f"{bucket}/step-2/{HASHES_FILE}").unlink()  # as if the upload had been interrupted
     third = Run(disk, seed=2, folder=f"file://{bucket}")
     assert third.manager.load() and third.manager.newest_step() == 1
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{bucket}/step-2")
+    third.manager.verify_on_load = False
+    assert "1 of its 3 files are on no disk" in error_of(lambda: third.manager.load(step=2))
     run.manager.save_hf(f"file://{bucket}/hf")
     assert find_damage(f"file://{bucket}/hf") is None
 

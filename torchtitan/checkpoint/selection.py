@@ -94,7 +94,10 @@ class Selection:
         else:
             folders, copies = from_rank_zero(lambda: self._named_step(folder, step, verify))
             whole = (facts for facts in copies[:-1] if self._problem_of(facts, folder) is None)
-            chosen = next(whole, None) or copies[-1].require_whole()
+            if (chosen := next(whole, None)) is None:
+                last = copies[-1]
+                damage = self._missing_files(last, folder) or last.damage
+                chosen = last._replace(damage=damage).require_whole()
         if chosen is None:
             return None
         newer = [f for f in folders if f.step > chosen.step]
@@ -153,6 +156,10 @@ class Selection:
 
     def _problem_of(self, facts: Facts, folder: str) -> str | None:
         """Return why a step cannot be loaded, or None. folder: the run's, on this rank's disk. Collective."""
+        return self._missing_files(facts, folder) or facts.find_damage()
+
+    def _missing_files(self, facts: Facts, folder: str) -> str | None:
+        """Return why a rank cannot read all files of a step on the disk; None if all ranks can. Collective."""
         if self._bucket and not storage.is_address(facts.path):
             try:
                 names = from_rank_zero(lambda: [*recorded_hashes(facts.path)])
@@ -165,12 +172,14 @@ class Selection:
             def found_in(place: str) -> set[str]:
                 return {name for name in names if os.path.isfile(os.path.join(place, name))}
 
-            # Machines may have disks of their own. What no rank has is missing, says `find_damage`.
+            # Machines may have disks of their own; after an upload, only rank 0's keeps its files.
             of_ranks = all_ranks((found_in(facts.path), found_in(own)))
-            has_all = all(len(readable) == len(names) for readable, _ in of_ranks)
-            if not has_all and len(set().union(*(kept for _, kept in of_ranks))) == len(names):
-                return _ELSEWHERE
-        return facts.find_damage()
+            if any(len(readable) < len(names) for readable, _ in of_ranks):
+                n_kept = len(set().union(*(kept for _, kept in of_ranks)))
+                if n_kept == len(names):
+                    return _ELSEWHERE
+                return f"{len(names) - n_kept} of its {len(names)} files are on no disk of this job"
+        return None
 
     def _steps(self, folder: str) -> list[StepFolder]:
         """Return the steps, sorted; the uploaded copy of a step comes before the one in `folder`."""
@@ -205,7 +214,7 @@ class Selection:
         return folders, None
 
 
-_ELSEWHERE = "some of its files are on other machines, and its upload was interrupted"
+_ELSEWHERE = "its files are on the disks of several machines, and no machine has all of them"
 
 
 def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Facts:
