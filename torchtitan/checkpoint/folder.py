@@ -333,10 +333,15 @@ def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = N
         storage.delete(storage.join(address, UNFINISHED_MARKER))
         logger.info(f"{folder} was uploaded to {address} in {time.monotonic() - start:.2f} s")
 
+    # Before the last exchange, after which rank 0 may remove the folder.
+    is_on_other_disk = (
+        rank > 0 and HASHES_FILE in names and not os.path.exists(os.path.join(folder, HASHES_FILE))
+    )
     on_all_ranks(lambda: end() if rank == 0 else None, group)
-    if rank > 0 and HASHES_FILE in names and not os.path.exists(os.path.join(folder, HASHES_FILE)):
+    if is_on_other_disk:
         for name in own:
-            os.unlink(os.path.join(folder, name))
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))
         with suppress(OSError):  # other ranks of this machine still have files there
             os.rmdir(folder)
 

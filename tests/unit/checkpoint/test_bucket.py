@@ -232,6 +232,31 @@ def test_step_is_removed_whole_although_a_listing_shows_nothing(bucket, tmp_path
     assert not (bucket / "step-1" / HASHES_FILE).exists()
 
 
+def test_rank_whose_folder_rank_zero_removes_after_an_upload_removes_nothing(
+    bucket, tmp_path, monkeypatch
+):
+    run = Run(tmp_path / "a")
+    run.train_and_save(1)
+    folder = tmp_path / "a/checkpoint/step-1"
+    names = {path.name for path in folder.iterdir()} | {"__1_0.distcp"}
+    (folder / "__1_0.distcp").write_text("of rank 1")
+    calls = []
+
+    def on_all_ranks(work, group):
+        calls.append(work())
+        if len(calls) == 3:  # rank 0 may go on from here
+            shutil.rmtree(folder)
+        return [names]
+
+    monkeypatch.setattr(folders, "on_all_ranks", on_all_ranks)
+    monkeypatch.setattr(folders.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(folders.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(folders.dist, "get_world_size", lambda group: 2)
+    folders.upload_folder(str(folder), f"file://{bucket}/step-1")
+    assert [path.name for path in (bucket / "step-1").iterdir()] == ["__1_0.distcp"]
+    assert len(calls) == 3
+
+
 def test_failed_upload_is_one_error_and_leaves_the_step_on_the_disk(bucket, tmp_path, monkeypatch):
     run = run_with(bucket, tmp_path / "a")
     run.train_and_save(1)
