@@ -12,9 +12,9 @@ import errno
 import fcntl
 import hashlib
 import io
+import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,8 +26,9 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-READ_SECONDS = 20.0  # how long a call on an address is repeated
+READ_SECONDS = 20.0  # how long a call on an address is repeated after it first fails
 UPLOAD_SECONDS = 600.0  # uploads are repeated for longer, because training goes on meanwhile
+_LONG_ATTEMPTS = 3  # attempts that take longer than these times, and are repeated all the same
 _BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a range, and ranges that a process keeps
 _STREAM_BUFFER = 8 * 2**20
 _FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights
@@ -78,10 +79,15 @@ def resolve(address: str) -> tuple[Any, str]:
 
 
 def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = None) -> T:
-    """Return `work(file system, path)`, repeated for `seconds` (None: `READ_SECONDS`)."""
+    """Return `work(file system, path)`, repeated for `seconds` (None: `READ_SECONDS`) after a failure.
+
+    A long attempt is most often a large transfer that was cut off: the time then begins again. A store
+    that hangs makes long attempts, too, so only `_LONG_ATTEMPTS` count as transfers.
+    """
     file_system, path = resolve(address)
-    deadline, pause = time.monotonic() + (seconds or READ_SECONDS), 0.25
+    seconds, deadline, n_long = seconds or READ_SECONDS, math.inf, 0
     while True:
+        start = time.monotonic()
         try:
             file_system.invalidate_cache()  # some stores remember listings in any case
             return work(file_system, path)
@@ -93,13 +99,17 @@ def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = N
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 reason = "this machine has no room for its copy"
                 raise OSError(errno.ENOSPC, reason, address) from error
+            now = time.monotonic()
+            is_long = now - start > seconds and n_long < _LONG_ATTEMPTS
+            if is_long or deadline == math.inf:
+                n_long, deadline, pause = n_long + is_long, now + seconds, 0.25
             refused = isinstance(error, (PermissionError, ValueError)) or _REFUSALS.search(reason)
             if isinstance(error, NotImplementedError):
                 reason = "fsspec cannot do this there, most often because it only reads; give another address"
             elif refused:
                 remedy = "check the address, the credentials and what they allow"
                 reason = f"the store refuses ({reason}); {remedy}"
-            elif time.monotonic() + pause > deadline:
+            elif now + pause > deadline:
                 reason = f"the store does not answer ({reason})"
             else:
                 logger.warning(f"{address}: {reason}; trying again")
@@ -376,9 +386,11 @@ def fetched(path: str, has_weights: bool = True) -> str:
         if not os.path.isdir(copy):
             size = sum(found.st_size for found in files.values())
             logger.info(f"copying {path} ({size / 2**30:.2f} GiB) to {copy}")
-            shutil.rmtree(unfinished := f"{copy}.unfinished", ignore_errors=True)
-            os.mkdir(unfinished)
-            for name in files:
-                _transfer(join(path, name), os.path.join(unfinished, name), is_upload=False)
+            os.makedirs(unfinished := f"{copy}.unfinished", exist_ok=True)
+            # A fetch that was killed has left whole files.
+            for name in sorted(files.keys() - os.listdir(unfinished)):
+                part = f"{unfinished}.part"
+                _transfer(join(path, name), part, is_upload=False)
+                os.rename(part, os.path.join(unfinished, name))
             os.rename(unfinished, copy)
     return copy

@@ -65,29 +65,51 @@ def test_ranges_equal_the_files_and_memory_is_bounded(bucket, monkeypatch):
 
 
 class Store:
-    """Fails with `errors`, one after another, and then has a file of one byte."""
+    """Fails with `errors`, one after another, and then has a file of one byte.
 
-    def __init__(self, *errors: Exception) -> None:
+    It has its own clock: each failure takes `seconds`, and sleeping does not wait.
+    """
+
+    def __init__(self, *errors: Exception, seconds: float = 0.0) -> None:
         self.errors = [*errors]
+        self.seconds, self.time = seconds, 0.0
+
+    def monotonic(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
 
     def invalidate_cache(self) -> None: ...
 
     def info(self, path: str) -> dict:
         if self.errors:
+            self.time += self.seconds
             raise self.errors.pop(0)
         return {"type": "file", "size": 1}
 
 
 def test_busy_store_is_asked_again_until_the_time_is_over(monkeypatch):
-    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     store = Store(OSError("SlowDown"), ConnectionResetError("lost"))
+    monkeypatch.setattr(storage, "time", store)
     monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
     assert storage.stat("s3://b/x").st_size == 1
-    store.errors = [OSError("SlowDown")] * 5
-    monkeypatch.setattr(storage, "READ_SECONDS", -1)
+    store.errors, store.time = [OSError("SlowDown")] * 99, 0.0
     with pytest.raises(RunError, match=r"does not answer \(OSError: SlowDown\): 's3://b/x'"):
         storage.stat("s3://b/x")
-    assert len(store.errors) == 4
+    assert storage.READ_SECONDS / 2 < store.time <= storage.READ_SECONDS
+    assert 90 < len(store.errors) < 99
+
+
+def test_transfer_that_takes_longer_than_retries_is_retried_three_times(monkeypatch):
+    store = Store(*[ConnectionResetError("lost")] * 3, seconds=storage.READ_SECONDS + 5)
+    monkeypatch.setattr(storage, "time", store)
+    monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
+    assert storage.stat("s3://b/x").st_size == 1
+    store.errors = [TimeoutError("the store hangs")] * 9
+    with pytest.raises(RunError, match="does not answer"):
+        storage.stat("s3://b/x")
+    assert len(store.errors) == 5
 
 
 def test_store_that_refuses_is_asked_once_and_a_missing_file_is_no_failure(monkeypatch):
@@ -199,3 +221,28 @@ def test_hugging_face_files_are_fetched_once_until_they_change(bucket, tmp_path,
         FileNotFoundError, match="no files of a Hugging Face model.*memory://bucket/n"
     ):
         storage.fetched(f"{bucket}/n")
+
+
+def test_interrupted_fetch_continues_with_the_files_that_are_missing(bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = [f"{n}.safetensors" for n in range(4)]
+    for name in names:
+        put(f"{bucket}/m/{name}", name.encode())
+    transfer, done = storage._transfer, []
+
+    def transfer_some(address: str, path: str, is_upload: bool) -> None:
+        if len(done) == 2:
+            with open(path, "wb") as file:
+                file.write(b"x" * 13)  # as long as the file, but a store's client wrote only holes
+            raise storage.StorageError(errno.EIO, "killed", address)
+        transfer(address, path, is_upload)
+        done.append(address.rpartition("/")[2])
+
+    monkeypatch.setattr(storage, "_transfer", transfer_some)
+    with pytest.raises(storage.StorageError, match="killed"):
+        storage.fetched(f"{bucket}/m")
+    assert done == names[:2]
+    done[:] = [""] * 3
+    copy = storage.fetched(f"{bucket}/m")
+    assert done[3:] == names[2:] and sorted(os.listdir(copy)) == names
+    assert [open(os.path.join(copy, name)).read() for name in names] == names
