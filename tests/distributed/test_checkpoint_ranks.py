@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.checkpoint import folder as ranks_folder
-from torchtitan.checkpoint import hf
+from torchtitan.checkpoint import hf, hf_assets
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.config.job_config import Checkpoint
@@ -28,6 +28,7 @@ from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools import storage
 
 
 class Position(Stateful):
@@ -344,3 +345,38 @@ def upload_from_two_disks(folder: str) -> None:
 
 def test_machines_without_a_shared_folder_meet_in_the_bucket(tmp_path):
     run_ranks(upload_from_two_disks, 2, str(tmp_path))
+
+
+class VisionAdapter(NetAdapter):
+    def ignores_hf_key(self, hf_key):
+        return hf_key.startswith("vision.")
+
+    holds_untrained_part = ignores_hf_key
+
+
+def export_vision_of_a_base_in_a_bucket(folder: str) -> None:
+    """A run that resumes. Rank 1 is on another machine, and has a cache of its own."""
+    rank, disk = dist.get_rank(), f"{folder}/disk-{dist.get_rank()}"
+    os.environ["XDG_CACHE_HOME"], os.environ["LOCAL_WORLD_SIZE"] = f"{disk}/cache", "1"
+    base = dict(initial_load_path=f"file://{folder}/base", initial_load_in_hf=True)
+    Run(folder).manager.save(1)
+    run = Run(folder, seed=1, **base, untrained_weights="copy")
+    run.manager.sd_adapter = VisionAdapter(None, None)
+    assert run.manager.load()
+    assert [*Path(f"{disk}/cache").rglob("fetched_*/a.safetensors")]  # while no rank waits
+    only_rank_zero = mock.patch.object(hf_assets, "save_tensors", side_effect=AssertionError(rank))
+    gone = mock.patch.object(storage, "find", side_effect=OSError("the store is gone"))
+    with gone, only_rank_zero if rank else contextlib.nullcontext():
+        run.manager.save_hf(f"{folder}/out")
+
+
+def test_untrained_parts_of_a_base_in_a_bucket_are_copied_by_the_machine_that_exports(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "base").mkdir()
+    vision = {f"vision.{n}": torch.full((3,), float(i)) for i, n in enumerate("ab")}
+    for name, tensor in vision.items():
+        save_file({name: tensor}, tmp_path / f"base/{name[-1]}.safetensors")
+    run_ranks(export_vision_of_a_base_in_a_bucket, 2, str(tmp_path))
+    files = [load_file(file) for file in (tmp_path / "out").glob("*untrained*")]
+    assert_same(files[0] | files[1], vision)

@@ -277,10 +277,12 @@ def in_two_threads(work: Callable[[T], U], items: list[T]) -> list[U]:
     return results[0] + results[1]
 
 
-def own_share(names: list[str]) -> list[str]:
+def own_share(names: list[str], n_ranks: int | None = None) -> list[str]:
+    """Return this rank's share of the names, which the first `n_ranks` ranks share; None: all ranks."""
     if not dist.is_initialized():
         return names
-    return sorted(names)[dist.get_rank() :: dist.get_world_size()]
+    rank, n_ranks = dist.get_rank(), n_ranks or dist.get_world_size()
+    return sorted(names)[rank::n_ranks] if rank < n_ranks else []
 
 
 def recorded_hashes(folder: str) -> dict[str, str]:

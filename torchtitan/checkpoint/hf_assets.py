@@ -23,7 +23,7 @@ from torchtitan.checkpoint.folder import (
     path_inside,
 )
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
-from torchtitan.distributed.processes.ranks import from_rank_zero, on_all_ranks
+from torchtitan.distributed.processes.ranks import from_rank_zero, num_ranks, on_all_ranks
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map, shorten
@@ -114,13 +114,17 @@ class UntrainedParts(NamedTuple):
     all_names: list[str]
 
     def copy_to(self, folder: str) -> dict[str, str]:
-        """Copy the tensors to separate files, listed in the index; return name -> SHA-256. Collective."""
+        """Copy the tensors to separate files, listed in the index; return name -> SHA-256. Collective.
+
+        The ranks of rank 0's machine copy, because the folders may be on its disk.
+        """
+        n_writers = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_ranks())
         copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
 
         def copy_own_share() -> dict[str, tuple[str, int]]:
             """Return file name -> (SHA-256, bytes of its tensors)."""
             written = {}
-            for source in own_share(list(self.names)):
+            for source in own_share(list(self.names), n_writers):
                 path = path_inside(self.folder, source)
                 with safe_open(regular_file(path), framework="pt") as file:
                     tensors = {name: file.get_tensor(name) for name in self.names[source]}

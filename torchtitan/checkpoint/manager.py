@@ -54,6 +54,7 @@ from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from torchtitan.tools import storage
+from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
@@ -144,6 +145,7 @@ class CheckpointManager:
         self.tokenizer: Any = None
         self.chat_template: str | None = None
         self.chosen_args: Collection[str] | None = ()
+        self._untrained_base = "", ""  # path of the base model, its folder on this rank's disk
         # These objects hold no reference to the manager: a cycle would delay its deletion.
         self._saver = Saver()
         self._retention = Retention(self.folder, self.bucket)
@@ -322,12 +324,26 @@ class CheckpointManager:
     ) -> None:
         adapter, untrained = self.require_adapter(), None
         if self.untrained_weights == "copy":
-            base = self.initial_load_in_hf and self.initial_load_path or adapter.hf_assets_path
-            untrained = from_rank_zero(
-                lambda: untrained_parts(storage.fetched(base or ""), adapter)
-            )
+            try:
+                base = self._base_of_untrained()
+                untrained = from_rank_zero(lambda: untrained_parts(base, adapter))
+            except RunError as error:  # an export at the end of a run must not fail
+                logger.warning(f"The export has no copy of parts that are not trained: {error}")
         tokenizer, template = self.tokenizer, self.chat_template
         save_to_hf(states, adapter, path, dtype, tokenizer, template, untrained)
+
+    def _base_of_untrained(self) -> str:
+        """Return the folder on this rank's disk with the parts for `untrained_weights = "copy"`. Collective.
+
+        An address is fetched once, by `load`. Raises RunError if it cannot be fetched.
+        """
+        base = self.initial_load_in_hf and self.initial_load_path or ""
+        base = base or getattr(self.sd_adapter, "hf_assets_path", None) or ""
+        if self._untrained_base[0] != base:
+            what = f"checkpoint.untrained_weights = 'copy' needs the files in {base}"
+            with dcp.one_error(what):
+                self._untrained_base = base, self._fetched(base)
+        return self._untrained_base[1]
 
     @torch.no_grad()
     def save_peft(self, path: str, base_model: str | None = None, rank: int | None = None) -> None:
@@ -423,6 +439,8 @@ class CheckpointManager:
                 logger.info(f"No checkpoint to load in {self.folder}: starting from scratch")
             self._load_first_adapters()
             return False
+        if self.untrained_weights == "copy" and not self.load_only:
+            self._base_of_untrained()  # now, because the other ranks would wait for it during an export
         is_initial = path is None and facts.step < 0
         if facts.is_hf and not model_only and not is_initial:
             logger.warning(

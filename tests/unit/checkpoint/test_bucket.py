@@ -197,6 +197,21 @@ def test_hugging_face_files_are_exported_to_an_address_and_imported_from_it(buck
         other.manager.load()
 
 
+def test_base_of_untrained_parts_that_is_gone_is_told_at_the_start_and_fails_no_export(
+    bucket, tmp_path, caplog
+):
+    config = dict(untrained_weights="copy", initial_load_path=f"file://{bucket}/base")
+    Run(tmp_path).train_and_save(1)
+    run = Run(tmp_path, adapter=NetAdapter(None, None), initial_load_in_hf=True, **config)
+    with pytest.raises(
+        RunError, match="untrained_weights.*no files of a Hugging Face.*bucket/base"
+    ):
+        run.manager.load()
+    run.manager.save_hf(str(tmp_path / "out"))
+    assert (tmp_path / "out/model.safetensors.index.json").exists()
+    assert "no copy of parts that are not trained" in caplog.text
+
+
 def test_last_step_in_hugging_face_format_goes_to_the_bucket(bucket, tmp_path):
     config = dict(last_save_model_only=True, last_save_in_hf=True)
     run = run_with(bucket, tmp_path / "a", adapter=NetAdapter(None, None), **config)
