@@ -14,12 +14,12 @@ import lzma
 import os
 import re
 import shutil
+import sys
 import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
 from itertools import accumulate, takewhile
 from pathlib import Path
 from stat import S_ISREG
@@ -32,7 +32,7 @@ from torchtitan.tools.logging import logger
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file, for the digest of `record_of`
-_ROW_GROUPS_KEPT = 8  # of Parquet files at addresses, by each process
+_ROW_GROUP_BYTES = 2**28  # of Parquet files at addresses, kept by each process; at least one group
 
 
 class SampleRule(NamedTuple):
@@ -190,9 +190,23 @@ class _Rows(_Lines):
         return f"{self.name}, {self._unit} {1 + number}"
 
 
-@lru_cache(_ROW_GROUPS_KEPT)
+_row_groups: dict[tuple[str, int, SampleRule], tuple[list[bytes], int]] = {}
+"""The lines of the row groups in memory and their bytes; the last read is the last."""
+
+
 def _row_group(path: str, group: int, rule: SampleRule) -> list[bytes]:
-    return [*_parquet_as_lines(path, rule, [group])]
+    key = path, group, rule
+    if (kept := _row_groups.pop(key, None)) is None:
+        lines = [*_parquet_as_lines(path, rule, [group])]
+        kept = lines, sum(map(sys.getsizeof, lines))
+        others = [(other, n) for other, (_, n) in [*_row_groups.items()]]  # another thread may read
+        too_many = kept[1] + sum(n for _, n in others) - _ROW_GROUP_BYTES
+        for other, n in others:
+            if too_many > 0:
+                _row_groups.pop(other, None)
+                too_many -= n
+    _row_groups[key] = kept
+    return kept[0]
 
 
 class _Text(_File):
@@ -323,7 +337,10 @@ def _copy_in_cache(path: str, options: str, content: Iterator[bytes]) -> str:
 
 def _check_room(path: str, cache: Path) -> None:
     """Raise ValueError if the copies in the cache take more than half of its disk."""
-    used = sum(copy.stat().st_size for copy in cache.glob("data_*"))
+    used = 0
+    for copy in cache.glob("data_*"):
+        with suppress(FileNotFoundError):  # another process has finished or removed this copy
+            used += copy.stat().st_size
     if used > shutil.disk_usage(cache).total // 2:
         raise ValueError(
             f"{path} is not copied to {cache}, because the copies there take more than half of the disk "

@@ -47,7 +47,7 @@ def bucket(tmp_path, monkeypatch):
     yield tmp_path / "data", "memory://bucket/data"
     fsspec.filesystem("memory").store.clear()
     storage._block.cache_clear()
-    local_files._row_group.cache_clear()
+    local_files._row_groups.clear()
 
 
 def upload(folder: Path, address: str) -> None:
@@ -98,6 +98,39 @@ def test_missing_data_and_a_full_cache_are_refused(bucket, monkeypatch):
     monkeypatch.setattr(local_files.shutil, "disk_usage", lambda path: usage._replace(total=-1))
     with pytest.raises(ValueError, match="more than half of the disk.*torchtitan tokenize"):
         load_local_documents(address)
+
+
+def test_copy_that_another_process_finishes_meanwhile_does_not_fail_the_check(
+    bucket, tmp_path, monkeypatch
+):
+    folder, address = bucket
+    write_zst(folder / "a.jsonl.zst")
+    upload(folder, address)
+    glob = Path.glob
+    monkeypatch.setattr(
+        Path, "glob", lambda cache, names: [*glob(cache, names), tmp_path / "gone.unfinished"]
+    )
+    assert len(load_local_documents(address)) == 300
+
+
+def test_row_groups_in_memory_are_bounded_by_their_bytes(bucket, monkeypatch):
+    folder, address = bucket
+    write_parquet(folder / "a.parquet")
+    upload(folder, address)
+    documents, reads = load_local_documents(address), []
+    read = local_files._parquet_as_lines
+    monkeypatch.setattr(
+        local_files, "_parquet_as_lines", lambda *args: reads.append(args[2]) or read(*args)
+    )
+    size = sum(len(json.dumps({"text": text}, ensure_ascii=False).encode()) for text in TEXTS[:120])
+    monkeypatch.setattr(local_files, "_ROW_GROUP_BYTES", 2 * size)  # more than three groups
+    for _ in range(2):
+        assert [documents[n]["text"] for n in (0, 40, 80)] == [TEXTS[n] for n in (0, 40, 80)]
+    assert reads == [[0], [1], [2]]
+    monkeypatch.setattr(local_files, "_ROW_GROUP_BYTES", size // 3)  # less than two
+    for n in (120, 121, 0, 1):
+        assert documents[n]["text"] == TEXTS[n]
+    assert reads[3:] == [[3], [0]] and len(local_files._row_groups) == 1
 
 
 def test_token_files_at_an_address_are_those_on_a_disk(bucket):
