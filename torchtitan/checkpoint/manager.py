@@ -235,7 +235,7 @@ class CheckpointManager:
         else:
             folder = os.fspath(path)
             if storage.is_address(folder):
-                folder, address = storage.staging_folder(folder), folder
+                folder, address = self._staged(folder), folder
             self._retention.leave_alone(address or folder)
 
             def begin() -> None:
@@ -292,12 +292,18 @@ class CheckpointManager:
 
         return work
 
+    def _staged(self, address: str) -> str:
+        """Return the folder in the cache in which the files for an address are written."""
+        folder = storage.staging_folder(address)
+        self._saver.address_of[folder] = address
+        return folder
+
     @contextmanager
     def _written_to(self, path: str, what: str) -> Iterator[str]:
         """Yield the folder on this disk to write `path` to, and upload it if `path` is an address."""
         folder = path
         if storage.is_address(path):
-            folder = storage.staging_folder(path)
+            folder = self._staged(path)
             self._saver.wait(self.folder)
         with self._saver.one_error(what, folder, self.folder):
             if folder != path:
@@ -389,7 +395,7 @@ class CheckpointManager:
     ) -> Future | AsyncSaveResponse | None:
         """Write `state_dict` to the folder `checkpoint_id`, in HF format when `to_hf`."""
         result = None
-        what = f"The checkpoint {checkpoint_id} could not be written"
+        what = f"The checkpoint {self._saver.name_of(checkpoint_id)} could not be written"
         with self._saver.one_error(what, checkpoint_id, self.folder):
             if to_hf:
                 self._save_to_hf(state_dict, checkpoint_id)

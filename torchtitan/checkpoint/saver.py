@@ -1,5 +1,6 @@
 """Writes step folders, synchronously or asynchronously."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ class Saver:
     future, folder: of the background save; None if no save is running.
     staging, staging_future: True, and the copies' future, while live tensors are copied to pinned memory.
     stager: torch's stager for pinned memory. host_copies: the copies of `AsyncMode.ASYNC`.
+    address_of: folder in the cache -> the address that its files are for, which messages name.
     group: the process group of background saves, separate from the groups of training.
     """
 
@@ -70,6 +72,7 @@ class Saver:
         self.staging_future: Future | None = None
         self.stager: Any = None
         self.host_copies = HostCopies()
+        self.address_of: dict[str, str] = {}
         self.group: dist.ProcessGroup | None = None
 
     def save(
@@ -120,7 +123,7 @@ class Saver:
 
         result: None for a save that is written already. then: called in a thread after the save.
         """
-        self.folder, start = folder, time.monotonic()
+        self.folder, name, start = folder, self.name_of(folder), time.monotonic()
         if isinstance(result, AsyncSaveResponse):
             self.staging, self.staging_future = True, result.staging_completion
             result = result.upload_completion
@@ -132,8 +135,8 @@ class Saver:
             if not future.cancelled() and future.exception() is None:  # `wait` raises a failure
                 seconds = time.monotonic() - start
                 logger.info(
-                    f"{folder} was written in the background in {seconds:.2f} s",
-                    extra=event("background save", seconds=seconds, path=folder),
+                    f"{name} was written in the background in {seconds:.2f} s",
+                    extra=event("background save", seconds=seconds, path=name),
                 )
 
         if isinstance(result, Future):  # tests of 0.2.x return other objects
@@ -152,15 +155,19 @@ class Saver:
             return False
         future, folder = self.future, self.folder
         self.future = self.folder = None
-        with self.one_error(f"The asynchronous save to {folder} failed", folder, run_folder):
+        what = f"The asynchronous save to {self.name_of(folder)} failed"
+        with self.one_error(what, folder, run_folder):
             future.result()
         return True
+
+    def name_of(self, folder: str) -> str:
+        return self.address_of.get(folder, folder)
 
     @contextmanager
     def one_error(self, what: str, folder: str, run_folder: str) -> Iterator[None]:
         """Raise a failure of the block as one RunError, which names the newest step in `run_folder`.
 
-        The unfinished files in `folder`, which may fill the disk, are removed.
+        The unfinished files in `folder`, which may fill the disk, are removed; in the cache, all files.
         """
 
         def advice() -> str:
@@ -173,8 +180,10 @@ class Saver:
         try:
             with dcp.one_error(what, advice):
                 yield
-        except RunError:
-            if is_rank_zero():
+        except Exception as error:
+            if folder in self.address_of:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif isinstance(error, RunError) and is_rank_zero():
                 with suppress(OSError):
                     remove_failed_save(folder)
             raise

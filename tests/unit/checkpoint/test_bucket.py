@@ -19,7 +19,8 @@ from tests.unit.checkpoint.test_checkpoint import (
     truncate,
 )
 from torchtitan.checkpoint import folder as folders
-from torchtitan.checkpoint.folder import HASHES_FILE, UNFINISHED_MARKER
+from torchtitan.checkpoint import hf
+from torchtitan.checkpoint.folder import HASHES_FILE, UNFINISHED_MARKER, HashingWriter
 from torchtitan.tools import storage
 from torchtitan.tools.errors import RunError
 
@@ -290,3 +291,26 @@ def test_failed_upload_is_one_error_and_leaves_the_step_on_the_disk(bucket, tmp_
     assert other.manager.load() and other.counter.step == 2
     other.manager.close()
     assert steps_at(bucket) == [1, 2] and (bucket / "step-2" / HASHES_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "broken", [[(storage, "upload")], [(HashingWriter, "finish"), (hf, "finish_writing")]]
+)
+def test_failed_save_to_an_address_leaves_no_copy_in_the_cache(
+    bucket, tmp_path, broken, monkeypatch
+):
+    def fails(*args, **options):
+        raise OSError("it broke")
+
+    for module, name in broken:
+        monkeypatch.setattr(module, name, fails)
+    run = Run(tmp_path / "a", adapter=NetAdapter(None, None))
+    address = f"file://{bucket}/x"
+    for save in (
+        lambda: run.manager.save(1, path=address),
+        lambda: run.manager.save_hf(address),
+    ):
+        with pytest.raises(RunError, match=f"{address}.* it broke") as error:
+            save()
+        assert "staged_" not in str(error.value)
+        assert not os.path.exists(storage.staging_folder(address))
