@@ -237,8 +237,13 @@ def _targets_of(
     groups = adapter.groups_of(n for n, t in entries.items() if t.ndim > 1 and n not in in_adapters)
     targets = []
     for weights in groups:
-        if own := [by_weight.pop(name) for name in weights if name in by_weight]:
+        own = [by_weight.pop(name) for name in weights if name in by_weight]
+        try:
+            layers = [_hf_layers([one.weight], entries, adapter) for one in own]
+        except ValueError:  # Hugging Face's model joins the weights
             targets.append(_Target(_hf_layers(weights, entries, adapter), weights, own))
+        else:
+            targets += map(_Target, layers, [[one.weight] for one in own], [[one] for one in own])
     missing = [*by_weight, *(t.adapted[0].weight for t in targets if not t.layers)]
     if missing := [name for part in all_ranks(missing) for name in part]:
         raise ValueError(

@@ -417,7 +417,8 @@ def _write_weights(
     sizes = {name: _n_bytes(kind) for name, kind in kinds.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     n_files = max(file_index.values())
-    n_writers = min(n_files, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(of_ranks))
+    n_neighbours = from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    n_writers = min(n_files, n_neighbours, len(of_ranks))
     # Take turns among distant parts, which are in different files, so that several ranks write at once.
     step = -(-len(rounds) // n_writers)
     order = [number for first in range(step) for number in range(first, len(rounds), step)]
@@ -451,6 +452,8 @@ def _write_weights(
                     dist.recv(data, holders[name][0])
             if rank == writer:
                 files[file_index[name]].add(data)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # collectives that wait for long in the queue time out
     closed = on_all_ranks(lambda: {_file_name(i, n_files): f.close() for i, f in files.items()})
     hashes = {name: digest for part in closed for name, digest in part.items()}
     weight_map = {name: _file_name(number, n_files) for name, number in file_index.items()}

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import HashingWriter, newest_finished_step, remove_failed_save
+from torchtitan.distributed.processes.late_ranks import BACKGROUND
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import event
@@ -110,7 +111,9 @@ class Saver:
                 )
         if self.group is None and dist.is_initialized():
             # An upload may take hours; a rank that is lost is noticed at once by its connections.
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+            self.group = dist.new_group(
+                backend="gloo", timeout=timedelta(hours=12), group_desc=BACKGROUND
+            )
         return mode
 
     def follow(

@@ -6,6 +6,7 @@ so mix no documents. N packed tokens; see `numerics.delta_rule` for the other le
 
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,23 +24,21 @@ _library.define(
 )
 
 
+_IS_INSTALLED = (
+    find_spec("fla") is not None
+)  # a constant for the compiler, which would trace the import
+
+
 @functools.cache
-def _kernel() -> Callable[..., Any] | None:
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
-        return None
+def _kernel() -> Callable[..., Any]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
     return chunk_gated_delta_rule
-
-
-@torch.compiler.assume_constant_result  # the compiler would trace the import
-def _is_installed() -> bool:
-    return _kernel() is not None
 
 
 def is_available(device: torch.device) -> bool:
     """Return True if fla is installed and computes on the device."""
-    return device.type == "cuda" and _is_installed()
+    return device.type == "cuda" and _IS_INSTALLED
 
 
 def is_supported(q: Tensor, v: Tensor) -> bool:

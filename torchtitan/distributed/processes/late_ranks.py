@@ -28,6 +28,7 @@ from torchtitan.tools.logging import logger
 
 SECONDS_BETWEEN_TURNS = 0.2
 READING_THREAD = "data of the next step"
+BACKGROUND = "beside training"  # description of groups whose collectives say nothing about a step
 _LONGEST_STACK = 15  # innermost calls that are printed
 _FEWEST_STEPS = 5  # for a median
 
@@ -71,9 +72,12 @@ def own_state(progress: Progress | None) -> State:
     counts = {"step": progress.number}
     for group in set(torch_parts.world.pg_map) - {progress.pipeline}:
         with contextlib.suppress(RuntimeError):  # not counted by this backend
+            if group.group_desc == BACKGROUND:
+                continue
             counts[group.group_name] = torch_parts.collectives_so_far(group)
     threads, frames = {t.name: t.ident or 0 for t in threading.enumerate()}, sys._current_frames()
-    main = frames[threading.main_thread().ident or 0]
+    if (main := frames.get(threading.main_thread().ident or 0)) is None:
+        return State(counts, socket.gethostname())
     for frame in main, frames.get(threads.get(READING_THREAD, 0), main):
         calls = [
             (code := frame.f_code, f"{code.co_filename}:{line} ({code.co_name})")
