@@ -118,7 +118,8 @@ class UntrainedParts(NamedTuple):
 
         The ranks of rank 0's machine copy, because the folders may be on its disk.
         """
-        n_writers = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_ranks())
+        n_neighbours = from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        n_writers = min(n_neighbours, num_ranks())
         copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
 
         def copy_own_share() -> dict[str, tuple[str, int]]:
