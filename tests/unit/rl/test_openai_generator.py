@@ -478,7 +478,7 @@ ADAPTERS = OPENAI | {"adapters": True, "reload_url": ""}
         (OPENAI, {"url": "http://a, http://b"}, "names 2 servers.*got reload_url = 'http://a/r'"),
         (OPENAI, {"model": ""}, "rl.generator.model must be the model's name"),
         (OPENAI, {"weight_transfer": "gloo"}, "sends .* got rl.generator.reload_url"),
-        (OPENAI, {"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),
+        (OPENAI, {"ranks": 2}, "must not take weights while .* got rl.generator.ranks = 2"),
         (OPENAI, {"backend": "local"}, "url = 'http://a' has no effect .*; set that to 'openai'"),
         (OPENAI, {"rescore": True}, "rescore would hide how far"),
         (ADAPTERS, {"model__converters": []}, "sends the adapters of the converter 'lora', got"),
