@@ -74,9 +74,9 @@ def depths_of(config: Any) -> tuple[int, int] | None:
     """
     # Imported here, because it imports torch, and options are read before the device is prepared.
     from torchtitan.config.pipeline_layout import SINGLE_STAGE_SCHEDULES, is_one_of
-    from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan.job import find_train_spec
 
-    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    args = find_train_spec(config).model_args[config.model.flavor]
     types = getattr(args, "layer_types", ())
     n_types = next((n for n in range(1, len(types)) if types[n:] == types[:-n]), len(types)) or 1
     if n_types == len(types) > 1:

@@ -1,6 +1,7 @@
 """The planner's choice of layouts; what a rehearsal tells is made up here."""
 
 import dataclasses
+import json
 import tomllib
 from collections import Counter
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from torchtitan.estimate.plan import (
 )
 from torchtitan.estimate.step import StepEstimate
 from torchtitan.estimate.step_counter import StepCounter, StepCounts
+from torchtitan.models.hf_config import to_hf_config
+from torchtitan.protocols.train_spec import get_train_spec
 
 GIB = 2**30
 
@@ -121,6 +124,13 @@ def test_rehearsed_depths_differ_by_all_kinds_of_layers(family, flavor, period):
     config = JobConfig(model=Model(name=family, flavor=flavor))
     low, high = depths_of(config)
     assert (low, high - low) == (4, period)
+
+
+def test_rehearsed_depths_are_those_of_the_model_in_config_json(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(to_hf_config(get_train_spec("qwen3_5").model_args["9B"])))
+    assert depths_of(JobConfig(model=Model(name="qwen3_5"))) is None  # the debug model's layers
+    assert depths_of(JobConfig(model=Model(name="qwen3_5", hf_config=str(tmp_path)))) == (4, 8)
 
 
 def test_phase_with_the_peak_may_be_another_in_the_whole_model():
