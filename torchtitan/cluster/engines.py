@@ -33,7 +33,7 @@ class ClusterJob:
     config_file, config_text: the job's TOML file. arguments: config overrides. module: what the ranks run.
     min_nodes, max_nodes: the nodes that train. The run goes on while at least min_nodes are there.
     gpus: of a node, one rank each; 0: one rank per node, on its CPUs.
-    environment: variables of all ranks.
+    environment: variables of all ranks. longest_episode: of an RL job, in tokens.
     """
 
     options: Any
@@ -47,6 +47,7 @@ class ClusterJob:
     max_nodes: int
     gpus: int
     environment: dict[str, str]
+    longest_episode: int
 
     @property
     def ranks(self) -> int:
@@ -80,11 +81,6 @@ class ClusterJob:
             f"--log-dir=outputs/logs/{self.name} --tee=3 --local-ranks-filter=0 --role=rank {of_rank}"
         )
 
-    def server_arguments(self, urls: str) -> list[str]:
-        """Return the overrides that have the trainer draw from the vLLM servers at these addresses."""
-        values = {"backend": "openai", "model": "policy", "url": urls}
-        return [f"--rl.generator.{key}={x}" for key, x in values.items() if self.options.servers]
-
     def filled(self, template: str, parts: dict[str, bool], **values: object) -> str:
         """Return a template, each @NAME@ replaced by the value, the option or the field of this name.
 
@@ -93,11 +89,14 @@ class ClusterJob:
         server = (
             f"-m vllm.entrypoints.openai.api_server --host=0.0.0.0 --port={_SERVER_PORT} "
             f"--model={shlex.quote(self.config.model.hf_assets_path)} --served-model-name=policy "
-            f"--max-model-len={self.config.training.seq_len} --tensor-parallel-size={self.ranks} "
+            f"--max-model-len={self.longest_episode} --tensor-parallel-size={self.ranks} "
             "--logprobs-mode=processed_logprobs"
         )
         known = vars(self.options) | vars(self) | {"ranks": self.ranks, "stopped": STOPPED}
-        known |= {"server": server, "server_port": _SERVER_PORT} | values
+        # CUDA graphs fail with expandable segments. vLLM may refuse the longest episode although its last token,
+        # a label, is never an input.
+        variables = "-u PYTORCH_ALLOC_CONF VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+        known |= {"server": server, "server_port": _SERVER_PORT, "server_env": variables} | values
         text = files("torchtitan.cluster").joinpath(template).read_text(encoding="utf-8")
         for part, is_kept in parts.items():
             kept = r"\1" if is_kept else ""
@@ -108,6 +107,12 @@ class ClusterJob:
             return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
         return re.sub("@([A-Z_]+)@", write, text)
+
+
+def server_arguments(n_servers: int, urls: str) -> list[str]:
+    """Return the overrides that have the trainer draw from the vLLM servers, if any, at these addresses."""
+    values = {"backend": "openai", "model": "policy", "url": urls}
+    return [f"--rl.generator.{key}={x}" for key, x in values.items() if n_servers]
 
 
 def jobset(job: ClusterJob, has_trainer: bool = False) -> str:
@@ -140,12 +145,13 @@ def jobset(job: ClusterJob, has_trainer: bool = False) -> str:
         f"{name}-node-0-0.{name}:{_PORT}",
         f"{mounts['config']}/job.toml",
         _STOPPED_FLAG,
-        *job.server_arguments(",".join(hosts)),
+        *server_arguments(options.servers, ",".join(hosts)),
         is_host="$((JOB_COMPLETION_INDEX==0))",
     )
     return job.filled(
         "kubernetes.yaml",
-        {"jobset": not has_trainer, "trainer": has_trainer, "servers": bool(hosts)},
+        {"jobset": not has_trainer, "trainer": has_trainer, "servers": bool(hosts)}
+        | {"elastic": job.min_nodes < job.max_nodes},
         config=indent(job.config_text.rstrip("\n"), "    "),
         command=json.dumps("exec " + command),
         pod=indent(pod, " " * 14).strip(),
@@ -183,7 +189,8 @@ def sky_task(job: ClusterJob) -> str:
 
 def batch_script(job: ClusterJob) -> str:
     """Return the script to give to sbatch. Jobs under Slurm are not elastic."""
-    command = job.command(sys.executable, job.config_file, *job.server_arguments("URLS"))
+    drawing = server_arguments(job.options.servers, "URLS")
+    command = job.command(sys.executable, job.config_file, *drawing)
     return job.filled(
         "slurm.sbatch",
         {"servers": job.options.servers > 0, "gpus": job.gpus > 0},

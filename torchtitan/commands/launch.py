@@ -31,8 +31,10 @@ from torchtitan.commands import SourceParser
 from torchtitan.commands.source import errors_as_sentences
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.checks import check_ranks
+from torchtitan.config.checks.common import clash, refuse
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import read_text
+from torchtitan.tools.storage import is_address
 
 ENGINES: dict[str, Callable[[ClusterJob], str]] = {
     "kubernetes": engines.train_job,
@@ -49,9 +51,10 @@ _NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # fits host names of pods, with what
 
 def main() -> None:
     """Print the job for the engine that the first argument names. Exit code 2 for a job that cannot run."""
-    engine = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1][:1] != "-" else "--help"
-    if engine == "--help":
+    engine, *sys.argv[1:] = sys.argv[1:] or ["--help"]
+    if engine in ("-h", "--help"):
         print(__doc__)
+        sys.argv[1:] = ["--help"]
     elif engine not in ENGINES and engine != "verl":
         known = ", ".join([*ENGINES, "verl"])
         print(f"error: ENGINE must be one of {known}, got {engine!r}", file=sys.stderr)
@@ -77,10 +80,22 @@ def main() -> None:
         if engine == "verl":
             options, settings = parser.parse_known_args()
             settings = [options.source, *settings] if options.source else settings
+            used = ("source", "nodes", "gpus_per_node", "network", "env")
+            others = {
+                f"--{name.replace('_', '-')} = {value!r}"
+                for name, value in vars(options).items()
+                if name not in used and value not in (parser.get_default(name), "")
+            }
+            if others:
+                raise ConfigError(
+                    "verl has settings of its own, and takes --nodes, --gpus-per-node, --network and --env, "
+                    f"got {min(others)}; take it out"
+                )
             nodes, gpus = _nodes_of(options.nodes, engine)[0], max(1, options.gpus_per_node)
             own = ["model_engine=torchtitan", "trainer.resume_mode=auto"]
             own += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}"]
-            variables, main_ppo = _variables(options.env), "verl.trainer.main_ppo"
+            variables = NETWORKS[options.network][0] | _variables(options.env)
+            main_ppo = "verl.trainer.main_ppo"
             text = engines.submit(".", variables, main_ppo, *own, *settings)
         else:
             text = ENGINES[engine](_job_of(engine, *parser.options_and_overrides()))
@@ -95,7 +110,9 @@ def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> C
     text = read_text(path)
     is_rl, config_class = "rl" in tomllib.loads(text), JobConfig
     if is_rl:
+        from torchtitan.rl.checks import check_generator
         from torchtitan.rl.job_config import JobConfig as config_class  # noqa: N814
+        from torchtitan.rl.job_config import longest_episode
     fewest, most = _nodes_of(options.nodes, engine)
     ranks = max(1, options.gpus_per_node)
     if options.plan:
@@ -105,7 +122,10 @@ def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> C
                 f"{'an RL job' if is_rl else f'--nodes {options.nodes}'}; set [parallelism] yourself"
             )
         overrides += _planned(path, most * ranks, options.memory, overrides)
-    config = ConfigManager(config_class).parse_args([f"--job.config_file={path}", *overrides])
+    drawing = engines.server_arguments(options.servers, "http://server") if is_rl else []
+    config = ConfigManager(config_class).parse_args(
+        [f"--job.config_file={path}", *overrides, *drawing]
+    )
     for nodes in range(fewest, most + 1):
         try:
             check_ranks(config, config.trainer_ranks(nodes * ranks))
@@ -127,8 +147,14 @@ def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> C
         max_nodes=most,
         gpus=options.gpus_per_node,
         environment=environment | _variables(options.env),
+        longest_episode=longest_episode(config) if is_rl else 0,
     )
     _check(job, engine, is_rl)
+    if options.servers:
+        check_generator(config)
+        keys = ("reload_url", "adapters", "weight_transfer", "replay_experts")
+        others = {f"rl.generator.{key}": getattr(config.rl.generator, key) for key in keys}
+        refuse(clash("--servers", "starts vLLM without the flags and endpoints for it", others))
     return job
 
 
@@ -148,11 +174,18 @@ def _nodes_of(text: str, engine: str) -> tuple[int, int]:
 def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
     config, options, folder = job.config, job.options, job.config.job.dump_folder
     has_pods = engine in ("kubernetes", "jobset")
+    own, bucket = config.checkpoint.places()
+    paths = (os.path.normpath(os.path.join("/work", folder, name)) for name in ("", own))
+    stays = options.volume and all(Path(path).is_relative_to("/work") for path in paths)
+    in_volume = f"got --volume {options.volume!r}, job.dump_folder = {folder!r}"
     kind = f"a TOML file {'with' if is_rl else 'without'} [rl]"
     rules = {
-        f"--name must be lower-case letters, digits and dashes, 40 at most, got {job.name!r}": (
+        "the job's name must begin with a letter, have only lower-case letters, digits and dashes, 40 at "
+        f"most, and not end with a dash, got {job.name!r}; give another one with --name": (
             not re.fullmatch(_NAME, job.name)
         ),
+        f"job.dump_folder must be a folder of the nodes, got {folder!r}; set the address as "
+        "checkpoint.folder": is_address(folder),
         "an elastic job needs training.global_batch_size, because otherwise the batch shrinks with the "
         f"nodes, got {config.training.global_batch_size}; set it": (
             job.min_nodes < job.max_nodes and config.training.global_batch_size < 0
@@ -171,12 +204,15 @@ def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
         "pods need --image, a container image with this package, got none; build one with the project's "
         "Dockerfile and push it to your registry": has_pods and not options.image,
         f"machines of {engine} come and go, and need a folder that stays: --volume, which all of them can "
-        f"write (ReadWriteMany), or an address as job.dump_folder, got {folder!r}; set one": (
-            (has_pods or engine == "skypilot") and not options.volume and "://" not in folder
+        "write (ReadWriteMany), with job.dump_folder in /work, where it is mounted, or an address as "
+        f"checkpoint.folder, {in_volume} and checkpoint.folder = {own!r}; set one": (
+            (has_pods or engine == "skypilot") and not stays and not bucket
         ),
+        "servers read weights in job.dump_folder, which must be in /work and on a --volume, "
+        f"{in_volume}; set them": options.servers and has_pods and not stays,
         "ray runs a job in a copy of its folder, and needs an absolute path that all nodes share as "
-        f"job.dump_folder, got {folder!r}; set it": (
-            engine == "ray" and not os.path.isabs(folder) and "://" not in folder
+        f"job.dump_folder, or an address as checkpoint.folder, got {folder!r}; set one": (
+            engine == "ray" and not os.path.isabs(folder) and not bucket
         ),
         "torchrun needs --head, host[:port] of the first node, got none; set it": (
             engine == "torchrun" and not options.head

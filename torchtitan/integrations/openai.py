@@ -206,7 +206,12 @@ class OpenAIGenerator(ForeignGenerator):
             self._command(url, {"path": folder, "version": version})
         elif self._run:
             lora = {"lora_name": self._name_of(version), "lora_path": folder}
-            self._command(f"{server}/v1/load_lora_adapter", lora)
+            try:
+                self._command(f"{server}/v1/load_lora_adapter", lora)
+            except RunError as error:
+                # By an earlier try, whose answer was lost: the name is of this run and version.
+                if "has already been loaded" not in str(error):
+                    raise
             if previous:
                 with suppress(RunError):  # a server that was started again does not have it
                     self._command(f"{server}/v1/unload_lora_adapter", {"lora_name": previous})

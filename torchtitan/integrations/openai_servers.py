@@ -1,9 +1,12 @@
 """The HTTP servers of a policy, which may end, come back and be joined by others while a run goes on."""
 
+import http.client
 import itertools
+import re
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +23,7 @@ from torchtitan.tools.logging import logger
 T = TypeVar("T")
 
 _SECONDS_BETWEEN_LOOKS = 2.0  # at servers of which none answers
+_SECONDS_TO_ANSWER = 10.0  # of a server that has nothing to compute
 
 
 class LostServerError(RunError):
@@ -37,14 +41,16 @@ class Servers:
     timeout_seconds: how long to wait while no server answers.
 
     A server that was started again has other weights. An idle connection to each server tells: it is
-    closed when the server's process ends.
+    closed when the server's process ends. A proxy, or a server with TLS, closes it after a while, too; then the
+    start time of the process, among the server's metrics as in vLLM, tells. A server without it counts as
+    started again.
     """
 
     def __init__(self, setting: str, timeout_seconds: float) -> None:
         self._setting, self._timeout_seconds = setting, timeout_seconds
         self._lock = threading.Lock()  # held while a server gets the weights
         self._turns = itertools.count()
-        self._ready: dict[str, socket.socket] = {}
+        self._ready: dict[str, _Connection] = {}
         self._load: Callable[[str], None] = lambda _: None  # before an update: any server will do
 
     def addresses(self) -> list[str]:
@@ -75,13 +81,22 @@ class Servers:
         """Take these servers for ready, as far as they answer."""
         for address in addresses:
             with suppress(OSError):
-                self._ready[address] = _connect(address)
+                self._ready[address] = _Connection(address)
 
     def forget_restarted(self) -> None:
         """Leave out servers whose process ended after the last update. Call it before a draw."""
         with self._lock:
-            lost = [address for address, idle in self._ready.items() if _is_closed(idle)]
-            self._forget(lost, "it was started again")
+            closed = [address for address, idle in self._ready.items() if idle.is_closed()]
+            for address in closed:
+                started = self._ready[address].started
+                again = None
+                with suppress(OSError):
+                    again = _Connection(address)
+                if again and started and again.started == started:
+                    self._forget([address])
+                    self._ready[address] = again
+                else:
+                    self._forget([address], "it was started again")
 
     def call(self, request: Callable[[str], T]) -> T:
         """Return `request(address)` of a server that has the weights; of another one if a server is lost.
@@ -121,7 +136,9 @@ class Servers:
     def _try_to_load(self, address: str) -> Exception | None:
         """Return why the server is left out, or None. Raises what a server answers that fails at the load."""
         try:
-            idle = _connect(address)  # before the load: a restart after it closes this connection
+            idle = _Connection(
+                address
+            )  # before the load: a restart after it closes this connection
             self._load(address)
         except (OSError, LostServerError) as error:
             if not getattr(error, "is_gone", True):
@@ -133,23 +150,30 @@ class Servers:
     def _forget(self, addresses: list[str], reason: str = "") -> None:
         for address in addresses:
             if (idle := self._ready.pop(address, None)) is not None:
-                idle.close()
+                idle.socket.close()
                 if reason:
                     logger.warning("the server %s is left out: %s", address, reason)
 
 
-def _connect(address: str) -> socket.socket:
-    to = urlsplit(address)
-    port = to.port or (443 if to.scheme == "https" else 80)
-    connection = socket.create_connection((to.hostname, port), timeout=10)
-    connection.setblocking(False)
-    return connection
+class _Connection:
+    """An idle connection to a server. started: when the server's process started; "" if it does not tell."""
 
+    def __init__(self, address: str) -> None:
+        to = urlsplit(address)
+        port = to.port or (443 if to.scheme == "https" else 80)
+        self.socket = socket.create_connection((to.hostname, port), timeout=_SECONDS_TO_ANSWER)
+        self.socket.setblocking(False)
+        self.started = ""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with suppress(OSError, http.client.HTTPException):
+            with opener.open(f"{address}/metrics", timeout=_SECONDS_TO_ANSWER) as answer:
+                found = re.search(rb"^process_start_time_seconds (\S+)", answer.read(), re.M)
+            self.started = found[1].decode() if found else ""
 
-def _is_closed(connection: socket.socket) -> bool:
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    def is_closed(self) -> bool:
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True

@@ -38,6 +38,14 @@ def check_rl_config(job_config: JobConfig) -> None:
         _critic(job_config),
         _task(job_config),
         _sampling(job_config),
+    )
+    check_generator(job_config)
+
+
+def check_generator(job_config: JobConfig) -> None:
+    """As `check_rl_config`, for what draws completions. Reads no files of the job."""
+    refuse(
+        _batch_invariance(job_config),
         _generator(job_config),
         weight_sharing(job_config.rl),
         rescoring(job_config.rl),
@@ -400,7 +408,7 @@ def _server(rl: RL) -> Iterator[str]:
         yield "rl.generator.model must be the model's name on the server, got ''; set it"
     if generator.ranks > 1 or (rl.async_steps and not generator.ranks):
         yield (
-            "rl.generator.backend = 'openai' has one server, which must not take weights while a rank draws, "
+            "servers of rl.generator.backend = 'openai' must not take weights while a rank draws, "
             f"got rl.generator.ranks = {generator.ranks} and rl.async_steps = {rl.async_steps}; set "
             "rl.generator.ranks to 1, or both to 0"
         )

@@ -1,6 +1,7 @@
 """What `torchtitan launch` prints is what the engines read, and says no to jobs that they cannot run."""
 
 import copy
+import os
 import re
 import shlex
 import subprocess
@@ -34,6 +35,7 @@ model = "policy"
 """
 )
 SHARED = "--job.dump_folder=/shared"
+BUCKET = "--checkpoint.folder=s3://bucket/run"
 PODS = ("--image=ghcr.io/me/titan:1", "--volume=shared")
 
 
@@ -105,6 +107,36 @@ def test_jobset_of_rl_has_servers_that_are_started_again_and_known_to_the_traine
     )
 
 
+def test_server_has_room_for_an_episode_and_its_own_memory_settings(rl_job, tmp_path):
+    """The last token of a row is only a label, so that an episode has one more. CUDA graphs need plain memory."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text('#!/bin/sh\nenv; echo "$@"\n')
+    stand_in.chmod(0o755)
+    options = (f"--config={rl_job}", "--nodes=3", "--servers=2", "--training.seq_len=64")
+    *_, jobset = documents("jobset", *options, *PODS)
+    container = jobset["spec"]["replicatedJobs"][1]["template"]["spec"]["template"]["spec"]
+    (container,) = container["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert "PYTORCH_ALLOC_CONF" in variables  # which the trainer has
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(
+        container["command"], env=variables | {"PATH": path}, capture_output=True, text=True
+    )
+    assert "VLLM_SERVER_DEV_MODE=1\n" in ran.stdout and "PYTORCH_ALLOC_CONF" not in ran.stdout
+    assert " --max-model-len=65 " in ran.stdout
+    ours = re.search(r"exec (env .*) python -m", container["command"][-1])[1]
+    assert f" server {ours.removeprefix('env ')} " in printed("slurm", *options)
+
+
+def test_elastic_job_that_ends_with_fewer_pods_is_complete(job):
+    def policy(nodes):
+        *_, jobset = documents("jobset", f"--config={job}", f"--nodes={nodes}", *PODS)
+        return jobset["spec"]["replicatedJobs"][0]["template"]["spec"].get("successPolicy")
+
+    assert policy("2:3") == {"rules": [{"succeededIndexes": "0"}]}  # pod 0 holds the rendezvous
+    assert policy("3") is None
+
+
 def test_pods_that_end_are_treated_as_the_trainers_exit_codes_mean(job):
     *_, jobset = documents("jobset", f"--config={job}", "--nodes=3", *PODS)
     spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -171,7 +203,12 @@ def test_ray_is_given_one_command_for_training_and_one_for_verl(job):
     assert words[:4] == ["ray", "job", "submit", "--working-dir"]
     assert words[words.index("--") + 1 :][:3] == ["python", "-m", "torchtitan.cluster.ray"]
     assert '"A": "b c"' in words[words.index("--runtime-env-json") + 1]
-    words = shlex.split(printed("verl", "--nodes=2", "algorithm.adv_estimator=gae", "+a=1"))
+    words = shlex.split(
+        printed(
+            *("verl", "--nodes=2", "--network=infiniband"), "algorithm.adv_estimator=gae", "+a=1"
+        )
+    )
+    assert '"NCCL_IB_HCA": "mlx5"' in words[words.index("--runtime-env-json") + 1]
     assert words[-3] == "trainer.n_gpus_per_node=8"
     assert words[-2:] == ["algorithm.adv_estimator=gae", "+a=1"]
 
@@ -202,9 +239,15 @@ def test_plan_adds_the_flags_of_the_fastest_layout(job, monkeypatch):
         ("jobset", ["--nodes=3:2"], "MIN at most MAX.*got '3:2'"),
         ("jobset", ["--nodes=x"], "--nodes must be a number, or MIN:MAX, got 'x'"),
         ("jobset", ["--image=", "--volume=v"], "pods need --image.*got none; build one"),
-        ("jobset", ["--image=i"], "need a folder that stays: --volume.*got './outputs'"),
+        ("jobset", ["--image=i"], "a folder that stays: --volume.*dump_folder = './outputs'"),
+        ("jobset", [*PODS, SHARED], "dump_folder in /work.*got --volume 'shared'.*'/shared'"),
+        ("skypilot", ["--volume=v", "--job.dump_folder=../run"], "in /work.*got .*'../run'"),
+        ("jobset", [*PODS, "--checkpoint.folder=/c"], "in /work.*checkpoint.folder = '/c'"),
+        ("ray", ["--job.dump_folder=s3://b/run"], "got 's3://b/run'; set .* as checkpoint.folder"),
         ("skypilot", [], "machines of skypilot come and go.*--volume"),
-        ("verl", ["--nodes=x"], "--nodes must be a number"),
+        ("verl", ["--config=", "--nodes=x"], "--nodes must be a number"),
+        ("verl", ["--config=", "--max-restarts=0"], "verl has settings.*got --max-restarts = 0;"),
+        ("verl", ["--plan"], "verl has settings of its own.*got --config = "),
         (
             "jobset",
             [*PODS, "--nodes=3:4"],
@@ -215,7 +258,7 @@ def test_plan_adds_the_flags_of_the_fastest_layout(job, monkeypatch):
             [*PODS, "--nodes=2:3", "--training.global_batch_size=-1"],
             "elastic job needs trai",
         ),
-        ("jobset", [*PODS, "--name=A_b"], "--name must be lower-case letters.*got 'A_b'"),
+        ("jobset", [*PODS, "--name=3b"], "must begin with a letter.*got '3b'; give .* --name"),
         (
             "kubernetes",
             [*PODS, "--servers=1"],
@@ -236,7 +279,42 @@ def test_job_that_the_engine_cannot_run_is_refused(engine, arguments, message, j
     assert re.search(message, error), error
 
 
-def test_unknown_engine_is_refused(capsys):
+@pytest.mark.parametrize("engine", ["nomad", "--config=a.toml"])
+def test_unknown_or_missing_engine_is_refused(engine, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        printed(engine, "--nodes=1")
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"error: ENGINE must be one of kubernetes, .*got '{engine}'.*\n", error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rl.generator.memory_share=0.8"], "memory_share = 0.8 has no effect .*'openai'"),
+        (["--rl.generator.rescore"], "rl.generator.rescore would hide"),
+        (["--rl.async_steps=1"], "must not take weights while a rank draws.*async_steps = 1"),
+        (["--rl.generator.exact"], "rl.generator.exact has .*rl.generator.backend = 'openai'"),
+        (
+            ["--rl.generator.adapters", "--model.converters=lora"],
+            "--servers starts vLLM without .*got rl.generator.adapters = True",
+        ),
+        (["--rl.generator.weight_transfer=nccl"], "without .*weight_transfer = 'nccl'"),
+        (["--rl.generator.replay_experts"], "without .*rl.generator.replay_experts = True"),
+        (["--volume=", BUCKET], "servers read weights in job.dump_folder.*got --volume ''"),
+    ],
+)
+def test_servers_are_started_only_for_a_config_that_draws_from_them(
+    arguments, message, rl_job, capsys
+):
+    rl_job.write_text(RL.partition("[rl.generator]")[0] + "[rl]\nasync_steps = 0\n")
+    options = ("jobset", f"--config={rl_job}", "--nodes=3", *PODS, "--servers=2")
+    printed(*options)
     with pytest.raises(SystemExit):
-        printed("nomad", "--nodes=1")
-    assert "ENGINE must be one of kubernetes, jobset" in capsys.readouterr().err
+        printed(*options, *arguments)
+    assert re.search(message, error := capsys.readouterr().err), error
+
+
+def test_checkpoints_in_a_bucket_need_no_volume(job):
+    for engine in ("jobset", "skypilot", "ray"):
+        assert BUCKET in printed(engine, f"--config={job}", "--nodes=3", "--image=i", BUCKET)

@@ -40,6 +40,7 @@ class StandIn(http.server.ThreadingHTTPServer):
     """Serves completions of a toy policy, whose weights it reads from the folders that it is told of.
 
     fails: what to answer with in place of the next requests, after `n_good`, (status, body).
+    started: when the process started, in the answer to /metrics; "" for a server without /metrics.
     """
 
     def __init__(self, folder, *flags, port=0):
@@ -49,7 +50,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         self.generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
         self.adapter = engine.checkpointer.require_adapter()
         self.lock, self.requests, self.reloads, self.fails = threading.Lock(), [], [], []
-        self.n_good = 0
+        self.n_good, self.started = 0, ""
         self.change, self.can_forget = lambda choice: choice, True
         self.adapters, self.received = [], {}
         self.num_bytes = []  # of each update
@@ -64,6 +65,9 @@ class StandIn(http.server.ThreadingHTTPServer):
         """End as a process does: with all of its connections."""
         self.shutdown()
         self.server_close()
+        self.cut()
+
+    def cut(self):
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -137,6 +141,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/get_world_size":
             self.answer(200, {"world_size": 1})
+        elif self.path == "/metrics" and self.server.started:
+            text = "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "
+            self.answer(200, f"{text}{self.server.started}\n")
         else:
             self.answer(404, None)
 
@@ -284,6 +291,18 @@ def test_server_gets_adapters_alone(tmp_path):
             WeightSync(server.engine, generator).update()
 
 
+def test_adapters_whose_first_answer_was_lost_are_loaded(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
+    generator = OpenAIGenerator(server.url, "toy", "", str(tmp_path), "", adapters=True)
+    # The words of vLLM 0.11 and later.
+    known = "The lora adapter 'toy' has already been loaded."
+    server.fails = [(503, None), (400, {"error": {"message": known, "code": 400}})]
+    generator._load_on(server.url, 1, "")
+    server.fails = [(400, {"error": {"message": "No adapter found", "code": 400}})]
+    with pytest.raises(RunError, match="No adapter found"):
+        generator._load_on(server.url, 1, "")
+
+
 def generator_of(server, folder, reload_path="/reload", **more):
     reload_url = reload_path and f"{server.url}{reload_path}"
     generator = OpenAIGenerator(
@@ -391,6 +410,21 @@ def test_run_whose_server_lost_weights_without_files_ends(tmp_path, server):
     controller.close()
 
 
+def test_idle_connection_that_a_proxy_closes_is_no_restart(server, tmp_path):
+    """nginx closes it after 60 s, and so does an HTTPS server. The process tells when it started."""
+    server.started = "1764409657.25"
+    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server)))
+    controller.setup()
+    for _ in range(2):
+        server.cut()
+        assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
+    server.cut()
+    server.started = "1764409999.5"
+    with pytest.raises(RunError, match="was started again.*leaves no files"):
+        controller.train_step()
+    controller.close()
+
+
 def test_temporary_failures_are_retried_and_lasting_ones_raised(server, monkeypatch):
     monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
     expected = answers_of(server)
@@ -478,7 +512,7 @@ ADAPTERS = OPENAI | {"adapters": True, "reload_url": ""}
         (OPENAI, {"url": "http://a, http://b"}, "names 2 servers.*got reload_url = 'http://a/r'"),
         (OPENAI, {"model": ""}, "rl.generator.model must be the model's name"),
         (OPENAI, {"weight_transfer": "gloo"}, "sends .* got rl.generator.reload_url"),
-        (OPENAI, {"ranks": 2}, "has one server, .* got rl.generator.ranks = 2"),
+        (OPENAI, {"ranks": 2}, "must not take weights while .* got rl.generator.ranks = 2"),
         (OPENAI, {"backend": "local"}, "url = 'http://a' has no effect .*; set that to 'openai'"),
         (OPENAI, {"rescore": True}, "rescore would hide how far"),
         (ADAPTERS, {"model__converters": []}, "sends the adapters of the converter 'lora', got"),
