@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.reliability import jobs
@@ -375,14 +375,17 @@ def summarize(trials: list[Trial]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=500)
+def run_from_command_line(
+    doc: str, unit: str, default: int, variants: dict, run_trials: Callable, summarize: Callable
+) -> None:
+    """Run so many trials or kills (`unit`) as the options say, and keep the files of failed trials."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument(f"--{unit}", dest="number", type=int, default=default)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", default=list(variants), choices=list(variants))
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="kill_anywhere_"))
-    trials = run_trials(options.variants, options.trials, options.seed, folder)
+    folder = Path(tempfile.mkdtemp(prefix="kills_"))
+    trials = run_trials(options.variants, options.number, options.seed, folder)
     print(summarize(trials))
     if any(trial.failure for trial in trials):
         print(f"what the failed trials left is in {folder}")
@@ -391,4 +394,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_from_command_line(__doc__, "trials", 500, VARIANTS, run_trials, summarize)

@@ -15,14 +15,12 @@ last. After the kill, the disk stays, is lost, or has a file damaged. A trial pa
 - afterwards the bucket has the last three steps, whole, and no other.
 """
 
-import argparse
 import os
 import pickle
 import random
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -306,20 +304,5 @@ def summarize(trials: list[Trial]) -> str:
     return "\n".join([*lines, f"in which the bucket: {', '.join(met)}"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="kill_bucket_"))
-    trials = run_trials(options.variants, options.kills, options.seed, folder)
-    print(summarize(trials))
-    if any(trial.failure for trial in trials):
-        print(f"what the failed trials left is in {folder}")
-        sys.exit(1)
-    shutil.rmtree(folder)
-
-
 if __name__ == "__main__":
-    main()
+    kill_anywhere.run_from_command_line(__doc__, "kills", 200, VARIANTS, run_trials, summarize)

@@ -94,8 +94,8 @@ def test_released_verl_makes_a_grpo_step_on_two_nodes(cluster, tmp_path):
     settings += [f"ray_kwargs.ray_init.{name}=null" for name in resources]
     settings += ["trainer.nnodes=2", "trainer.total_training_steps=1"]
     settings += ["actor_rollout_ref.actor.torchtitan.data_parallel_shard_size=2"]
-    (tmp_path / "work").mkdir()
-    output = submit(cluster, tmp_path / "work", "verl", "--gpus-per-node=1", *settings)
+    (tmp_path / "files").mkdir()
+    output = submit(cluster, tmp_path / "files", "verl", "--gpus-per-node=1", *settings)
     (step,) = re.findall(r"step:1 - .*", output)
     found = {
         name: float(re.search(rf"{name}:([-\d.e+]+)", step)[1])
@@ -108,8 +108,8 @@ def test_released_verl_makes_a_grpo_step_on_two_nodes(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_ray_train_on_two_nodes_has_the_losses_of_one_process(cluster, tmp_path):
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work/job.toml").write_text(TRAINING)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/job.toml").write_text(TRAINING)
     own = {"training.dataset", "training.steps", "training.seq_len", "training.local_batch_size"}
     flags = [flag for flag in jobs.TINY_JOB if flag[2:].split("=")[0] not in own]
     losses = {}
@@ -117,9 +117,9 @@ def test_ray_train_on_two_nodes_has_the_losses_of_one_process(cluster, tmp_path)
         job = [*flags, f"--job.dump_folder={tmp_path / place}"]
         if place == "ray":
             options = ["--config=job.toml", "--gpus-per-node=0", "--cpus=5", "--max-restarts=0"]
-            submit(cluster, tmp_path / "work", "ray", *options, *job)
+            submit(cluster, tmp_path / "files", "ray", *options, *job)
         else:
-            config = f"--job.config_file={tmp_path}/work/job.toml"
+            config = f"--job.config_file={tmp_path}/files/job.toml"
             subprocess.run([sys.executable, "-m", "torchtitan.train", config, *job], check=True)
         losses[place] = jobs.logged_steps(tmp_path / place)
     assert '"world_size": 2' in (tmp_path / "ray/events.jsonl").read_text()

@@ -466,10 +466,10 @@ class HashingWriter(FileSystemWriter):
             return pickled[key]
 
         def write(items: list[WriteItem]) -> list[Any]:
-            storage = plan.storage_data
+            names = plan.storage_data
             if items is not parts[0]:  # torch counts the files of a call from 0: `_10.distcp`
-                storage = dataclasses.replace(storage, prefix=f"{storage.prefix}1")
-            part = dataclasses.replace(plan, items=items, storage_data=storage)
+                names = dataclasses.replace(names, prefix=f"{names.prefix}1")
+            part = dataclasses.replace(plan, items=items, storage_data=names)
             return super(HashingWriter, self).write_data(part, resolver).wait()
 
         find, resolver = planner.lookup_object, SimpleNamespace(resolve_data=resolve)

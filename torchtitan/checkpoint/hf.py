@@ -43,7 +43,12 @@ from torchtitan.checkpoint.states import (
 )
 from torchtitan.checkpoint.stream import bytes_of
 from torchtitan.distributed.dtensor import is_dtensor, local_tensor, whole_tensor, with_local
-from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
+from torchtitan.distributed.processes.ranks import (
+    all_ranks,
+    from_rank_zero,
+    on_all_ranks,
+    ranks_of_first_machine,
+)
 from torchtitan.numerics import nf4
 from torchtitan.protocols.state_dict_adapter import (
     BaseStateDictAdapter,
@@ -417,8 +422,7 @@ def _write_weights(
     sizes = {name: _n_bytes(kind) for name, kind in kinds.items()}
     file_index = _file_index(sizes, adapter.fqn_to_index_mapping)
     n_files = max(file_index.values())
-    n_neighbours = from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    n_writers = min(n_files, n_neighbours, len(of_ranks))
+    n_writers = min(n_files, ranks_of_first_machine())
     # Take turns among distant parts, which are in different files, so that several ranks write at once.
     step = -(-len(rounds) // n_writers)
     order = [number for first in range(step) for number in range(first, len(rounds), step)]

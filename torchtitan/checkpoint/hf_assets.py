@@ -23,7 +23,11 @@ from torchtitan.checkpoint.folder import (
     path_inside,
 )
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
-from torchtitan.distributed.processes.ranks import from_rank_zero, num_ranks, on_all_ranks
+from torchtitan.distributed.processes.ranks import (
+    from_rank_zero,
+    on_all_ranks,
+    ranks_of_first_machine,
+)
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf_config import differing, from_hf_config, to_hf_config
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_weight_map, shorten
@@ -118,8 +122,7 @@ class UntrainedParts(NamedTuple):
 
         The ranks of rank 0's machine copy, because the folders may be on its disk.
         """
-        n_neighbours = from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        n_writers = min(n_neighbours, num_ranks())
+        n_writers = ranks_of_first_machine()
         copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
 
         def copy_own_share() -> dict[str, tuple[str, int]]:

@@ -267,7 +267,7 @@ class CheckpointManager:
             # Build the states before DCP copies them: the copies must wait for this device work.
             states = live_states(self.states)
             result = self.dcp_save(states, folder, self.async_mode, True)
-            self._saver.follow(result, folder, address and self._upload(folder, address) or None)
+            self._saver.follow(result, folder, self._upload(folder, address) if address else None)
         seconds, in_background = time.monotonic() - start, self.save_future is not None
         hint = _WEIGHTS_ONLY_HINT if has_weights_only and curr_step > 0 else ""  # step 0 is a seed
         logger.info(

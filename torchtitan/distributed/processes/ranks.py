@@ -3,6 +3,7 @@
 Without a process group this process is the only rank.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +26,11 @@ def from_rank_zero(ask: Callable[[], T]) -> T:
     if dist.is_initialized():
         dist.broadcast_object_list(answer, src=0)
     return _unwrap(answer)[0]
+
+
+def ranks_of_first_machine() -> int:
+    """Return the number of ranks on rank 0's machine, which are the first ones. Collective."""
+    return min(num_ranks(), from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
