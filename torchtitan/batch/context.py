@@ -166,8 +166,7 @@ def cp_shard(
         keys = None
         if rotate_method == "allgather":
             rank = cp_mesh.get_local_rank()
-            given = starts[name], n_rows, chunks, rank, mask.window
-            keys = needed_keys(*given, mask.branches())
+            keys = needed_keys(starts[name], n_rows, chunks, rank, mask.window, mask.branches)
             keys = torch_parts.pytree.tree_map_only(
                 Tensor, lambda x: to_device(x, inputs[0].device), keys
             )

@@ -178,9 +178,8 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
         )
     firsts = firsts + torch.arange(len(ids), device="cpu")[:, None] * seq_len
     documents, lengths = firsts[is_token].unique_consecutive(return_counts=True)
-    branch: list[
-        tuple[int, int]
-    ] = []  # (id, tokens up to its end) of the last document and its ancestors
+    # (id, tokens up to its end) of the last document and its ancestors.
+    branch: list[tuple[int, int]] = []
     bases, last_end = [], -1
     of_documents = (x.flatten()[documents].tolist() for x in (ids, parents))
     for first, length, own, parent in zip(

@@ -55,6 +55,7 @@ class DocumentMask:
     window: int | None = None  # a query sees itself and the window - 1 tokens before it
     depths: Tensor | None = None
     ends: Tensor | None = None
+    branches: tuple[Tensor, Tensor] | None = None  # for trees, on the host: see `needed_keys`
     chunk: int | None = None  # for trees: see `in_chunks`
     rows_are_documents: bool = False  # each row is one document: `starts` are zeros
     lengths: VarlenMetadata | NeededKeys | None = None  # for varlen, and for flex on the CPU
@@ -85,9 +86,10 @@ class DocumentMask:
         depths = fetch(depths)
         columns = torch.arange(depths.shape[1], device="cpu", dtype=torch.int32)
         starts = torch.where(depths <= 0, columns, 0).cummax(dim=1).values
-        ends, *_ = follow_branches(depths)
+        ends, begins, paths = follow_branches(depths)
+        branches = begins + depths.clamp(min=0), paths
         starts, depths, ends = (to_device(x, device) for x in (starts, depths, ends))
-        return cls(starts, depths=depths, ends=ends)
+        return cls(starts, depths=depths, ends=ends, branches=branches)
 
     @classmethod
     def from_rows(cls, n_rows: int, seq_len: int, device: torch.device) -> "DocumentMask":
@@ -157,8 +159,9 @@ class DocumentMask:
             assert starts is not None
             one_chunk = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
             given = fetch(starts), len(starts), one_chunk, 0, self.window
+            device = self.depths.device
             keys: Any = torch_parts.pytree.tree_map_only(
-                Tensor, lambda x: to_device(x, starts.device), needed_keys(*given, self.branches())
+                Tensor, lambda x: to_device(x, device), needed_keys(*given, self.branches)
             )
             return replace(self, lengths=keys)
         starts = fetch(self.starts)
@@ -246,17 +249,9 @@ class DocumentMask:
         if self.depths is None:
             return self.starts
         # As many keys as a token sees on its branch, if these were the tokens before it in the row.
-        columns = torch.arange(seq_len, device=self.depths.device, dtype=torch.int32)
-        depths = self.depths.clamp(min=0)
+        depths = on_host(self.depths).clamp(min=0)
+        columns = torch.arange(seq_len, device=depths.device, dtype=torch.int32)
         return columns - (depths if self.chunk is None else depths % self.chunk)
-
-    def branches(self) -> tuple[Tensor, Tensor] | None:
-        """Return the argument `branches` of `needed_keys`, on the host; None without trees."""
-        if self.depths is None:
-            return None
-        depths = fetch(self.depths)
-        _, begins, paths = follow_branches(depths)
-        return begins + depths.clamp(min=0), paths
 
     def _first_seen_depths(self, depths: Tensor) -> Tensor:
         """Return [B, T]: the lowest depth that a token of a tree sees."""

@@ -65,9 +65,8 @@ def grow_trees(
         range(len(values)), key=lambda i: (str(group_of[i]), values[i][0].astype(">i8").tobytes())
     )
     trees: list[Tree] = []
-    branch: list[
-        Any
-    ] = []  # the values of the last sequence, with those of all that share its slots
+    # The values of the last sequence, with those of all that share its slots.
+    branch: list[Any] = []
     for i in in_order:
         own, own_labels, own_scored, *own_experts = values[i]
         shared = 0

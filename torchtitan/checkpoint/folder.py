@@ -44,6 +44,7 @@ from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on
 from torchtitan.tools import storage
 from torchtitan.tools.files import UNFINISHED, open_file
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import run_beside
 
 T, U = TypeVar("T"), TypeVar("U")
 
@@ -359,14 +360,11 @@ class HashedFile:
         if memoryview(data).nbytes < _BYTES_FOR_A_THREAD:
             self._sha256.update(data)
             return self._file.write(data)
-        hashing = threading.Thread(
-            target=self._sha256.update, args=(data,)
-        )  # without Python's lock
-        hashing.start()
+        hashing = run_beside(lambda: self._sha256.update(data))  # without Python's lock
         try:
             return self._file.write(data)
         finally:
-            hashing.join()
+            hashing.result()
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()

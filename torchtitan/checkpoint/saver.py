@@ -1,7 +1,6 @@
 """Writes step folders, synchronously or asynchronously."""
 
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.events import event
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import run_beside
 
 
 class AsyncMode(StrEnum):
@@ -131,7 +131,14 @@ class Saver:
             self.staging, self.staging_future = True, result.staging_completion
             result = result.upload_completion
         if then is not None:
-            result = _after(result, then)
+            save = result
+
+            def finish() -> None:
+                if save is not None:
+                    save.result()
+                then()
+
+            result = run_beside(finish)
         self.future = result
 
         def report(future: Future) -> None:
@@ -201,23 +208,6 @@ class Saver:
         if group is not None and dist.is_initialized():
             with suppress(ValueError):  # already destroyed together with an earlier default group
                 dist.destroy_process_group(group)
-
-
-def _after(save: Future | None, then: Callable[[], None]) -> Future:
-    """Return the future of a thread that waits for `save` and calls `then`."""
-    future: Future = Future()
-
-    def work() -> None:
-        try:
-            if save is not None:
-                save.result()
-            then()
-            future.set_result(None)
-        except BaseException as error:  # `Saver.wait` raises it
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="upload", daemon=True).start()
-    return future
 
 
 def order_staging_after_compute(stager: Any) -> None:

@@ -29,12 +29,7 @@ def train_rank(arguments: list[str]) -> None:
 def main() -> None:
     """Train. Exit code 2 for a config that cannot run."""
     parser = argparse.ArgumentParser("torchtitan.cluster.ray", allow_abbrev=False)
-    for option in (
-        "--nodes",
-        "--gpus",
-        "--cpus",
-        "--max-restarts",
-    ):  # GPUs of a node, CPUs of a rank
+    for option in ("--nodes", "--gpus", "--cpus", "--max-restarts"):  # of a node, of a rank
         parser.add_argument(option, type=int, required=True)
     options, arguments = parser.parse_known_args()
     n_ranks = options.nodes * max(1, options.gpus)

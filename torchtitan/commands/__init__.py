@@ -1,10 +1,14 @@
 """The command `torchtitan`: one name for each tool, which is imported when it is called."""
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
+import signal
 import sys
+import warnings
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -123,6 +127,23 @@ def start_ranks(module: str, nproc: int, arguments: list[str]) -> None:
             *("--role=rank", "--tee=3", "-m", module, *arguments),
         ]
     )
+
+
+@contextlib.contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Turn a user's mistake into one line on stderr. Exit code 2 for a mistake in the config, 1 for others."""
+    from torchtitan.tools.errors import RunError
+    from torchtitan.tools.events import exit_code
+
+    # These commands run on one process.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    try:
+        yield
+    except (ValueError, OSError, FloatingPointError, RunError, ImportError) as error:
+        print(f"error: {getattr(error, 'sentence', error)}", file=sys.stderr)
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 class SourceParser(argparse.ArgumentParser):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.folder import Contents, contents_of
-from torchtitan.commands import SourceParser
-from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
+from torchtitan.commands import SourceParser, errors_as_sentences
+from torchtitan.commands.source import job_of, open_engine, weights_in
 from torchtitan.job import find_train_spec
 from torchtitan.tools import storage
 from torchtitan.tools.logging import init_logger, logger

@@ -5,8 +5,8 @@ import contextlib
 
 from torchtitan.checkpoint.conversion import convert_from_hf, replacing
 from torchtitan.checkpoint.folder import Contents, contents_of
-from torchtitan.commands import SourceParser
-from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
+from torchtitan.commands import SourceParser, errors_as_sentences
+from torchtitan.commands.source import job_of, open_engine, weights_in
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.job import find_train_spec
 from torchtitan.tools.logging import init_logger, logger

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.callbacks.metrics import build_device_memory_monitor, memory_metrics
-from torchtitan.commands import SourceParser
-from torchtitan.commands.source import errors_as_sentences, job_of, open_engine, weights_in
+from torchtitan.commands import SourceParser, errors_as_sentences
+from torchtitan.commands.source import job_of, open_engine, weights_in
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.tokenizer import BaseTokenizer

@@ -27,8 +27,7 @@ from pathlib import Path
 
 from torchtitan.cluster import engines
 from torchtitan.cluster.engines import NETWORKS, ClusterJob
-from torchtitan.commands import SourceParser
-from torchtitan.commands.source import errors_as_sentences
+from torchtitan.commands import SourceParser, errors_as_sentences
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.checks import check_ranks
 from torchtitan.config.checks.common import clash, refuse

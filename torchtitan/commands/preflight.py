@@ -12,6 +12,7 @@ import itertools
 import os
 import platform
 import secrets
+import shutil
 import socket
 import sys
 import time
@@ -30,6 +31,7 @@ from torchtitan.config.manager import parse_args_or_exit
 from torchtitan.distributed.processes.late_ranks import Progress
 from torchtitan.distributed.processes.peers import PeerError, Peers
 from torchtitan.distributed.processes.process_group import find_peers, init_distributed
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.tools import signals, storage
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.files import open_file
@@ -101,11 +103,11 @@ class Checks:
     def __init__(self, config: JobConfig, group_of_pairs: dist.ProcessGroup) -> None:
         self.group_of_pairs = group_of_pairs
         self.rank, self.size, self.at = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-        self.hosts = self.gather(socket.gethostname())
+        self.hosts = all_ranks(socket.gethostname())
         self.names = [f"rank {rank} ({host})" for rank, host in enumerate(self.hosts)]
         folder, self.bucket = config.checkpoint.places() if config.checkpoint.enable else ("", "")
         self.needs_shared_folder = config.checkpoint.enable and not self.bucket
-        nonce, root = self.gather(secrets.token_hex(8))[0], config.job.dump_folder
+        nonce, root = all_ranks(secrets.token_hex(8))[0], config.job.dump_folder
         root = storage.require_disk("job.dump_folder", root)
         self.file = Path(root, folder, f".preflight_{nonce}")  # from rank 0
 
@@ -120,7 +122,7 @@ class Checks:
                 figures = getattr(self, check)()
             except (RunError, OSError) as error:
                 fault = f"      {self.names[self.rank]}: {_line(error)}; {remedy}"
-            answers = self.gather((figures, fault))
+            answers = all_ranks((figures, fault))
             faults, texts = [fault for _, fault in answers if fault], list[str]()
             failed += [check] * bool(faults)
             for unit in dict.fromkeys(unit for own, _ in answers for unit in own):
@@ -137,12 +139,6 @@ class Checks:
             text = f"{self.size} ranks on {len(set(self.hosts))} hosts, {time.monotonic() - started:.1f} s"
             print(f"preflight: {', '.join(failed) or 'nothing'} failed; {text}", flush=True)
         return bool(failed)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value of each rank."""
-        values = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
 
     def device(self) -> dict[str, float]:
         kind, module = get_device_info()
@@ -162,8 +158,12 @@ class Checks:
             self.file.touch()
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return {}
-        space, chunk, written = os.statvfs(self.file.parent), secrets.token_bytes(2**22), 0
-        if (free := space.f_bavail * space.f_frsize) < _GIB:
+        free, chunk, written = (
+            shutil.disk_usage(self.file.parent).free,
+            secrets.token_bytes(2**22),
+            0,
+        )
+        if free < _GIB:
             raise RunError(f"only {free / _GIB:.2f} GiB are free in {self.file.parent}")
         path, started = self.file.with_suffix(f".{self.rank}"), time.perf_counter()
         try:
@@ -186,8 +186,8 @@ class Checks:
         return {"folders of other hosts, which only checkpoints need to share": 1}
 
     def clock(self) -> dict[str, float]:
-        self.gather(None)  # a barrier
-        times = self.gather(time.time())
+        all_ranks(None)  # a barrier
+        times = all_ranks(time.time())
         if abs(own := times[self.rank] - times[0]) > 1:
             raise RunError(f"{abs(own):.1f} s {'ahead of' if own > 0 else 'behind'} rank 0's clock")
         return {"s from rank 0's": abs(own)}
@@ -201,7 +201,7 @@ class Checks:
             if 0 <= first < self.size - 1:
                 speed = self.speed(partial(self.exchange, 2 * first + 1 - self.rank))
                 own = speed if first == self.rank else own
-            speeds = self.gather(own)
+            speeds = all_ranks(own)
         kinds = [a == b for a, b in itertools.pairwise(self.hosts)]
         if own is None:
             return {}

@@ -1,13 +1,9 @@
 """The model or job that a command is given: a Hugging Face folder, a checkpoint, a run, or a TOML file."""
 
-import contextlib
 import dataclasses
 import json
 import os
-import signal
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +24,8 @@ from torchtitan.objective.scoring import without_training
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.step.runner import on_error
 from torchtitan.tools import storage
-from torchtitan.tools.errors import ConfigError, RunError
-from torchtitan.tools.events import FILE_NAME, exit_code
+from torchtitan.tools.errors import ConfigError
+from torchtitan.tools.events import FILE_NAME
 from torchtitan.tools.files import open_file
 
 RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes by default
@@ -39,21 +35,6 @@ _LONGEST_TABLE = 32_768  # positions of the RoPE table for a model from Hugging 
 
 class UnknownModelError(ValueError):
     """Neither a config.json nor the record of a run says which model a folder holds."""
-
-
-@contextlib.contextmanager
-def errors_as_sentences() -> Iterator[None]:
-    """Turn a user's mistake into one line on stderr. Exit code 2 for a mistake in the config, 1 for others."""
-    warnings.filterwarnings(
-        "ignore", "torch.distributed is disabled"
-    )  # these commands run on one process
-    try:
-        yield
-    except (ValueError, OSError, FloatingPointError, RunError, ImportError) as error:
-        print(f"error: {getattr(error, 'sentence', error)}", file=sys.stderr)
-        sys.exit(exit_code(error))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
 
 
 def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]) -> JobConfig:

@@ -18,7 +18,8 @@ def main() -> None:
     os.environ["NGPU"] = str(ranks)
     os.environ.setdefault("LOCAL_RANK", "0")
     prepare_device()  # before torch is imported
-    from torchtitan.commands.source import errors_as_sentences, job_of
+    from torchtitan.commands import errors_as_sentences
+    from torchtitan.commands.source import job_of
     from torchtitan.estimate.step import estimate_step
 
     with errors_as_sentences():

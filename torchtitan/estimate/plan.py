@@ -191,7 +191,8 @@ def main() -> None:
     machine = machine_of(args)
     os.environ["LOCAL_RANK"], os.environ["NGPU"] = "0", str(args.gpus)
     prepare_device()
-    from torchtitan.commands.source import errors_as_sentences, job_of
+    from torchtitan.commands import errors_as_sentences
+    from torchtitan.commands.source import job_of
     from torchtitan.estimate.step import bytes_of_states, estimate_from_depths
     from torchtitan.tools.errors import ConfigError
 

@@ -103,7 +103,8 @@ class Servers:
 
         Raises LostServerError if no server comes back in time, or each one fails at this request.
         """
-        for _ in range(len(self.addresses()) + 1):
+        n_failures = 0
+        while True:
             with self._lock:
                 if not self._ready:
                     self._load_any()
@@ -112,10 +113,11 @@ class Servers:
             try:
                 return request(address)
             except LostServerError as error:
-                failure = error
                 with self._lock:
                     self._forget([address], str(error))
-        raise failure
+                n_failures += 1
+                if n_failures > len(self.addresses()):
+                    raise
 
     def _load_any(self) -> None:
         deadline = time.monotonic() + self._timeout_seconds
@@ -136,9 +138,7 @@ class Servers:
     def _try_to_load(self, address: str) -> Exception | None:
         """Return why the server is left out, or None. Raises what a server answers that fails at the load."""
         try:
-            idle = _Connection(
-                address
-            )  # before the load: a restart after it closes this connection
+            idle = _Connection(address)  # first: a restart after the load closes it
             self._load(address)
         except (OSError, LostServerError) as error:
             if not getattr(error, "is_gone", True):

@@ -243,10 +243,10 @@ class Layers(Row):
         if self.thetas is not None:
             of_types = {name: RoPEArgs(theta) for name, theta in self.thetas.items()} | ropes
             theta, length = args.rope_theta, args.max_seq_len
-            tables = {
-                name: write_rope(rope, theta, length) | _share_of(rope)
-                for name, rope in of_types.items()
-            }
+            tables = {name: write_rope(rope, theta, length) for name, rope in of_types.items()}
+            for name, rope in of_types.items():
+                if rope.share != 1:
+                    tables[name]["partial_rotary_factor"] = rope.share
             return config | {"rope_parameters": tables}
         rope = next(iter(ropes.values()), RoPEArgs())
         table = write_rope(rope, args.rope_theta, args.max_seq_len)
@@ -254,15 +254,11 @@ class Layers(Row):
         if self.has_query_scale and args.query_scale:
             table["llama_4_scaling_beta"] = args.query_scale
         if rope.share != 1 or self.share != 1:
-            config |= {"partial_rotary_factor": 1.0} | _share_of(rope)
+            config["partial_rotary_factor"] = rope.share
         if isinstance(rope.scaling, LongRoPE):
             config[ORIGINAL_LENGTH] = rope.scaling.original_seq_len
         scaling = None if table["rope_type"] == "default" else table
         return config | {"rope_theta": theta, "rope_scaling": scaling}
-
-
-def _share_of(rope: RoPEArgs) -> dict[str, float]:
-    return {} if rope.share == 1 else {"partial_rotary_factor": rope.share}
 
 
 # Spellings of the text model's names in multimodal files, and names of the other parts there.

@@ -24,9 +24,8 @@ _library.define(
 )
 
 
-_IS_INSTALLED = (
-    find_spec("fla") is not None
-)  # a constant for the compiler, which would trace the import
+# A constant for the compiler, which would trace the import.
+_IS_INSTALLED = find_spec("fla") is not None
 
 
 @functools.cache

@@ -69,9 +69,10 @@ def attend_by(
     return attend(build_inner_attention(attn_type), q, k, v, mask)
 
 
-def attend_by_block_mask(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> Tensor:
+def attend_by_block_mask(
+    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, depths: Tensor | None = None
+) -> Tensor:
     """Flex as on an accelerator, by block structure and mask function alone."""
-    document_ids, depths = (*documents, None)[:2]
     mask = DocumentMask.from_documents(document_ids, depths=depths).block_mask(block_size=4)
     return attend(build_inner_attention("flex"), q, k, v, mask)
 

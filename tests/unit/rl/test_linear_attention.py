@@ -28,11 +28,8 @@ def qwen(flavor):
 def test_loss_and_gradient_do_not_depend_on_how_samples_share_rows(flavor, tmp_path):
     trainer, samples = PolicyTrainer(toy_config(tmp_path, *qwen(flavor))), toy_samples(9)
     found = []
-    for n_parts in (
-        1,
-        3,
-        9,
-    ):  # nine samples packed in four rows, or each sample in a row of its own
+    # Nine samples packed in four rows, or each sample in a row of its own.
+    for n_parts in (1, 3, 9):
         batcher = Batcher(seq_len=24, rows=4, agg_mode="token-sum")
         parts = [samples[i::n_parts] for i in range(n_parts)]
         loss = sum(trainer.forward_backward(batcher.batch(part)).loss for part in parts)

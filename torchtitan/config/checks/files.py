@@ -44,8 +44,8 @@ def addresses(job_config: JobConfig) -> Iterator[str]:
 
 def checkpoint_folders(job_config: JobConfig) -> Iterator[str]:
     checkpoint, path = job_config.checkpoint, job_config.checkpoint.initial_load_path
-    continues = checkpoint.enable and _own_steps(job_config)
-    if path and not continues and not (os.path.isdir(path) or storage.is_address(path)):
+    is_missing = path and not (os.path.isdir(path) or storage.is_address(path))
+    if is_missing and not (checkpoint.enable and _own_steps(job_config)):
         yield (
             f"checkpoint.initial_load_path must be an existing checkpoint folder, got {path!r}; "
             f"give the step folder itself, such as .../checkpoint/step-1000"
@@ -182,8 +182,9 @@ def hf_assets(job_config: JobConfig, needs_tokenizer: bool) -> Iterator[str]:
     """The folders with the tokenizer and with the initial weights must exist."""
     path, checkpoint = find_shipped(job_config.model.hf_assets_path), job_config.checkpoint
     loads_from_it = checkpoint.initial_load_in_hf and not checkpoint.initial_load_path
-    starts_from_it = loads_from_it and not (checkpoint.enable and _own_steps(job_config))
-    if (needs_tokenizer or starts_from_it) and not os.path.isdir(path):
+    if not os.path.isdir(path) and (
+        needs_tokenizer or loads_from_it and not (checkpoint.enable and _own_steps(job_config))
+    ):
         yield (
             f"model.hf_assets_path must be a folder with Hugging Face files, got {path!r} (looked in "
             f"{os.getcwd()}); correct the path, or fetch them with `hf download OWNER/NAME --local-dir FOLDER`"

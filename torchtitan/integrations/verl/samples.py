@@ -45,8 +45,9 @@ def check(data: TensorDict, forward_only: bool) -> None:
             "data.pad_mode=no_padding"
         )
     # With the processor of a multimodal model, verl gives each sample of text four equal rows of positions.
-    in_streams = data["position_ids"].is_nested and data["position_ids"].dim() == 3
-    if in_streams and any((x != x[:1]).any() for x in data["position_ids"].unbind()):
+    positions = data["position_ids"]
+    in_streams = positions.is_nested and positions.dim() == 3
+    if in_streams and (positions.values() != positions.values()[:1]).any():
         raise ValueError(
             "torchtitan's engine trains models of text only, got position_ids whose rows differ, as those of "
             "images do; leave images and videos out, or use another engine"
@@ -110,13 +111,10 @@ def pack(
     sample_of_token = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
     labels = tokens.roll(-1)
     labels[offsets[1:] - 1] = IGNORE_INDEX
-    positions = microbatch["position_ids"]
-    of_samples = (
-        [x[0] for x in positions.unbind()] if positions.dim() == 3 else [positions.values()]
-    )
+    positions = microbatch["position_ids"].values()  # [N], or equal rows [4, N]
     row = {
         "input": tokens,
-        "positions": torch.cat(of_samples),
+        "positions": positions[0] if positions.dim() == 2 else positions,
         "document_ids": sample_of_token.int(),
         "labels": labels,
     }
