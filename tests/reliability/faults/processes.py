@@ -108,7 +108,9 @@ FAULTS = {
     "rank that is killed": broken("SIGKILL", *LONG, rank=1, ranks=2),
     "rank that fails": broken("fail to read", *LONG, rank=1, ranks=2),
     "rank that hangs": broken("hang", *LONG, "--comm.train_timeout_seconds=3", rank=1, ranks=2),
-    "step that waits for one rank": broken("hang 3", "--training.steps=9", rank=1, step=7, ranks=2),
+    "step that waits for one rank": broken(
+        "hang 3", "--training.steps=40", rank=1, step=7, ranks=2
+    ),
     "SIGTERM to one rank before it trains": broken("SIGTERM", rank=1, step=None, ranks=2),
     "SIGTERM to one rank": broken(
         "SIGTERM", *LONG_SAVING, rank=1, ranks=2, check=one_step_is_whole
