@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLMArgs, LayerKind
+from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs, LayerKind
+from torchtitan.models.family import build_decoder_train_spec
 from torchtitan.models.hf_adapter import (
     HF_EXPERTS,
     HF_LINEARS,
@@ -14,7 +15,7 @@ from torchtitan.models.hf_adapter import (
     block_hf_key_map,
     dense_hf_key_map,
 )
-from torchtitan.models.hf_config import hf_types
+from torchtitan.models.hf_config import args_of, hf_types
 from torchtitan.models.hf_fields import (
     COUNT,
     KV_HEADS,
@@ -23,6 +24,7 @@ from torchtitan.models.hf_fields import (
     TOP_K,
     Config,
     Field,
+    HFType,
     Row,
     check_kind,
     read_rope,
@@ -32,6 +34,7 @@ from torchtitan.models.hf_fields import (
     write_rope,
 )
 from torchtitan.models.rope import LongRoPE, RoPEArgs
+from torchtitan.protocols.train_spec import TrainSpec
 
 SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
 NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
@@ -313,3 +316,34 @@ class CausalLMAdapter(KeyMapAdapter):
             for hf, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items()
         }
         return block_hf_key_map(names | ({f"{module}_gate": "moe.shared_gate"} if has_gate else {}))
+
+
+# ---- families ----
+
+
+def sizes(
+    dim: int, n_layers: int, hidden_dim: int, n_heads: int, n_kv_heads: int, **others: Any
+) -> dict[str, Any]:
+    """Return the fields of a config.json with these sizes, and the others."""
+    return {
+        "hidden_size": dim,
+        "num_hidden_layers": n_layers,
+        "intermediate_size": hidden_dim,
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": n_kv_heads,
+        **others,
+    }
+
+
+SMALL: dict[str, Any] = {"vocab_size": 2048, "head_dim": 32}  # of flavors for tests
+
+
+def train_spec_of(
+    types: Mapping[str, HFType], configs: Mapping[str, Config]
+) -> Callable[[], TrainSpec]:
+    """Return a family's `get_train_spec`. configs: flavor -> the fields of its config.json."""
+    flavors = {
+        flavor: args_of(config, types[config["model_type"]], CausalLMArgs)
+        for flavor, config in configs.items()
+    }
+    return lambda: build_decoder_train_spec(CausalLM, flavors, CausalLMAdapter)
