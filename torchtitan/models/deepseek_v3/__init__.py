@@ -18,12 +18,7 @@ from torchtitan.models import rope
 from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.models.decoder import PROJECTION_STD, Decoder, FeedForward, init_linear
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
-from torchtitan.models.hf_adapter import (
-    HF_EXPERTS,
-    KeyMapAdapter,
-    block_hf_key_map,
-    dense_hf_key_map,
-)
+from torchtitan.models.hf_adapter import CORRECTION_BIAS, HFAdapter, block_hf_key_map
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
 from torchtitan.models.rope import RoPEArgs, YaRNArgs, apply_rotary_emb, yarn_mscale
@@ -181,45 +176,30 @@ class DeepSeekV3Model(Decoder):
         return precompute_freqs_cis(replace(self.model_args, max_seq_len=length))
 
 
-_LATENT_QUERIES = {
-    "self_attn.q_a_proj": "attention.wq_a",
-    "self_attn.q_a_layernorm": "attention.q_norm",
-    "self_attn.q_b_proj": "attention.wq_b",
-}
-_BIASED = {
-    "self_attn.q_a_proj": "attention.wq_a",
-    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
-    "self_attn.o_proj": "attention.wo",
-}
-_LATENTS_AND_SHARED_EXPERTS = {
-    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
-    "self_attn.kv_a_layernorm": "attention.kv_norm",
-    "self_attn.kv_b_proj": "attention.wkv_b",
-    "mlp.shared_experts.gate_proj": "moe.shared_experts.w1",
-    "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
-    "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
-}
-
-
-class DeepSeekV3StateDictAdapter(KeyMapAdapter):
-    """Renames keys only: RoPE pairs are neighbours in our weights and in Hugging Face's.
-
-    V2's files have no correction bias for the router.
-    """
+class DeepSeekV3StateDictAdapter(HFAdapter):
+    """Renames keys only: RoPE pairs are neighbours in our weights and in Hugging Face's."""
 
     quantized_format = "fp8"
-
-    def __init__(self, model_args: DeepSeekV3ModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, hf_assets_path)
-        self.from_hf_map = dense_hf_key_map()
-        for name in "qkv" if model_args.q_lora_rank else "kv":
-            del self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.weight"]
-        queries = _LATENT_QUERIES if model_args.q_lora_rank else {}
-        self.from_hf_map |= block_hf_key_map(queries | _LATENTS_AND_SHARED_EXPERTS) | HF_EXPERTS
-        if model_args.attention_bias:
-            self.from_hf_map |= block_hf_key_map(_BIASED, "bias")
-        bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
-        self.from_hf_map[bias] = "layers.{}.moe.expert_bias"
+    own_names = {
+        **block_hf_key_map(
+            {
+                "self_attn.q_a_proj": "attention.wq_a",
+                "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+                "self_attn.o_proj": "attention.wo",
+            },
+            "weight",
+            "bias",
+        ),
+        **block_hf_key_map(
+            {
+                "self_attn.q_a_layernorm": "attention.q_norm",
+                "self_attn.q_b_proj": "attention.wq_b",
+                "self_attn.kv_a_layernorm": "attention.kv_norm",
+                "self_attn.kv_b_proj": "attention.wkv_b",
+            }
+        ),
+        **CORRECTION_BIAS,  # V2's files have none
+    }
 
 
 def _debug_model(**fields: Any) -> DeepSeekV3ModelArgs:

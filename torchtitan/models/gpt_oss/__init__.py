@@ -22,7 +22,7 @@ from torchtitan.models import hf_fields as hf
 from torchtitan.models.attention import attend
 from torchtitan.models.decoder import Decoder, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
-from torchtitan.models.hf_adapter import Fused, KeyMapAdapter, block_hf_key_map, dense_hf_key_map
+from torchtitan.models.hf_adapter import Fused, HFAdapter, HFKeyMap, block_hf_key_map
 from torchtitan.models.moe import MoE, MoEArgs, MoEDecoderArgs
 from torchtitan.models.moe.moe import StackedExperts
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
@@ -215,10 +215,17 @@ class GptOssModel(Decoder):
         return {"basic_mask": documents, "sliding_window_mask": window}
 
 
-_EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
+def _expert_names(hf_name: str, name: str) -> HFKeyMap:
+    hf, ours = f"model.layers.{{}}.mlp.experts.{hf_name}", f"layers.{{}}.moe.experts.{name}"
+    return {
+        hf: Fused((f"{ours}_weight",), transposed=True),
+        f"{hf}_blocks": f"{ours}_weight",
+        f"{hf}_scales": None,  # the reader has multiplied by them
+        f"{hf}_bias": f"{ours}_bias",
+    }
 
 
-class GptOssStateDictAdapter(KeyMapAdapter):
+class GptOssStateDictAdapter(HFAdapter):
     """Writes unquantized files, which transformers loads; reads unquantized and MXFP4 files.
 
     Experts' weights are [E, in, out] in unquantized files, and [E, out, in], as in our model, when
@@ -226,21 +233,13 @@ class GptOssStateDictAdapter(KeyMapAdapter):
     """
 
     quantized_format = "mxfp4"
-
-    def __init__(self, model_args: GptOssModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, hf_assets_path)
-        self.from_hf_map = dense_hf_key_map([f"self_attn.{name}_proj" for name in "qkvo"])
-        self.from_hf_map["model.layers.{}.self_attn.sinks"] = "layers.{}.attention.sinks"
-        for kind in ("weight", "bias"):
-            self.from_hf_map |= block_hf_key_map({"mlp.router": "moe.router.gate"}, kind)
-        for hf_name, name in _EXPERTS.items():
-            hf, ours = f"model.layers.{{}}.mlp.experts.{hf_name}", f"layers.{{}}.moe.experts.{name}"
-            self.from_hf_map |= {
-                hf: Fused((f"{ours}_weight",), transposed=True),
-                f"{hf}_blocks": f"{ours}_weight",
-                f"{hf}_scales": None,  # the reader has multiplied by them
-                f"{hf}_bias": f"{ours}_bias",
-            }
+    own_names = {
+        **block_hf_key_map({f"self_attn.{n}_proj": f"attention.w{n}" for n in "qkvo"}, "bias"),
+        **block_hf_key_map({"mlp.router": "moe.router.gate"}, "weight", "bias"),
+        "model.layers.{}.self_attn.sinks": "layers.{}.attention.sinks",
+        **_expert_names("gate_up_proj", "mlp1"),
+        **_expert_names("down_proj", "mlp2"),
+    }
 
 
 def _experts(num_experts: int) -> MoEArgs:
