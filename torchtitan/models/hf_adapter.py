@@ -28,9 +28,7 @@ OUTPUT = "output.weight"
 TOK_EMBEDDINGS = "tok_embeddings.weight"
 # The value head has the same names here and in HF files.
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
-CORRECTION_BIAS = {
-    "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias"
-}
+CORRECTION_BIAS = {"model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias"}
 
 # The norms of a block by `norm_placement`: HF name -> ours.
 HF_NORMS = {
