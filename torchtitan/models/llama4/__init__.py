@@ -26,7 +26,12 @@ from torchtitan.models.hf_adapter import (
 )
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
-from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, reshape_for_broadcast
+from torchtitan.models.rope import (
+    apply_rotary_emb,
+    precompute_freqs_cis,
+    query_factors,
+    reshape_for_broadcast,
+)
 from torchtitan.protocols.train_spec import TrainSpec
 
 
@@ -149,11 +154,8 @@ class Transformer(llama3.Transformer):
         args, table = self.model_args, super().build_rope_table(length)
         if not args.attn_temperature_tuning:
             return table
-        if table.device.type == "meta":  # arange there would load torch's compiler
-            return table.new_empty(length, table.shape[1] + 1)
-        steps = torch.arange(1, length + 1, dtype=torch.float32).div(args.floor_scale).floor()
-        factors = torch.log1p(steps) * args.attn_scale + 1.0
-        return torch.cat((table, factors[:, None].to(table.dtype)), dim=1)
+        factors = query_factors(torch.arange(1, length + 1), args.attn_scale, args.floor_scale)
+        return torch.cat((table, factors.to(table.dtype)), dim=1)
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         chunks = documents.in_chunks(self.model_args.fixed_attn_block_size)
