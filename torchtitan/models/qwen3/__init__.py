@@ -59,10 +59,6 @@ class Qwen3Model(Decoder):
     def is_moe_layer(self, layer_id: int) -> bool:
         return self.model_args.moe_enabled
 
-    def hidden_dim(self, layer_id: int) -> int:
-        args = self.model_args
-        return args.moe_inter_dim if args.moe_enabled else args.hidden_dim
-
 
 class Qwen3StateDictAdapter(HFAdapter):
     """Renames to Hugging Face's Qwen3ForCausalLM and Qwen2ForCausalLM."""
