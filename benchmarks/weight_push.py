@@ -89,7 +89,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from torchtitan.checkpoint.stream import WeightStream, digest_of
-    from torchtitan.rl.weight_sync import LiveWeights, WeightSync
+    from torchtitan.rl.weight_sync import LiveWeights, push_weights
 
     model, adapter = build(flavor)
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -105,7 +105,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
     )
 
     def push(takes_shards: bool) -> None:
-        WeightSync(engine, Receiver(takes_shards)).update()
+        push_weights(engine, Receiver(takes_shards))
 
     def copy() -> None:
         for parameter in model.parameters():

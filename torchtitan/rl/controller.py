@@ -295,7 +295,7 @@ class Controller:
             rescored = [self.trainer.rescore(batch) for batch in batches]
             batches = [batch for batch, _ in rescored]
             measured["rl/rescore_diff_max"] = max(difference for _, difference in rescored)
-        if self.updates_per_batch > 1 and self.trainer.loss.guard.is_on:
+        if self.updates_per_batch > 1 and self.trainer.loss.corrects:
             batches = [self.trainer.with_old_logprobs(batch) for batch in batches]
         steps_left = self.job_config.training.steps - self.step
         updates, critic_updates = [], []

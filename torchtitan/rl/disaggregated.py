@@ -27,9 +27,9 @@ from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.job import find_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import parallel_dims_of, set_device
-from torchtitan.rl.checks import rescoring
+from torchtitan.rl.checks import weights_of_generator
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_copy
-from torchtitan.rl.job_config import JobConfig, batch_seq_len
+from torchtitan.rl.job_config import JobConfig, longest_episode
 from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_of
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
@@ -148,7 +148,7 @@ class RemoteGenerator:
         `rl.generator.rescore` is set and the generators' policy would differ from the trainer's.
         """
         rl = policy.job_config.rl
-        refuse(rescoring(rl, policy.compute_dtype_name))
+        refuse(weights_of_generator(rl, policy.compute_dtype_name))
         self.weight_dtype = policy.generator_dtype
         self._changes = WeightChanges() if rl.weight_sync.delta else None
         if rl.generator.backend != "local":
@@ -300,7 +300,7 @@ def task_of_job(
     if task is None:
         build_tokenizer = spec.build_tokenizer_fn
         tokenizer = None if build_tokenizer is None else build_tokenizer(job_config)
-        longest_prompt = batch_seq_len(job_config) + 1 - job_config.rl.sampling.max_tokens
+        longest_prompt = longest_episode(job_config) - job_config.rl.sampling.max_tokens
         task = build_task(job_config.rl, tokenizer, longest_prompt)
     check_tokenizer_fits(task.tokenizer, model_args)
     if job_config.rl.task.max_turns > 1 and not task.replies:

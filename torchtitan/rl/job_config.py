@@ -314,10 +314,10 @@ class JobConfig(BaseJobConfig):
     def trainer_ranks(self, world_size: int) -> int:
         """Return the number of ranks that train; raises ConfigError if `rl.generator.ranks` leaves none."""
         apart = self.ranks_apart
-        if apart and not apart < world_size:
+        if apart and apart >= world_size:
             raise ConfigError(
-                f"rl.generator.ranks must leave ranks that train, got {apart} with {world_size} "
-                f"{'rank' if world_size == 1 else 'ranks'}; start more ranks, or lower it"
+                f"rl.generator.ranks must leave ranks that train, got {apart} with {world_size} in the job; "
+                "start more ranks, or lower it"
             )
         return world_size - apart
 
@@ -330,6 +330,7 @@ def batch_seq_len(job_config: JobConfig) -> int:
 
 def longest_episode(job_config: JobConfig) -> int:
     """Return the length limit of an episode, prompt included, that a row and the generator can hold."""
-    row = batch_seq_len(job_config) + 1  # the last token is only a label
-    generator = job_config.rl.generator.max_seq_len
-    return row if generator is None else min(row, generator)
+    row, generator = batch_seq_len(job_config) + 1, job_config.rl.generator
+    if generator.backend != "vllm":  # others, as a row, do not read the last token
+        return row
+    return min(row, generator.max_seq_len or job_config.training.seq_len)

@@ -23,7 +23,7 @@ from torchtitan.rl.learner import Learner
 from torchtitan.rl.losses import LossWithTeacher, PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import changing_weights, exchange
 from torchtitan.rl.types import TrainingBatch
-from torchtitan.rl.weight_sync import TakesWeights, WeightSync
+from torchtitan.rl.weight_sync import TakesWeights, push_weights
 from torchtitan.step.runner import Head, on_error
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import init_logger, logger
@@ -191,7 +191,7 @@ class PolicyTrainer(Learner):
     def push_model_state_dict(self, generator: TakesWeights) -> int:
         """Send a generator the weights; returns their version."""
         check_digest = self.job_config.rl.weight_sync.digest
-        return WeightSync(self.engine, generator, check_digest=check_digest).update()
+        return push_weights(self.engine, generator, check_digest=check_digest)
 
 
 class ReferencePolicy:

@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -146,9 +145,8 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
         if target is None or (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
             there = "nothing" if target is None else f"{target.dtype} of {list(target.shape)}"
             raise WeightMismatchError(
-                f"{name} was sent as {tensor.dtype} of {list(tensor.shape)}, and the generator's "
-                f"model has {there} of this name; give both the same model.flavor, and send weights "
-                "in the generator's dtype"
+                f"{name} was sent as {tensor.dtype} of {list(tensor.shape)}, and the generator's model has "
+                f"{there} of this name; give both the same model.flavor and dtype"
             )
         target.copy_(tensor)
         received.append(name)
@@ -161,48 +159,41 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
             f"version {weights.version} came without {', '.join(missing)}, which the generator's "
             "model has; give both the same model.flavor"
         )
-    if check_digest:
-        digest = digest_of((name, targets[name]) for name in received)
-        if digest != weights.digest:
-            raise WeightMismatchError(
-                f"the generator's weights have the digest {digest[:16]}, and the sent weights of version "
-                f"{weights.version} have {str(weights.digest)[:16]}; something overwrote them on the way"
-            )
+    digest = digest_of((name, targets[name]) for name in received) if check_digest else None
+    if check_digest and digest != weights.digest:
+        raise WeightMismatchError(
+            f"the generator's weights have the digest {digest}, and the sent weights of version "
+            f"{weights.version} have {weights.digest}; something overwrote them on the way"
+        )
 
 
-@dataclass(frozen=True)
-class WeightSync:
-    """Sends the engine's weights to a generator. check_digest: costs a second read of all weights."""
+def push_weights(
+    engine: TrainingEngine, generator: TakesWeights, *, check_digest: bool = True
+) -> int:
+    """Send the engine's weights to a generator; return their version. Collective.
 
-    engine: TrainingEngine
-    generator: TakesWeights
-    check_digest: bool = True
-
-    def update(self) -> int:
-        """Send the current weights; return their version. Collective.
-
-        Raises WeightMismatchError on all ranks if any rank received different weights,
-        StaleWeightsError if the generator has another version afterwards.
-        """
-        failure = None
-        try:
-            weights = weights_for(self.generator, self.engine)
-            self.generator.update_weights(weights, check_digest=self.check_digest)
-        except WeightMismatchError as error:
-            failure = str(error)
-        # Summing a flag takes a fifth of the time of gathering texts.
-        has_failed = failure is not None
-        if dist.is_initialized():
-            num_failed = torch.tensor(float(has_failed), device=self.engine.device)
-            dist.all_reduce(num_failed)
-            has_failed = bool(num_failed)
-        for rank, text in enumerate(all_ranks(failure) if has_failed else ()):
-            if text is not None:
-                raise WeightMismatchError(f"rank {rank}: {text}")
-        version = self.engine.weights_version
-        if self.generator.policy_version != version:
-            raise StaleWeightsError(
-                f"the generator has version {self.generator.policy_version} after an update to "
-                f"version {version}; its update_weights must set policy_version"
-            )
-        return version
+    check_digest: costs a second read of all weights.
+    Raises WeightMismatchError on all ranks if any rank received different weights,
+    StaleWeightsError if the generator has another version afterwards.
+    """
+    failure = None
+    try:
+        generator.update_weights(weights_for(generator, engine), check_digest=check_digest)
+    except WeightMismatchError as error:
+        failure = str(error)
+    # Summing a flag takes a fifth of the time of gathering texts.
+    has_failed = failure is not None
+    if dist.is_initialized():
+        num_failed = torch.tensor(float(has_failed), device=engine.device)
+        dist.all_reduce(num_failed)
+        has_failed = bool(num_failed)
+    for rank, text in enumerate(all_ranks(failure) if has_failed else ()):
+        if text is not None:
+            raise WeightMismatchError(f"rank {rank}: {text}")
+    version = engine.weights_version
+    if generator.policy_version != version:
+        raise StaleWeightsError(
+            f"the generator has version {generator.policy_version} after an update to version {version}; "
+            "its update_weights must set policy_version"
+        )
+    return version

@@ -123,7 +123,7 @@ def state_of(policy: Policy, model: str) -> list:
         for optimizer in state.optimizers
     ]
     parts = [state.weights, state.gradients, moments]
-    found = [[state.step, str(state.failure)]]
+    found = [[state.passes, str(state.failure)]]
 
     def add(value):
         if isinstance(value, dict):

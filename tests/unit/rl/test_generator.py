@@ -19,7 +19,7 @@ from torchtitan.rl.weight_sync import (
     NoWeightsError,
     StaleWeightsError,
     WeightMismatchError,
-    WeightSync,
+    push_weights,
 )
 
 pytestmark = pytest.mark.long
@@ -127,23 +127,22 @@ def test_weights_that_changed_unannounced_are_refused(engine):
         StaleWeightsError, match=f"last update was version {before}; call update_weights"
     ):
         generator.generate(PROMPTS, SAMPLING)
-    assert WeightSync(engine, generator).update() == before + 1
+    assert push_weights(engine, generator) == before + 1
     assert generator.generate(PROMPTS, SAMPLING)[0].policy_version == before + 1
 
 
 def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine):
     state = torch.get_rng_state()
     generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
-    sync = WeightSync(engine, generator)
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)
-    sync.update()
+    push_weights(engine, generator)
     assert torch.equal(torch.get_rng_state(), state)
     old = generator.generate(PROMPTS, with_seed(1))
     assert old == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
     take_a_step(engine)
     assert generator.generate(PROMPTS, with_seed(1)) == old
-    sync.update()
+    push_weights(engine, generator)
     new = generator.generate(PROMPTS, with_seed(1))
     assert new != old
     assert new == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
@@ -164,7 +163,7 @@ def test_config_chooses_the_generator(engine, changes, kind):
     generator = build_generator(config, engine)
     assert type(generator) is kind
     assert generator.is_collective == (kind is LocalGenerator)
-    WeightSync(engine, generator).update()
+    push_weights(engine, generator)
     found = generator.generate(PROMPTS, with_seed(1))
     assert {c.policy_version for c in found} == {engine.weights_version}
 
@@ -244,7 +243,7 @@ def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch
     assert fake.options["logprobs_mode"] == "processed_logprobs"
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)
-    version = WeightSync(engine, generator).update()
+    version = push_weights(engine, generator)
     names = [name for name, _ in fake.loaded]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" in names
 
@@ -271,11 +270,12 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
     assert "model.fp32_head applies to the trainer" in caplog.text
     assert fake.options["gpu_memory_utilization"] == 0.7
     assert (fake.options["tensor_parallel_size"], fake.options["max_model_len"]) == (1, 96)
+    assert longest_episode(config) == 96
     assert fake.options["enable_prefix_caching"] is True
     assert "distributed_executor_backend" not in fake.options
     config.rl.generator.max_seq_len = 48
     build_generator(config, engine)
-    assert fake.options["max_model_len"] == 48
+    assert fake.options["max_model_len"] == longest_episode(config) == 48
     config.rl.generator.tensor_parallel_degree = 2
     with pytest.raises(
         ConfigError, match="must divide the number of ranks that generate, got 2 with 1 ranks"
@@ -296,6 +296,6 @@ def test_vllm_that_does_not_take_the_weights_is_told(faults, problem, engine, mo
     generator = VLLMGenerator("assets")
     vars(fake).update(faults)
     with pytest.raises(WeightMismatchError, match=f"rank 0: vLLM did not load .*{problem}"):
-        WeightSync(engine, generator).update()
+        push_weights(engine, generator)
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)

@@ -60,8 +60,8 @@ BAD_VALUES = [
     ({"rl__sampling__top_p": 0.9}, "rl.sampling.top_p must be 1.0 in training"),
     ({"rl__sampling__top_k": 20}, "rl.sampling.top_k must be 0 in training"),
     (
-        {"rl__sampling__max_tokens": 2048},
-        "rl.sampling.max_tokens must be at most the row length - 1 = 2047, got 2048",
+        {"rl__sampling__max_tokens": 2049},
+        "rl.sampling.max_tokens must be at most the longest episode - 1 = 2048, got 2049",
     ),
     (
         {"rl__batch__seq_len": 4096},

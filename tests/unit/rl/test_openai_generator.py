@@ -26,7 +26,7 @@ from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator, PolicyModel, build_generator
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
+from torchtitan.rl.weight_sync import WeightMismatchError, push_weights
 from torchtitan.rl.weight_transport import WeightChanges
 from torchtitan.tools.errors import RunError
 
@@ -94,7 +94,7 @@ class StandIn(http.server.ThreadingHTTPServer):
     def load_adapters(self, message):
         self.engine.load_peft(message["lora_path"])
         self.adapters.append(message["lora_name"])
-        WeightSync(self.engine, self.generator).update()
+        push_weights(self.engine, self.generator)
         return "Success: LoRA adapter added successfully."
 
     def unload_adapters(self, message):
@@ -259,7 +259,7 @@ def test_transfer_that_the_server_refuses_ends_the_update_at_once(good_answers, 
     server.n_good, server.fails = good_answers, [refusal]
     started = time.monotonic()
     with pytest.raises(WeightMismatchError, match="not configured.*--weight-transfer-config"):
-        WeightSync(engine, generator).update()
+        push_weights(engine, generator)
     assert time.monotonic() - started < 10
     assert generator._lane is None  # parts of the update may be on the way in its connections
     engine.close()
@@ -288,7 +288,7 @@ def test_server_gets_adapters_alone(tmp_path):
             server.url, "toy", "", str(tmp_path / "other"), "", adapters=True
         )
         with pytest.raises(WeightMismatchError, match="404.*must be vLLM with --enable-lora"):
-            WeightSync(server.engine, generator).update()
+            push_weights(server.engine, generator)
 
 
 def test_adapters_whose_first_answer_was_lost_are_loaded(server, tmp_path, monkeypatch):
@@ -462,7 +462,7 @@ def test_failure_is_raised_before_slower_requests_end(server, monkeypatch):
 def test_server_of_vllm_is_asked_in_its_own_way_and_empties_its_cache(server, tmp_path):
     generator = generator_of(server, tmp_path / "weights", reload_path="")
     engine = TrainingEngine(toy_config(tmp_path))
-    WeightSync(engine, generator).update()
+    push_weights(engine, generator)
     assert generator.policy_version == engine.weights_version and len(server.reloads) == 1
     server.can_forget = False
     with pytest.raises(WeightMismatchError, match="reset_prefix_cache refused with .*success.: fa"):
