@@ -14,6 +14,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import job_config as rl_job_config
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator, PolicyModel, build_generator
+from torchtitan.rl.job_config import longest_episode
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import (
     NoWeightsError,

@@ -17,8 +17,8 @@ from torchtitan.rl.weight_sync import (
     OurNames,
     StaleWeightsError,
     WeightMismatchError,
-    push_weights,
     copy_weights,
+    push_weights,
 )
 
 SAMPLING = SamplingConfig(max_tokens=4, seed=1)
