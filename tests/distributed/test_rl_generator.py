@@ -177,7 +177,7 @@ class TakesShards:
 
     def update_weights(self, weights, *, check_digest=True):
         with CommDebugMode() as communication:
-            self.pairs = dict(weights)
+            self.live, self.pairs = weights.state_dict(), dict(weights)
         assert communication.get_total_counts() == 0
         self.policy_version, self.digest = weights.version, weights.digest
 
@@ -190,7 +190,9 @@ def push_shards(engine):
         assert push_weights(engine, receiver) == engine.weights_version
         shards = receiver.pairs
         if names == "ours":
-            shards = {name: local_shard(tensor) for name, tensor in shards.items()}
+            live = {name: local_shard(tensor) for name, tensor in receiver.live.items()}
+            assert live.keys() == shards.keys()
+            assert all(torch.equal(live[name].tensor, shards[name].tensor) for name in live)
         assert receiver.digest == digest_of(shards.items())
         pieces = [(name, shard.offsets, shard.tensor.clone()) for name, shard in shards.items()]
         (part,) = engine.model_parts
@@ -199,7 +201,7 @@ def push_shards(engine):
             gathered = engine.checkpointer.sd_adapter.to_hf(gathered)
         elif dtype is None:
             for name, parameter in part.named_parameters():
-                mine = receiver.pairs[name_without_wrappers(name)].to_local()
+                mine = receiver.live[name_without_wrappers(name)].to_local()
                 assert mine.data_ptr() == parameter.to_local().data_ptr()
         pushed.append((pieces, {k: v.to(dtype or v.dtype) for k, v in gathered.items()}))
     return pushed

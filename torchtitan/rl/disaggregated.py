@@ -30,7 +30,7 @@ from torchtitan.rank_layout import parallel_dims_of, set_device
 from torchtitan.rl.checks import weights_of_generator
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_copy
 from torchtitan.rl.job_config import JobConfig, longest_episode
-from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_of
+from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, Share, episodes_of
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
 from torchtitan.rl.weight_transport import (
@@ -138,8 +138,7 @@ class RemoteGenerator:
         self._weights_sent: Future | None = None
         self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
-        # Received answers that no wait has taken yet: request number -> (episodes, failure) of each rank
-        self._answers: dict[int, list[tuple[list[Episode], str | None]]] = {}
+        self._answers: dict[int, list[Share]] = {}  # by request, if no wait has taken them yet
         self._failure: Exception | None = None  # once set, nothing is sent or received
         self._is_closed = False
 
@@ -149,12 +148,12 @@ class RemoteGenerator:
         """
         rl = policy.job_config.rl
         refuse(weights_of_generator(rl, policy.compute_dtype_name))
-        self.weight_dtype = policy.generator_dtype
         self._changes = WeightChanges() if rl.weight_sync.delta else None
-        if rl.generator.backend != "local":
-            self.weight_names = "adapters" if rl.generator.adapters else "hf"
-        else:
+        self.weight_dtype = policy.generator_dtype
+        if rl.generator.backend == "local":
             self.weight_dtype = self.weight_dtype or policy.compute_dtype
+        else:
+            self.weight_names = "adapters" if rl.generator.adapters else "hf"
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         """Wait until the last update is sent; copy the weights to the host and send them. Collective.
@@ -277,9 +276,9 @@ class GeneratorRank:
 
     def _answer(self, draw: Callable[[], list[Episode]]) -> None:
         try:
-            answer: tuple[list[Episode], str | None] = draw(), None
+            answer: Share = draw()
         except Exception as error:  # sent to the trainer, which raises it
-            answer = [], repr(error)
+            answer = repr(error)
         with suppress(RuntimeError):  # the trainer is gone; the other thread raises for that
             self._link.send(answer)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
-from torchtitan.distributed.dtensor import forget_scales, local_shard
+from torchtitan.distributed.dtensor import LocalShard, forget_scales
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -42,8 +42,7 @@ class TakesWeights(Protocol):
     policy_version: version of its weights; -1 before the first update.
     weight_names: naming scheme of the weights that it takes; "shared" if it has the trainer's tensors.
     weight_dtype: the type that parameters have to be cast to; None for no cast.
-    takes_shards (default False): it takes each rank's shards instead of whole tensors,
-        `LiveWeights` under our names, `LocalShard`s under Hugging Face names.
+    takes_shards (default False): it takes each rank's shards, `LocalShard`s, instead of whole tensors.
     """
 
     policy_version: int
@@ -51,31 +50,6 @@ class TakesWeights(Protocol):
     weight_dtype: torch.dtype | None
 
     def update_weights(self, weights: Any, *, check_digest: bool = True) -> None: ...
-
-
-class LiveWeights:
-    """This rank's weights, not gathered, under our names; sharded weights are DTensors.
-
-    `state_dict()` and iteration return the live parameters, unless they need a cast. Read or copy them
-    before `update_weights` returns.
-
-    version: as in `PolicyWeights`. digest: of this rank's `local_shard`s, computed on access.
-    """
-
-    def __init__(self, engine: TrainingEngine, dtype: torch.dtype | None = None):
-        self._stream = WeightStream.from_engine(engine, OurNames(), dtype=dtype)
-        self.version = self._stream.version
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._stream.live_tensors()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.state_dict().items())
-
-    @property
-    def digest(self) -> str | None:
-        shards = ((name, local_shard(tensor)) for name, tensor in self)
-        return digest_of((name, shard) for name, shard in shards if shard is not None)
 
 
 class AdapterWeights:
@@ -109,6 +83,9 @@ class OurNames(BaseStateDictAdapter):
 
     from_hf = to_hf
 
+    def shards_to_hf(self, name: str, shard: LocalShard) -> Iterator[tuple[str, LocalShard]]:
+        yield name, shard
+
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
         return [[name] for name in names]
 
@@ -118,15 +95,13 @@ class OurNames(BaseStateDictAdapter):
 
 def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
     """Return the engine's weights as the generator takes them, None if it shares them."""
-    dtype, takes_shards = generator.weight_dtype, getattr(generator, "takes_shards", False)
-    match generator.weight_names, takes_shards:
-        case "hf", _:
-            return engine.iter_hf_weights(dtype=dtype, sharded=takes_shards)
-        case "ours", True:
-            return LiveWeights(engine, dtype)
-        case "ours", False:
-            return WeightStream.from_engine(engine, OurNames(), dtype=dtype)
-        case "adapters", _:
+    dtype, sharded = generator.weight_dtype, getattr(generator, "takes_shards", False)
+    match generator.weight_names:
+        case "hf":
+            return engine.iter_hf_weights(dtype=dtype, sharded=sharded)
+        case "ours":
+            return WeightStream.from_engine(engine, OurNames(), dtype=dtype, sharded=sharded)
+        case "adapters":
             return AdapterWeights(engine)
     return None
 
