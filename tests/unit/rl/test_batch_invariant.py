@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import toy_config
-from torchtitan.config.checks import ConfigError
 from torchtitan.numerics import batch_invariant
 from torchtitan.numerics.batch_invariant import (
     attend_in_tiles,
@@ -147,17 +146,3 @@ def test_tiles_are_attention_whatever_follows_in_the_cache():
     for row in range(13):
         alone, _ = attend_in_tiles(q[:, row : row + 1], *longer, hidden[None, row : row + 1])
         assert torch.equal(alone[:, 0], out[:, row])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--rl.generator.backend=vllm"], "got rl.generator.backend = 'vllm'; change one"),
-        (["--rl.generator.rescore"], "got rl.generator.rescore = True"),
-        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2; change one"),
-        (["--compile.enable"], "got compile.enable = True; change one of the two"),
-    ],
-)
-def test_settings_that_have_no_order_of_sums_are_refused(tmp_path, flags, message):
-    with pytest.raises(ConfigError, match=message):
-        PolicyTrainer(toy_config(tmp_path, *EXACT, *flags))

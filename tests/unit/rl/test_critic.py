@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rl.toy import toy_config, toy_samples
-from torchtitan.config.checks import ConfigError
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.critic import Critic, ValueLoss, _fit_of_values
@@ -231,27 +230,3 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
         assert all(map(torch.equal, weights(ours), weights(theirs)))
     unbroken.close()
     resumed.close()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--rl.advantage.std"],
-            "without comparing the rewards of a prompt, got rl.advantage.std = True",
-        ),
-        (
-            ["--rl.batch.skip_zero_advantage"],
-            "learns from all samples, .*got rl.batch.skip_zero_advantage = True",
-        ),
-        (["--rl.critic.warmup_steps=8"], "at most training.steps - 1 = 7, got 8"),
-        (["--rl.critic.initial_load_path=nowhere"], "must be a folder of weights, got 'nowhere'"),
-        (
-            ["--rl.advantage.name=none", "--rl.critic.lr=1"],
-            "rl.critic.lr = 1.0 has no effect with rl.advantage.name = 'none'; set that to 'gae'",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(flags, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        Controller(toy_config(tmp_path, *GAE_RUN, *flags))

@@ -8,11 +8,11 @@ import types
 import pytest
 import torch
 
+from tests.unit.rl.test_job_config import config_with
 from tests.unit.test_engine import make_config, random_batch
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.vllm import VLLMGenerator
-from torchtitan.rl import job_config as rl_job_config
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator, PolicyModel, build_generator
 from torchtitan.rl.job_config import longest_episode
 from torchtitan.rl.types import SamplingConfig
@@ -160,25 +160,13 @@ def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine
     ],
 )
 def test_config_chooses_the_generator(engine, changes, kind):
-    config = rl_config(engine, changes)
+    config = config_with(changes)
     generator = build_generator(config, engine)
     assert type(generator) is kind
     assert generator.is_collective == (kind is LocalGenerator)
     push_weights(engine, generator)
     found = generator.generate(PROMPTS, with_seed(1))
     assert {c.policy_version for c in found} == {engine.weights_version}
-
-
-def rl_config(engine, changes):
-    config = rl_job_config.JobConfig()
-    config.rl.weight_sync.mode = "auto"
-    for key, value in changes.items():
-        section = config.rl
-        *path, name = key.split(".")
-        for part in path:
-            section = getattr(section, part)
-        setattr(section, name, value)
-    return config
 
 
 @pytest.mark.parametrize(
@@ -189,7 +177,7 @@ def rl_config(engine, changes):
     ],
 )
 def test_sharing_weights_that_cannot_be_shared_is_refused(engine, changes, message):
-    config = rl_config(engine, {"weight_sync.mode": "reference"} | changes)
+    config = config_with({"weight_sync.mode": "reference"} | changes)
     with pytest.raises(ConfigError, match=message):
         build_generator(config, engine)
 
@@ -199,7 +187,7 @@ def test_sharing_weights_that_cannot_be_shared_is_refused(engine, changes, messa
 
 def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    config = rl_config(engine, {"generator.backend": "vllm"})
+    config = config_with({"generator.backend": "vllm"})
     with pytest.raises(ImportError, match="needs vLLM, which is not installed; install it with"):
         build_generator(config, engine)
 
@@ -265,7 +253,7 @@ def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch
 
 def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
-    config = rl_config(engine, {"generator.backend": "vllm", "generator.memory_share": 0.7})
+    config = config_with({"generator.backend": "vllm", "generator.memory_share": 0.7})
     config.training.seq_len, config.model.fp32_head = 96, True
     build_generator(config, engine)
     assert "model.fp32_head applies to the trainer" in caplog.text

@@ -14,15 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.rl.test_dialogues import GUESS, STOPS
-from tests.unit.rl.test_job_config import config_with
 from tests.unit.rl.toy import toy_config
-from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations import openai
 from torchtitan.integrations.openai import OpenAIGenerator
 from torchtitan.integrations.vllm_lane import join, receive
 from torchtitan.rl import weight_transport
-from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator, PolicyModel, build_generator
 from torchtitan.rl.types import SamplingConfig
@@ -497,37 +494,3 @@ def test_errors_of_the_weights_are_not_reported_as_errors_of_the_server(
     with pytest.raises(WeightMismatchError, match="division by zero"):
         generator.update_weights(Weights(pairs=pairs, version=2, digest=None))
     assert read == ["a", "b", "c"]
-
-
-OPENAI = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "model": "m"}
-ADAPTERS = OPENAI | {"adapters": True, "reload_url": ""}
-
-
-@pytest.mark.parametrize(
-    ("good", "values", "message"),
-    [
-        (OPENAI, {"url": ""}, "rl.generator.url must be an address like"),
-        (OPENAI, {"reload_url": "a:80"}, "reload_url must be an address like .* got 'a:80'"),
-        (OPENAI, {"url": "http://a,b:80"}, "url must be an address like .* got 'b:80'"),
-        (OPENAI, {"url": "http://a, http://b"}, "names 2 servers.*got reload_url = 'http://a/r'"),
-        (OPENAI, {"model": ""}, "rl.generator.model must be the model's name"),
-        (OPENAI, {"weight_transfer": "gloo"}, "sends .* got rl.generator.reload_url"),
-        (OPENAI, {"ranks": 2}, "must not take weights while .* got rl.generator.ranks = 2"),
-        (OPENAI, {"backend": "local"}, "url = 'http://a' has no effect .*; set that to 'openai'"),
-        (OPENAI, {"rescore": True}, "rescore would hide how far"),
-        (ADAPTERS, {"model__converters": []}, "sends the adapters of the converter 'lora', got"),
-        (ADAPTERS, {"reload_url": "http://a/r"}, "got rl.generator.reload_url = 'http://a/r';"),
-        (ADAPTERS, {"lora__rank_pattern": {"wq": 2}}, "of one rank and scale, .* lora.rank_patt"),
-        ({"adapters": True}, {"backend": "local"}, "files of adapters, .*backend = 'local'"),
-        ({"adapters": True}, {"backend": "vllm"}, "vLLM read the base from .*; train from that"),
-    ],
-)
-def test_settings_are_checked(good, values, message):
-    def checked(values):
-        named = {k if "__" in k else f"rl__generator__{k}": value for k, value in values.items()}
-        check_rl_config(config_with(**{"model__converters": ["lora"]} | named))
-
-    if "url" in good:
-        checked(good)
-    with pytest.raises(ConfigError, match=message):
-        checked(good | values)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import VOCAB, gradients, toy_config
-from torchtitan.config.checks import ConfigError
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.critic import Critic
@@ -167,18 +166,6 @@ def test_critic_and_its_gradients_are_those_of_separate_samples(tmp_path):
     torch.testing.assert_close(shared_values, values, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shared_grads, grads, rtol=1e-4, atol=1e-5)
     assert shared_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--model.attn_type=flex"], "got rl.batch.packing = False"),
-        (["--rl.batch.packing", "--rl.generator.exact"], "rl.batch.share_prefixes"),
-    ],
-)
-def test_sharing_needs_packed_rows_and_the_ordinary_kernels(flags, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        PolicyTrainer(toy_config(tmp_path, *PACKED, "--rl.batch.share_prefixes", *flags))
 
 
 LOOP = [*PACKED, "--model.attn_type=flex", "--rl.batch.packing", "--training.steps=4"]
