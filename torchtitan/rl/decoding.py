@@ -295,13 +295,9 @@ class _Rows:
         )
         latest = torch.empty(len(places), N_FIELDS, dtype=torch.float64, device=device)
         if logits is not None:
-            drawn_now = draw(
-                logits[:, -1] if sources == list(range(len(logits))) else logits[at_source, -1],
-                self.uniform[at_row, at_step],
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-            )
+            options = {"temperature": sampling.temperature, "top_k": sampling.top_k}
+            of_rows, numbers = logits[at_source, -1], self.uniform[at_row, at_step]
+            drawn_now = draw(of_rows, numbers, top_p=sampling.top_p, **options)
             latest = torch.stack([values.double() for values in drawn_now], dim=-1)
         if schedule is not None:
             latest = schedule.broadcast_from_last_stage(latest)

@@ -40,7 +40,6 @@ from torchtitan.rl.weight_transport import (
     StagedWeights,
     WeightChanges,
     broadcast_object,
-    gloo_group,
     hand_over,
     pickled,
     received_object,
@@ -97,16 +96,16 @@ class Link:
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
         self.size = size
         # Other members wait without a limit, because the trainer may take long between two messages.
-        limit = timedelta(days=365) if member else timeout
-        self.down = gloo_group(dist.PrefixStore("down", store), member, size, limit)
-        self._up = gloo_group(dist.PrefixStore("up", store), member, size, timeout)
+        limit, gloo = timedelta(days=365), dist.distributed_c10d.ProcessGroupGloo
+        down, up = (dist.PrefixStore(name, store) for name in ("down", "up"))
+        self.down: Any = gloo(down, member, size, limit if member else timeout)
+        self._up: Any = gloo(up, member, size, timeout)
         self._unsent: deque[tuple[Any, Tensor]] = deque()
 
     def broadcast(self, message: Any) -> None:
         broadcast_object(self.down, message)
 
     def send_weights(self, weights: StagedWeights, changes: WeightChanges | None) -> None:
-        """Send weights, as deltas if `changes` is given; the other members read `ReceivedWeights`."""
         send_weights(weights, self.down, changes)
 
     def send(self, answer: Any) -> None:
@@ -246,11 +245,8 @@ class GeneratorRank:
         model_args = derive_model_args(job_config, spec)
         task = task_of_job(job_config, spec, model_args, task)
         policy = PolicyModel(job_config, spec, model_args, dims, device)
-        try:
-            generator, in_flight = build_copy(policy), job_config.rl.generator.in_flight
-            self.generator = BufferedGenerator(generator, in_flight=in_flight)
-        except ImportError as error:
-            raise ConfigError(str(error)) from error
+        generator, in_flight = build_copy(policy), job_config.rl.generator.in_flight
+        self.generator = BufferedGenerator(generator, in_flight=in_flight)
         self._changes = WeightChanges()
         self._draws = Draws(task, self.generator, device, ahead=False)  # on the thread below
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))

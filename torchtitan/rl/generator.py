@@ -372,14 +372,14 @@ class PolicyModel:
         return cls(*(getattr(engine, field.name) for field in fields(cls)))
 
     @property
-    def compute_dtype(self) -> torch.dtype:
+    def compute_dtype_name(self) -> str:
         """The dtype of weights in the trainer's forward: FSDP casts them, otherwise it is training.dtype."""
         training, uses_fsdp = self.job_config.training, self.parallel_dims.uses_fsdp
-        return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
+        return training.mixed_precision_param if uses_fsdp else training.dtype
 
     @property
-    def compute_dtype_name(self) -> str:
-        return str(self.compute_dtype).removeprefix("torch.")
+    def compute_dtype(self) -> torch.dtype:
+        return TORCH_DTYPE_MAP[self.compute_dtype_name]
 
     @property
     def generator_dtype(self) -> torch.dtype | None:
@@ -390,7 +390,7 @@ class PolicyModel:
 def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     """Return the generator that `[rl.generator]` and `[rl.weight_sync]` describe, on the trainer's ranks.
 
-    Raises ConfigError if their settings conflict, ImportError if vLLM is not installed.
+    Raises ConfigError if their settings conflict, or vLLM is needed and not installed.
     """
     rl, policy = job_config.rl, replace(PolicyModel.from_engine(engine), job_config=job_config)
     dtype = policy.compute_dtype_name
@@ -426,14 +426,17 @@ def build_copy(policy: PolicyModel) -> Generator:
     if settings.backend == "vllm":
         # Without a dtype, vLLM may choose bf16 although config.json says float32.
         options["dtype"] = options["dtype"] or policy.compute_dtype
-        return __getattr__("VLLMGenerator")(
-            config.model.hf_assets_path,
-            memory_share=settings.memory_share,
-            tensor_parallel_degree=settings.tensor_parallel_degree,
-            max_seq_len=settings.max_seq_len or config.training.seq_len,
-            adapter_rank=config.lora.rank if settings.adapters else 0,
-            **options,
-        )
+        try:
+            return __getattr__("VLLMGenerator")(
+                config.model.hf_assets_path,
+                memory_share=settings.memory_share,
+                tensor_parallel_degree=settings.tensor_parallel_degree,
+                max_seq_len=settings.max_seq_len or config.training.seq_len,
+                adapter_rank=config.lora.rank if settings.adapters else 0,
+                **options,
+            )
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
     return __getattr__("OpenAIGenerator")(
         settings.url,
         settings.model,

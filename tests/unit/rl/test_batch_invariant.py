@@ -11,7 +11,6 @@ from torchtitan.numerics.batch_invariant import (
     batch_invariant_silu,
 )
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator, build_generator
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import SamplingConfig, TrainingSample
@@ -88,18 +87,16 @@ def test_logprobs_are_bitwise_the_trainers_in_every_batch(tmp_path, dtype, model
     trainer.close()
 
 
-def test_ratio_on_policy_is_one_and_the_run_learns(tmp_path):
+def test_ratio_on_policy_is_one_and_the_run_learns(start):
     """Also with a copy of the weights, and after updates."""
     flags = ["--rl.weight_sync.mode=broadcast", "--optimizer.lr=1e-2", "--rl.generator.exact"]
-    controller = Controller(toy_config(tmp_path, *flags, "--training.steps=3"))
+    controller = start(*flags, "--training.steps=3")
     assert isinstance(controller.generator, CopyGenerator)
-    controller.setup()
     for _ in range(3):
         metrics = controller.train_step()
         assert metrics["loss/ratio_mean"] == 1.0
         assert metrics["loss/logprob_diff_max"] == metrics["loss/kl_generator"] == 0.0
         assert metrics["grad_norm"] > 0
-    controller.close()
 
 
 # ---- the operations ----

@@ -13,14 +13,13 @@ import torch
 from tests.distributed.layout_matrix import build_engine, random_experts
 from tests.unit.generation.test_generation import initialized
 from tests.unit.rl.test_decoding import PROMPTS, V, uniform_numbers
-from tests.unit.rl.toy import gradients, toy_config
+from tests.unit.rl.toy import gradients
 from torchtitan.config import ConfigManager
 from torchtitan.integrations.openai import _array
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.foreign_generator import ForeignGenerator
 from torchtitan.rl.generator import LocalGenerator, recording
@@ -247,18 +246,10 @@ def mixture():
 
 
 @pytest.mark.parametrize("more", [[], ["--rl.async_steps=1", "--rl.advantage.name=gae"]], ids=str)
-def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_path):
-    config = toy_config(
-        tmp_path,
-        f"--model.name={mixture}",
-        "--training.steps=2",
-        "--rl.generator.dtype=bfloat16",
-        "--rl.generator.replay_experts",
-        "--rl.loss.kl_coef=0.1",
-        *more,
-    )
-    controller = Controller(config)
-    controller.setup()
+def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_path, start):
+    flags = [f"--model.name={mixture}", "--training.steps=2", "--rl.loss.kl_coef=0.1", *more]
+    flags += ["--rl.generator.dtype=bfloat16", "--rl.generator.replay_experts"]
+    controller = start(*flags)
     batches, run = [], controller.trainer.forward_backward
     controller.trainer.forward_backward = lambda batch: batches.append(batch) or run(batch)
     first = controller.train_step()
@@ -272,4 +263,3 @@ def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_pat
         assert (experts[is_token] >= 0).all() and (experts[~is_token] == -1).all()
     lines = (tmp_path / "episodes.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["routed_experts"] is None
-    controller.close()

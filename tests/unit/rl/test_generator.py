@@ -188,7 +188,7 @@ def test_sharing_weights_that_cannot_be_shared_is_refused(engine, changes, messa
 def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     config = config_with({"generator.backend": "vllm"})
-    with pytest.raises(ImportError, match="needs vLLM, which is not installed; install it with"):
+    with pytest.raises(ConfigError, match="needs vLLM, which is not installed; install it with"):
         build_generator(config, engine)
 
 

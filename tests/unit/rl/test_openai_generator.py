@@ -20,7 +20,6 @@ from torchtitan.integrations import openai
 from torchtitan.integrations.openai import OpenAIGenerator
 from torchtitan.integrations.vllm_lane import join, receive
 from torchtitan.rl import weight_transport
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator, PolicyModel, build_generator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError, push_weights
@@ -202,10 +201,9 @@ SHORT = ["--rl.num_prompts_per_step=2", "--rl.eval_samples=2", "--rl.sampling.te
 
 
 @pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several turns"])
-def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path):
+def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path, start):
     """The server has the trainer's weights, and training uses exactly the tokens that it drew."""
-    controller = Controller(toy_config(tmp_path, *SHORT, *extra, *flags_of(server)))
-    controller.setup()
+    controller = start(*SHORT, *extra, *flags_of(server))
     if extra:
         controller.task.reply = lambda prompt, turns: "<>"
     for _ in range(2):
@@ -230,12 +228,11 @@ DELTA = ["--rl.weight_sync.delta", "--optimizer.lr=1e-10"]
 
 
 @pytest.mark.parametrize("extra", [[], DELTA], ids=["whole", "delta"])
-def test_weights_may_come_without_files(extra, server, tmp_path, monkeypatch):
+def test_weights_may_come_without_files(extra, server, tmp_path, monkeypatch, start):
     monkeypatch.setattr(
         weight_transport, "_BUCKET_BYTES", 100_000
     )  # several messages for an update
-    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server), *extra))
-    controller.setup()
+    controller = start(*SHORT, *flags_of_transfer(server), *extra)
     for _ in range(2):
         assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
     sent = dict(controller.trainer.engine.iter_hf_weights())
@@ -265,12 +262,11 @@ def test_transfer_that_the_server_refuses_ends_the_update_at_once(good_answers, 
 LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=0.05"]
 
 
-def test_server_gets_adapters_alone(tmp_path):
+def test_server_gets_adapters_alone(tmp_path, start):
     with served(StandIn(tmp_path / "server", *LORA)) as server:
         flags = ["--rl.generator.backend=openai", "--rl.generator.model=toy"]
         flags += [f"--rl.generator.url={server.url}", "--rl.generator.adapters"]
-        controller = Controller(toy_config(tmp_path, *SHORT, *LORA, *flags))
-        controller.setup()
+        controller = start(*SHORT, *LORA, *flags)
         for step in range(3):
             assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
             (name,) = server.adapters
@@ -357,7 +353,7 @@ def test_greedy_tokens_have_a_probability_of_one(server):
 
 
 def test_servers_end_come_back_and_join_and_draw_only_with_the_trainers_weights(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, start
 ):
     monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
     named = tmp_path / "servers"
@@ -366,8 +362,7 @@ def test_servers_end_come_back_and_join_and_draw_only_with_the_trainers_weights(
         named.write_text(first.url)
         flags = ["--rl.generator.backend=openai", "--rl.generator.model=toy"]
         flags += [f"--rl.generator.url={named}", "--rl.generator.reload_url=/reload"]
-        controller = Controller(toy_config(tmp_path / "run", *SHORT, *flags, "--training.steps=9"))
-        controller.setup()
+        controller = start(*SHORT, *flags, "--training.steps=9")
 
         def drawn_by(*servers):
             """Train a step with the trainer's own weights; return the number of requests of each server."""
@@ -393,25 +388,21 @@ def test_servers_end_come_back_and_join_and_draw_only_with_the_trainers_weights(
         ]
         assert sum(drawn_by(*again)) == 8
         assert {server.reloads[0]["version"] for server in again} == {4}
-        controller.close()
 
 
-def test_run_whose_server_lost_weights_without_files_ends(tmp_path, server):
-    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server)))
-    controller.setup()
+def test_run_whose_server_lost_weights_without_files_ends(tmp_path, server, start):
+    controller = start(*SHORT, *flags_of_transfer(server))
     server.die()
     with served(StandIn(tmp_path / "again", port=server.server_port)) as again:
         with pytest.raises(RunError, match="was started again.*leaves no files"):
             controller.train_step()
         assert not again.requests
-    controller.close()
 
 
-def test_idle_connection_that_a_proxy_closes_is_no_restart(server, tmp_path):
+def test_idle_connection_that_a_proxy_closes_is_no_restart(server, start):
     """nginx closes it after 60 s, and so does an HTTPS server. The process tells when it started."""
     server.started = "1764409657.25"
-    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server)))
-    controller.setup()
+    controller = start(*SHORT, *flags_of_transfer(server))
     for _ in range(2):
         server.cut()
         assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
@@ -419,7 +410,6 @@ def test_idle_connection_that_a_proxy_closes_is_no_restart(server, tmp_path):
     server.started = "1764409999.5"
     with pytest.raises(RunError, match="was started again.*leaves no files"):
         controller.train_step()
-    controller.close()
 
 
 def test_temporary_failures_are_retried_and_lasting_ones_raised(server, monkeypatch):
