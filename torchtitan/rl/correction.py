@@ -60,19 +60,6 @@ class ImportanceCorrection:
         """True if the loss of a token depends on other tokens of its sequence."""
         return self.correction == "sequence" or self.max_sequence_mismatch < math.inf
 
-    @property
-    def correction_metrics(self) -> tuple[str, ...]:
-        names = {
-            "mismatch_mean": self.corrects,
-            "mismatch_max": self.corrects,
-            "correction_mean": self.correction != "none",
-            "correction_truncated_frac": self.correction != "none",
-            "truncated_sequences_count": self.correction == "sequence",
-            "masked_frac": self.masks,
-            "masked_sequences_count": self.max_sequence_mismatch < math.inf,
-        }
-        return tuple(name for name, is_measured in names.items() if is_measured)
-
     @torch.no_grad()
     def weights_and_mask(
         self, old_logprobs: Tensor, batch: LossInputs
@@ -80,7 +67,7 @@ class ImportanceCorrection:
         """Return (weights of the policy loss [B, T], mask of tokens to leave out of all loss terms [B, T],
         metrics as in `LossOutput`). old_logprobs: [B, T] of the labels.
         """
-        in_loss = batch["loss_mask"] != 0
+        in_loss, log_cap = batch["loss_mask"] != 0, math.log(self.correction_cap)
         m = (old_logprobs - batch["generator_logprobs"]).masked_fill(~in_loss, 0)
         is_masked = m.abs() > self.max_token_mismatch
         of_weight = m
@@ -89,20 +76,21 @@ class ImportanceCorrection:
             sums, counts, index = sequence_sums(m, in_loss, batch["sequence_ids"])
             is_far = (sums / counts.clamp(min=1)).abs() > self.max_sequence_mismatch
             is_masked = is_masked | (is_far.gather(1, index) & in_loss)
-            measured["masked_sequences_count"] = is_far.sum()
-            is_truncated = (counts > 0) & (sums > math.log(self.correction_cap))
-            measured["truncated_sequences_count"] = is_truncated.sum()
+            if self.max_sequence_mismatch < math.inf:
+                measured["masked_sequences_count"] = is_far.sum()
             if self.correction == "sequence":
                 of_weight = sums.gather(1, index).masked_fill(~in_loss, 0)
-        measured["masked_frac"] = is_masked.sum()
+                is_truncated = (counts > 0) & (sums > log_cap)
+                measured["truncated_sequences_count"] = is_truncated.sum()
+        if self.masks:
+            measured["masked_frac"] = is_masked.sum()
         weights = torch.ones_like(m)
         if self.correction != "none":
-            log_cap = math.log(self.correction_cap)
             largest = min(log_cap, self.max_log_ratio)
             weights = of_weight.clamp(-self.max_log_ratio, largest).exp()
             measured["correction_mean"] = (weights * in_loss).sum()
             measured["correction_truncated_frac"] = (of_weight > log_cap).sum()
-        return weights, is_masked, {name: measured[name] for name in self.correction_metrics}
+        return weights, is_masked, measured
 
 
 def sequence_sums(

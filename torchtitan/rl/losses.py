@@ -17,6 +17,7 @@ multiplied by the ratio of that policy to the sampling policy: see `torchtitan.r
 B rows, T slots per row; per-token tensors are shifted already, see `torchtitan.rl.types`.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,6 @@ class PolicyLoss(ImportanceCorrection, ABC):
     """
 
     has_generator: ClassVar[bool] = True  # the loss reads the generator's log-probs
-    token_metrics: ClassVar[tuple[str, ...]] = ()  # names of the metrics of `per_token`
 
     kl_coef: float = 0.0  # weight of the divergence from the batch's `ref_logprobs`
     kl_type: str = "k3"  # estimator of the divergence, see `kl_divergence`
@@ -78,18 +78,12 @@ class PolicyLoss(ImportanceCorrection, ABC):
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0
 
-    @property
+    @functools.cached_property
     def metric_names(self) -> tuple[str, ...]:
-        """The metrics' names, in order; pipeline ranks that compute no loss need them, too."""
-        names = ["policy_loss"]
-        if self.has_generator:
-            names += ["logprob_diff_mean", "logprob_diff_max", "kl_generator"]
-        names += self.token_metrics + self.correction_metrics
-        if self.needs_entropy:
-            names += ["entropy"]
-        if self.kl_coef > 0:
-            names += ["kl_ref", "kl_loss"]
-        return tuple(names)
+        """The metrics of the loss, found with one token; pipeline ranks that compute no loss need them."""
+        token, index = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+        batch: Any = dict.fromkeys(LossInputs.__annotations__, token) | {"sequence_ids": index}
+        return tuple(self(token, token, batch).metrics)
 
     def check(self, batch: LossInputs) -> None:
         """Raise ValueError if a microbatch lacks a tensor that the loss reads."""
@@ -137,7 +131,7 @@ class PolicyLoss(ImportanceCorrection, ABC):
             metrics["kl_ref"] = weighted_sum(kl, mask)
             metrics["kl_loss"] = self.kl_coef * weighted_sum(kl, weights)
             loss = loss + metrics["kl_loss"]
-        return LossOutput(loss, {name: metrics[name].detach() for name in self.metric_names})
+        return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
 
     def log_ratio(self, logprobs: Tensor, batch: LossInputs) -> Tensor:
         """Return log(policy / old policy) of each token, clamped; 0 for tokens not in the loss.
@@ -223,12 +217,6 @@ class _ClippedRatioLoss(PolicyLoss):
     dual_clip: c, above 1; 0 turns it off. PPO's clip has no upper bound for the loss of a negative
         advantage A; this one is -c A, without gradient beyond (Ye et al. 2020, arXiv:1912.09729, eq. 5).
     """
-
-    token_metrics: ClassVar[tuple[str, ...]] = (
-        "ratio_mean",
-        "ratio_clipped_frac",
-        "ratio_dual_clipped_frac",
-    )
 
     dual_clip: float = 3.0
 
@@ -322,8 +310,6 @@ class CISPOLoss(PolicyLoss):
     MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5; the paper does not clip from below.
     """
 
-    token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean", "ratio_clipped_frac")
-
     ratio_clip_low: float = 1.0
     ratio_clip_high: float = 0.28
 
@@ -338,8 +324,6 @@ class CISPOLoss(PolicyLoss):
 class ImportanceSamplingLoss(PolicyLoss):
     """The policy gradient times the ratio to the sampling policy, without clipping."""
 
-    token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean",)
-
     def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         ratio = self.log_ratio(logprobs, batch).exp()
         return -ratio * batch["advantages"], {"ratio_mean": ratio}
@@ -352,8 +336,6 @@ class DROLoss(PolicyLoss):
     Richemond et al. 2024 (arXiv:2405.19107), in the per-token form and with the beta of
     tinker-docs.thinkingmachines.ai/tinker/losses/dro. d loss / d logprob is -(A - beta log(r)).
     """
-
-    token_metrics: ClassVar[tuple[str, ...]] = ("log_ratio_squared_mean",)
 
     beta: float = 0.05
 

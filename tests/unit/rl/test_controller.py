@@ -213,11 +213,6 @@ def test_reference_is_resumed_and_not_taken_anew(tmp_path, start):
         assert torch.equal(found, before)
 
 
-def test_trainer_scores_at_the_temperature_that_was_sampled_with(start):
-    controller = start("--rl.sampling.temperature=0.7")
-    assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
-
-
 def test_resuming_with_another_task_is_refused_unless_it_is_allowed(tmp_path, caplog, start):
     flags = ["--checkpoint.enable", "--checkpoint.no_last_save_model_only"]
     controller = Controller(toy_config(tmp_path, *flags, "--training.steps=1"))

@@ -68,6 +68,25 @@ class StandIn(http.server.ThreadingHTTPServer):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def answer_to(self, path, message):
+        own = {
+            "/v1/completions": self.complete,
+            "/reload": self.reload,
+            "/collective_rpc": self.collective_rpc,
+            "/v1/load_lora_adapter": self.load_adapters,
+            "/v1/unload_lora_adapter": self.unload_adapters,
+            "/reset_prefix_cache": lambda _: {"success": self.can_forget},
+            "/init_weight_transfer_engine": self.start_transfer,
+            "/start_weight_update": lambda _: self.begin_transfer(),
+            "/update_weights": self.receive,
+            "/finish_weight_update": self.finish_transfer,
+        }
+        with self.lock:
+            if self.fails and self.n_good == 0:
+                return self.fails.pop(0)
+            self.n_good = max(self.n_good - 1, 0)
+            return 200, own[path](message)
+
     def complete(self, request):
         self.requests.append(request)
         sampling = SamplingConfig(
@@ -134,6 +153,11 @@ class StandIn(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        status, answer = self.server.answer_to(self.path, json.loads(self.rfile.read(length)))
+        self.answer(status, answer)
+
     def do_GET(self):
         if self.path == "/get_world_size":
             self.answer(200, {"world_size": 1})
@@ -142,28 +166,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(200, f"{text}{self.server.started}\n")
         else:
             self.answer(404, None)
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            if self.server.fails and self.server.n_good == 0:
-                status, answer = self.server.fails.pop(0)
-            else:
-                own = {
-                    "/v1/completions": self.server.complete,
-                    "/reload": self.server.reload,
-                    "/collective_rpc": self.server.collective_rpc,
-                    "/v1/load_lora_adapter": self.server.load_adapters,
-                    "/v1/unload_lora_adapter": self.server.unload_adapters,
-                    "/reset_prefix_cache": lambda _: {"success": self.server.can_forget},
-                    "/init_weight_transfer_engine": self.server.start_transfer,
-                    "/start_weight_update": lambda _: self.server.begin_transfer(),
-                    "/update_weights": self.server.receive,
-                    "/finish_weight_update": self.server.finish_transfer,
-                }
-                status, answer = 200, own[self.path](body)
-                self.server.n_good = max(self.server.n_good - 1, 0)
-        self.answer(status, answer)
 
     def answer(self, status, answer):
         text = answer if isinstance(answer, str) else json.dumps(answer)
@@ -229,9 +231,8 @@ DELTA = ["--rl.weight_sync.delta", "--optimizer.lr=1e-10"]
 
 @pytest.mark.parametrize("extra", [[], DELTA], ids=["whole", "delta"])
 def test_weights_may_come_without_files(extra, server, tmp_path, monkeypatch, start):
-    monkeypatch.setattr(
-        weight_transport, "_BUCKET_BYTES", 100_000
-    )  # several messages for an update
+    # Several messages for an update.
+    monkeypatch.setattr(weight_transport, "_BUCKET_BYTES", 100_000)
     controller = start(*SHORT, *flags_of_transfer(server), *extra)
     for _ in range(2):
         assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
