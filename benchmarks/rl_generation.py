@@ -97,10 +97,8 @@ def compare_lengths(args: argparse.Namespace) -> None:
         for first in range(0, N_ROWS, portion):
             rows = slice(first, first + portion)
             of_rows = prompt_of_row[rows]
-            found += continue_prompts(decoder, prompts, of_rows, uniform[rows], sampling, max_rows)[
-                1
-            ]
-        return [len(versions) for versions in found]
+            found += continue_prompts(decoder, prompts, of_rows, uniform[rows], sampling, max_rows)
+        return [len(row.tokens) for row in found]
 
     n_useful = sum(lengths) - N_ROWS  # the first token of each comes with its prompt
     print(f"{N_ROWS} completions, mean {sum(lengths) / N_ROWS:.0f}, longest {max(lengths)} tokens")

@@ -33,7 +33,7 @@ from torchtitan.testing.gloo import run_ranks
 
 GB = 1e9
 STATE_DICT, GATHERED = "state_dict(), live shards", "gathered state dict"
-LIVE = "LiveWeights.state_dict()"
+LIVE = "WeightStream.state_dict()"
 COPY, ALL_GATHER = "plain copy", "bare all-gather"
 WHOLE, CAST = "iter_hf_weights()", "iter_hf_weights(dtype=bfloat16)"
 SHARDED, DIGEST = "iter_hf_weights(sharded=True)", "digest alone"
@@ -89,7 +89,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from torchtitan.checkpoint.stream import WeightStream, digest_of
-    from torchtitan.rl.weight_sync import LiveWeights, WeightSync
+    from torchtitan.rl.weight_sync import OurNames, push_weights
 
     model, adapter = build(flavor)
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -105,7 +105,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
     )
 
     def push(takes_shards: bool) -> None:
-        WeightSync(engine, Receiver(takes_shards)).update()
+        push_weights(engine, Receiver(takes_shards))
 
     def copy() -> None:
         for parameter in model.parameters():
@@ -124,7 +124,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
 
     cases: dict[str, Callable[[], Any]] = {
         STATE_DICT: model.state_dict,
-        LIVE: lambda: LiveWeights(engine).state_dict(),
+        LIVE: lambda: WeightStream.from_engine(engine, OurNames()).state_dict(),
         PUSH_SHARDS: lambda: push(takes_shards=True),
         GATHERED: lambda: get_model_state_dict(
             model, options=StateDictOptions(full_state_dict=True)
@@ -161,7 +161,7 @@ def main() -> None:
         rate = "" if name in (STATE_DICT, LIVE, PUSH_SHARDS) else f"{n_bytes / GB / seconds:.2f}"
         print(f"| {name} | {seconds:.4f} | {rate} | {seconds / best[COPY]:.2f} |")
     print(
-        f"\nLiveWeights / state_dict(): {best[LIVE] / best[STATE_DICT]:.2f}; "
+        f"\nWeightStream.state_dict() / state_dict(): {best[LIVE] / best[STATE_DICT]:.2f}; "
         f"push of live shards / state_dict(): {best[PUSH_SHARDS] / best[STATE_DICT]:.2f}\n"
         f"gathered / live state dict: {best[GATHERED] / best[STATE_DICT]:.0f} times the time; "
         f"stream / gathered state dict: {best[WHOLE] / best[GATHERED]:.2f}; "
