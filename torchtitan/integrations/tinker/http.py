@@ -1,7 +1,7 @@
 """An HTTP/1.1 server on asyncio that limits each client's memory, time and connections.
 
-ASGI servers limit the size of a body, but not the time of a client's headers or the number of half-open
-connections. Nothing in a request is executed or unpickled.
+ASGI servers have not all of these limits: uvicorn waits without end for a client's headers, hypercorn takes
+any number of connections. Nothing in a request is executed or unpickled.
 """
 
 import asyncio
