@@ -44,7 +44,7 @@ def records_of(models, layouts):
         model = dict(lora_adapter_path=adapters, lora={"merge": True})
         for layout, kind in layouts:
             worker = cases.make_worker(base, model=model, **cases.LAYOUTS[layout])
-            records[family, layout, kind] = cases.train(worker, kind)
+            records[family, kind, layout] = cases.train(worker, kind)
     return records
 
 
@@ -62,10 +62,9 @@ def records_of(models, layouts):
 )
 def test_adapters_train_as_in_peft(models, n_ranks, layouts):
     ranks = run_ranks(records_of, n_ranks, models, layouts, timeout_seconds=TIMEOUT_SECONDS)
-    for family, layout, kind in ranks[0]:
-        n_shares = 2 if layout == "fsdp" else 1
-        record = merged([records[family, layout, kind] for records in ranks], n_shares)
-        cases.assert_same_run(record, cases.reference(models[family][0], kind, models[family][1]))
+    for case in ranks[0]:
+        (base, adapters), kind = models[case[0]], case[1]
+        cases.assert_same_run(merged(ranks, case), cases.reference(base, kind, adapters))
 
 
 def test_reference_is_the_actor_without_adapters(alone, models):

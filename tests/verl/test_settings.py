@@ -148,7 +148,10 @@ WRONG = [
         dict(model=dict(lora_rank=8, exclude_modules="q_proj")),
         "got model.exclude_modules = 'q_proj'",
     ),
-    (dict(checkpoint=dict(save_contents=["modle"])), "checkpoint.save_contents can hold model,"),
+    (
+        dict(checkpoint=dict(save_contents=["modle"])),
+        "checkpoint.save_contents must be one of model,",
+    ),
     (dict(checkpoint=dict(save_contents=["optimizer"])), "must include 'model'"),
 ]
 

@@ -51,7 +51,7 @@ class Policy:
 
     def __init__(self, client: LocalTrainingClient, job_config: JobConfig):
         self._client, self._config = client, job_config
-        client.load_initial_state().result()
+        client.load_state_with_optimizer(None).result()
         base = client.save_weights_and_get_sampling_client(pinned=True).result()
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
         self._passes = SharedPasses(client) if client.shares_passes else None
