@@ -131,7 +131,7 @@ def jobset(job: ClusterJob, has_trainer: bool = False) -> str:
     return job.filled(
         "kubernetes.yaml",
         has_trainer=has_trainer,
-        config=indent(job.config_text.rstrip("\n"), "    "),
+        toml=indent(job.config_text.rstrip("\n"), "    "),
         command=json.dumps("exec " + command),
         failures=options.max_restarts * job.max_nodes,
         server_failures=options.max_restarts * options.servers,
@@ -150,10 +150,6 @@ def train_job(job: ClusterJob) -> str:
 
 def sky_task(job: ClusterJob) -> str:
     """Return a task for SkyPilot's managed jobs. Without an image, the nodes install a clone of this project."""
-    options = job.options
-    # A lost machine does not count as an error. The ranks themselves start again after errors.
-    recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]}
-    accelerators = {"accelerators": f"{options.accelerator}:{job.gpus}"} if job.gpus else {}
     command = job.torchrun(
         f"\"${{SKYPILOT_NODE_IPS%%$'\\n'*}}\":{_PORT}",
         "HOME/torchtitan_job.toml",
@@ -161,12 +157,7 @@ def sky_task(job: ClusterJob) -> str:
         is_host="$((SKYPILOT_NODE_RANK==0))",
         nodes="$SKYPILOT_NUM_NODES",
     ).replace("=HOME/", "=$HOME/")
-    image = {"image_id": f"docker:{options.image}"} if options.image else {}
-    return job.filled(
-        "skypilot.yaml",
-        resources={"job_recovery": recovery} | accelerators | image,
-        command=f"cd /work && {command}" if options.volume else command,
-    )
+    return job.filled("skypilot.yaml", command=command)
 
 
 def batch_script(job: ClusterJob) -> str:
@@ -177,8 +168,6 @@ def batch_script(job: ClusterJob) -> str:
         "slurm.sbatch",
         nodes=job.max_nodes + job.options.servers,
         world_size=job.max_nodes * job.ranks,
-        # Without checkpoints another attempt would begin at step 0.
-        requeue="requeue" if job.config.checkpoint.enable else "no-requeue",
         assignments=_assignments(job),
         command=command.replace("url=URLS", 'url="$urls"'),
         python=sys.executable,
