@@ -95,7 +95,6 @@ class HttpServer:
         self._open: set[asyncio.StreamWriter] = set()
         # Connections that have not sent a complete request, longest waiting first.
         self._unread: dict[asyncio.StreamWriter, None] = {}
-        self._n_answering = 0
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="http", daemon=True
@@ -120,7 +119,7 @@ class HttpServer:
             await asyncio.sleep(0.1)
         server.close()
         until = time.monotonic() + _SECONDS_TO_FINISH
-        while self._n_answering and time.monotonic() < until:
+        while len(self._open) > len(self._unread) and time.monotonic() < until:  # answering
             await asyncio.sleep(0.02)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,12 +153,8 @@ class HttpServer:
         self._unread.pop(writer, None)
         keeps = headers.get("Connection", "").lower() != "close"
         REACHED_AT.set(f"http://{headers['Host']}")
-        self._n_answering += 1
-        try:
-            answer = await asyncio.to_thread(self._answer, method, path, body)
-            await self._send(writer, answer, keeps)
-        finally:
-            self._n_answering -= 1
+        answer = await asyncio.to_thread(self._answer, method, path, body)
+        await self._send(writer, answer, keeps)
         return keeps
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, Any, bytes]:
