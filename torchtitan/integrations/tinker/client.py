@@ -34,7 +34,6 @@ from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.integrations.tinker.conversions import (
     adapters_of,
     check_finite,
-    finite_output,
     loss_of,
     only_targets,
     output_of,
@@ -361,7 +360,7 @@ class LocalTrainingClient(AsyncNames):
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
         assert output.logprobs is not None
         of_loss = {name: output.metrics[name] for name in loss.metric_names}
-        return finite_output(output.logprobs, output.loss, of_loss)
+        return output_of(output.logprobs, {"loss:sum": output.loss, **of_loss})
 
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss

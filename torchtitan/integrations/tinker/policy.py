@@ -120,13 +120,12 @@ class Policy:
         if len(items) == 1 or self._passes is None:
             return self._each(self._forward_backward, items)
         self._use("")  # store the model in the policy: a shared pass zeroes the policy's gradients
-        results = self._each(lambda model, _: self._check_waits(model), items)
-        good = [number for number, error in enumerate(results) if error is None]
-        states = self._waiting.get([items[number][0] for number in good])
-        calls = [Call(s, items[number][1]) for s, number in zip(states, good, strict=True)]
-        for number, result in zip(good, self._passes.run(calls).result(), strict=True):
-            results[number] = result
-        return results
+        problems = self._each(lambda model, _: self._check_waits(model), items)
+        good = [item for item, problem in zip(items, problems, strict=True) if problem is None]
+        states = self._waiting.get([model for model, _ in good])
+        calls = [Call(state, request) for state, (_, request) in zip(states, good, strict=True)]
+        found = iter(self._passes.run(calls).result())
+        return [next(found) if problem is None else problem for problem in problems]
 
     def _each(self, call: Callable[..., Any], items: list[tuple[str, Any]]) -> list[Any]:
         return [attempt(lambda item=item: call(*item), self._config) for item in items]
