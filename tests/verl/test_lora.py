@@ -10,9 +10,7 @@ import transformers
 
 from tests.verl import cases
 from tests.verl.test_parity import merged
-from torchtitan.testing.gloo import run_ranks
 
-TIMEOUT_SECONDS = 300
 LORA = dict(lora_rank=4, lora_alpha=8, lora={"merge": True})
 
 
@@ -61,7 +59,7 @@ def records_of(models, layouts):
     ],
 )
 def test_adapters_train_as_in_peft(models, n_ranks, layouts):
-    ranks = run_ranks(records_of, n_ranks, models, layouts, timeout_seconds=TIMEOUT_SECONDS)
+    ranks = cases.on_ranks(n_ranks, records_of, models, layouts)
     for case in ranks[0]:
         (base, adapters), kind = models[case[0]], case[1]
         cases.assert_same_run(merged(ranks, case), cases.reference(base, kind, adapters))

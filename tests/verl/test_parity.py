@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.verl import cases
-from torchtitan.testing.gloo import run_ranks
 
 FAMILIES, KINDS = ["qwen3", "llama3"], ["sft", "ppo", "value"]
 LAYOUTS = cases.LAYOUTS | {"ep": {"data_parallel_shard_size": 2, "expert_parallel_size": 2}}
@@ -52,19 +51,15 @@ def merged(ranks, case):
     return cases.Record(first.losses, first.norms, outputs)
 
 
-def on_ranks(n_ranks, folders, layouts):
-    return run_ranks(records_of, n_ranks, folders, layouts, timeout_seconds=300)
-
-
 def test_one_process_trains_as_transformers_does(folders, references):
-    ranks = on_ranks(1, folders, ["one"])
+    ranks = cases.on_ranks(1, records_of, folders, ["one"])
     for case in ranks[0]:
         cases.assert_same_run(merged(ranks, case), references[case[:2]])
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folders):
-    return on_ranks(2, folders, ["fsdp", "tp", "pp", "cp"])
+    return cases.on_ranks(2, records_of, folders, ["fsdp", "tp", "pp", "cp"])
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "pp", "cp"])
@@ -88,7 +83,7 @@ def test_other_models_train_as_in_transformers(family, changes, kinds, layouts, 
     folder = cases.save_model(str(tmp_path), family, **changes)
     expected = {kind: cases.reference(folder, kind) for kind in kinds}
     for n_ranks, own in layouts.items():
-        ranks = on_ranks(n_ranks, {(family, kind): folder for kind in kinds}, own)
+        ranks = cases.on_ranks(n_ranks, records_of, {(family, kind): folder for kind in kinds}, own)
         for case in ranks[0]:
             cases.assert_same_run(merged(ranks, case), expected[case[1]])
 
