@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -294,7 +293,7 @@ def test_home_folder_takes_the_place_of_a_tilde_in_every_path(tmp_path, monkeypa
         ),
         ("checkpoint.load_step=-7", "checkpoint.load_step must be at least -1, got -7"),
         ("checkpoint.folder=..", "checkpoint.folder is a path inside job.dump_folder, .*got '..'"),
-        ("checkpoint.interval=x", "Error parsing --checkpoint.interval: .*'x'; usage: --checkp"),
+        ("checkpoint.interval=x", "Error parsing --checkpoint.interval: .*'x' \\(`"),
         ("checkpoint.enable=True", "True is unknown; a switch takes no value"),
         ("checkpoint.interval", "Missing value for argument '--checkpoint.interval'"),
         (
@@ -303,11 +302,11 @@ def test_home_folder_takes_the_place_of_a_tilde_in_every_path(tmp_path, monkeypa
         ),
         (
             "metrics.enable_tensorbord",
-            r".* is unknown, did you mean --metrics.enable_tensorboard\?",
+            r".* is unknown, did you mean --metrics.enable_tensorboard or --metrics.no_en",
         ),
         (
             "metrics.no_enable_jsnl",
-            r".* is unknown, did you mean --metrics.no_enable_jsonl[,?]",
+            r".* is unknown, did you mean .*--metrics.no_enable_jsonl",
         ),
     ],
 )
@@ -488,16 +487,6 @@ def test_rank_0_writes_the_config_it_was_given(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     config.maybe_log()
     assert json.loads((tmp_path / "x/config.json").read_text()) == config.to_dict()
-
-
-def test_path_that_the_system_s_encoding_has_not_is_told_by_its_key():
-    command = [sys.executable, "-m", "torchtitan.config.manager", "--training.dataset_path=größe"]
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
-        command, env=os.environ | ascii_only, capture_output=True, text=True, timeout=120
-    )
-    told = r"config error: dataset_path = 'gr\\xf6\\xdfe' cannot be .* encodes names in ascii; set PYTHON"
-    assert done.returncode == 2 and re.match(told, done.stderr), done.stderr
 
 
 def test_help_takes_little_cpu_time_beyond_torch():
