@@ -329,8 +329,8 @@ class Parallelism(Section):
     expert_parallel_degree: Positive = 1  # Ranks that the experts are spread over; 1 is off
     # Tensor parallelism inside the experts: 1, or the same as tensor_parallel_degree
     expert_tensor_parallel_degree: Positive = 1
-    # How tokens are sent to experts: standard is torch's all-to-all; "deepep" is refused
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    # How tokens are sent to experts: torch's all-to-all; "deepep" of 0.2.x is not available
+    expert_parallel_comm_backend: Literal["standard"] = "standard"
 
     def __post_init__(self) -> None:
         balancer = self.context_parallel_load_balancer

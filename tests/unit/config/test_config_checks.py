@@ -214,7 +214,7 @@ MISTAKES = """
 2: context_parallel_degree=2; context_parallel_load_balancer="tail"
     context_parallel_load_balancer must be headtail, ptrr or None, got 'tail'
 32: context_parallel_degree=16; tensor_parallel_degree=2; context_parallel_rotate_method="alltoall"
-    context_parallel_degree must divide the 8 attention heads … got 16; set the method to 'allgather'
+    context_parallel_degree must divide a rank's attention heads, … 'alltoall' … got 16 with 8
 16: pipeline_parallel_degree=16
     pipeline_parallel_degree = 16 … 16 stages, which 6 layers don't fill … lower the degree
 8: pipeline_parallel_degree=8; pipeline_parallel_schedule="Interleaved1F1B"
@@ -256,7 +256,7 @@ MISTAKES = """
 1: expert_tensor_parallel_degree=2
     expert_tensor_parallel_degree must be 1 or equal … got 2 with 1; set it to 1
 2: MOE; expert_parallel_degree=2; expert_parallel_comm_backend="deepep"
-    expert_parallel_comm_backend must be 'standard' … got 'deepep' … leave it out
+    expert_parallel_comm_backend must be one of standard, got 'deepep'
 2: MOE; expert_parallel_degree=2; optimizer.early_step_in_backward=true
     optimizer.early_step_in_backward … got parallelism.expert_parallel_degree = 2; change one
 2: pipeline_parallel_degree=2; optimizer.early_step_in_backward=true
