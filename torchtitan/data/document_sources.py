@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Subset
 
 from torchtitan.data.open_document import OpenDocument, Tokens
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -182,7 +183,7 @@ class Source:
         return hasattr(self.data, "__len__")
 
     def leave_out(self, is_empty: NDArray[np.bool_]) -> None:
-        self.data = _Kept(self.data, np.flatnonzero(~is_empty).tolist())
+        self.data = Subset(self.data, np.flatnonzero(~is_empty).tolist())
         self.order = Order(len(self.data), self.order.seed)
         if self.counts is not None:
             self.counts = self.counts[~is_empty]
@@ -240,20 +241,18 @@ class Source:
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved `OpenDocument.place`."""
-        is_dict = isinstance(place, dict)
-        if ("text" in place and "used" not in place) if is_dict else place[2]:
+        if isinstance(place, dict) and "tokens" in place:
+            trained = place.get("trained")
+            tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
+            return OpenDocument(None, self.tokenizer, tokens=tokens, source=self.number)
+        if isinstance(place, dict) and "used" in place:
+            text, used = place["text"], place["used"]
+            return OpenDocument(None, self.tokenizer, text, used=used, source=self.number)
+        if isinstance(place, dict) or place[2]:
             raise ValueError(
                 "the data position stands within a long document, as an earlier version saved it, and cannot "
                 f"be read; {BEGIN_AGAIN}"
             )
-        if is_dict:
-            tokens, text, used = None, place.get("text"), 0
-            if text is not None:
-                used = place["used"]
-            else:
-                trained = place.get("trained")
-                tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
-            return OpenDocument(None, self.tokenizer, text, tokens, used, self.number)
         _, number, _, used = place
         document = self.read(number)
         if used:
@@ -263,26 +262,12 @@ class Source:
     def where(self, index: int | None) -> str:
         if index is None:
             return f"dataset {self.name!r}"
-        if hasattr(self.data, "where"):
-            return self.data.where(index)
+        data = self.data
+        if isinstance(data, Subset):  # of `leave_out`
+            data, index = data.dataset, data.indices[index]
+        if hasattr(data, "where"):
+            return data.where(index)
         return f"{self.path or f'dataset {self.name!r}'}, document {index} (counted from 0)"
-
-
-@dataclass
-class _Kept:
-    """The documents of a data set that `Source.leave_out` keeps."""
-
-    data: Any
-    indices: list[int]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[self.indices[index]]
-
-    def where(self, index: int) -> str:
-        return self.data.where(self.indices[index])
 
 
 class IndexedFeed:

@@ -230,18 +230,17 @@ class PackedDataset(IterableDataset):
         if not plan:
             return saved, num_saved
         end = sum(plan[1])
-        is_over = all(base + n * num_saved >= end for _, [(base, n, _)], _ in saved.values())
-        if not is_over and num_saved == self._num_streams:
-            return saved, num_saved
-        places = {(base, n, len(left)) for _, [(base, n, left)], _ in saved.values()}
-        if not is_over and len(places) > 1:
-            raise ValueError(
-                "the data position is within a step: resume with the same training.global_batch_size, "
-                f"or {BEGIN_AGAIN}"
-            )
+        places = {first + n * num_saved for _, [(first, n, _)], _ in saved.values()}
+        if min(places) < end:
+            if num_saved == self._num_streams:
+                return saved, num_saved
+            if len(places) > 1:
+                raise ValueError(
+                    "the data position is within a step: resume with the same training.global_batch_size, "
+                    f"or {BEGIN_AGAIN}"
+                )
         # Another global batch size resumes after the last step; more passes resume after the last row.
-        base, n, _ = next(iter(places))
-        row = min(base + n * num_saved, end)  # beyond `end`, the last step was padding
+        row = min(*places, end)  # beyond `end`, the last step was padding
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:

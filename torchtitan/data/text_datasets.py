@@ -1,7 +1,7 @@
 """The registry of datasets, and the dataloaders that read them as packed token sequences."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,14 @@ from torchtitan.config.checks.common import guess
 from torchtitan.config.job_config import MixtureSource, Training
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
-from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
+from torchtitan.data.chat_samples import load_chats, load_pairs, parse_keys
+from torchtitan.data.chats import ChatEncoder, ChatTokens
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
-from torchtitan.data.preference import PairTokens, load_pairs
+from torchtitan.data.preference import PairTokens
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.row_streams import Packing
 from torchtitan.data.token_files import TokenDocuments
@@ -50,12 +51,13 @@ def _load_python_docs(path: str, split: str) -> Any:
 
 
 def _text_of(sample: Any) -> str:
-    if "text" not in sample:
-        raise ValueError(
-            f"a document needs the column 'text', got {sorted(sample)}; register a dataset with a "
-            "sample_processor for other columns"
-        )
-    return sample["text"]
+    if isinstance(sample, Mapping) and "text" in sample:
+        return sample["text"]
+    got = f"the keys {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
+    raise ValueError(
+        f"need an object with a string under 'text', got {got}; register a dataset with a "
+        "sample_processor for other keys"
+    )
 
 
 def _encode_tokens(data: TokenDocuments, tokenizer: BaseTokenizer, _: Training) -> Encoder:

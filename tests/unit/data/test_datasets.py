@@ -380,20 +380,9 @@ def write_json_lines(path, texts):
 )
 def test_corrupt_json_line_is_named_with_file_and_line(tmp_path, line, reason):
     path = tmp_path / "data.jsonl"
-    path.write_text(f'{{"text": "one"}}\n\n{line}\n{{"text": "four"}}\n')
+    path.write_text(f'{{"text": "1"}}\n\n{line}\n{{"text": "4"}}\n')
     with pytest.raises(ValueError, match=f"data.jsonl, line 3.*{reason}"):
-        local_texts(path)
-
-
-def test_file_whose_bytes_come_in_parts_is_read_whole(tmp_path, monkeypatch):
-    """As in a file above 2 GiB, and in network file systems."""
-    path, at_once, read = tmp_path / "data.txt", [50], os.pread
-    path.write_text("".join(map(str, range(100))))
-    monkeypatch.setattr(os, "pread", lambda file, n, at: read(file, min(n, at_once[0]), at))
-    assert local_texts(path) == [path.read_text()]
-    at_once[0] = 0  # the file has become shorter
-    with pytest.raises(ValueError, match="had 190 bytes when the job started.*was written to"):
-        local_texts(path)
+        list(HuggingFaceTextDataset("local", str(path), NumberTokenizer(), seq_len=4))
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
@@ -467,7 +456,7 @@ def test_parquet_files_may_differ_in_columns_that_are_not_read(tmp_path, monkeyp
         pyarrow.parquet.write_table(pyarrow.table(columns | more), folder / f"{name}.parquet")
     assert local_texts(folder) == ["one", "2024-05-01"] * 2
     pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), folder / "c.parquet")
-    with pytest.raises(ValueError, match=r"c.parquet: need .* 'text', got the keys \['body'\]"):
+    with pytest.raises(ValueError, match=r"c.parquet needs .* text, got \['body'\]"):
         load_local_documents(str(folder))
 
 
