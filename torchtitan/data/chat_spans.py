@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan.data.chat_samples import checked_messages, is_list_of
-from torchtitan.data.chat_template import CannotRenderError, ChatTemplate, text_of
+from torchtitan.data.chat_template import CannotRenderError, ChatTemplate
 
 # Keys by which other programs leave a message out of the loss (value 0 or false).
 _TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
@@ -44,8 +44,6 @@ class Chat:
                 f"'chat_template_kwargs' must be an object, got {variables!r:.80}; correct it"
             )
         self._options: Any = {"tools": tools, "variables": variables}
-        # (n, whether the assistant's header follows) -> the text of the first n messages
-        self._beginnings: dict[tuple[int, bool], str | CannotRenderError] = {}
         self._num_prompt = 0  # number of messages in the prompt; 0 for a sample with `messages`
         if "messages" not in sample:
             self.messages = checked_messages(sample["prompt"], "prompt")
@@ -79,8 +77,9 @@ class Chat:
             if self.template.marks_generation:
                 text, spans = self.template.render_with_spans(self.messages, **self._options)
             else:
-                self._render_beginnings(turns)
-                text = text_of(self._beginnings[n, False])
+                text = self.template.render(
+                    self.messages, add_generation_prompt=False, **self._options
+                )
         except CannotRenderError as error:
             reason = error.reason
             remedy = "correct the chat, or set training.chat_template to a file"
@@ -142,7 +141,8 @@ class Chat:
 
     def _span_of_completion(self, text: str) -> Span:
         is_reply = self.messages[self._num_prompt]["role"] == "assistant"
-        before = _header_in(text, self._beginning(self._num_prompt, header=is_reply))
+        prompt = self.messages[: self._num_prompt]
+        before = _header_in(text, self._rendered(prompt, header=is_reply))
         if difference := _difference(text, before):
             raise ValueError(
                 f"{self.template.name} renders the prompt differently when the completion follows "
@@ -171,28 +171,14 @@ class Chat:
             for m in self.messages
         ]
 
-    def _render_beginnings(self, turns: list[int]) -> None:
-        """Render the chat, its parts before and through each of these turns, and one more user turn."""
-        n = len(self.messages)
-        of_turns = [key for i in turns for key in ((i, True), (i + 1, False))]
-        keys = [(n, False), *of_turns, (n + 1, False)]
-        messages = [*self.messages, _QUESTION]
-        variables = self._options["variables"]
-        calls = [(messages[:i], variables | {"add_generation_prompt": x}) for i, x in keys]
-        results = self.template.render_each(calls, tools=self._options["tools"])
-        self._beginnings = dict(zip(keys, results, strict=True))
-
-    def _beginning(self, number: int, *, header: bool = False, of: Any = None) -> str:
-        """Return the text of the first `number` messages, or of those in `of`. header: add the next turn's."""
+    def _rendered(self, messages: list[dict[str, Any]], header: bool = False) -> str:
+        """Return the text of messages. header: with the header of the next turn."""
         try:
-            if of is None and (number, header) in self._beginnings:
-                return text_of(self._beginnings[number, header])
-            messages = (of or self.messages)[:number]
             return self.template.render(messages, add_generation_prompt=header, **self._options)
         except CannotRenderError as error:
             raise ValueError(
                 f"{self.template.name} has no {{% generation %}} marks, and cannot render the chat through "
-                f"message {number} ({error.reason}), so the assistant's tokens are unknown; {MARK_IT}"
+                f"message {len(messages)} ({error.reason}), so the assistant's tokens are unknown; {MARK_IT}"
             ) from None
 
     def _span_of_turn(self, text: str, turn: int) -> Span:
@@ -204,8 +190,8 @@ class Chat:
         in the chat and as the last turn; both must begin with the same closing tokens. Raises ValueError if
         the span cannot be found.
         """
-        before = _header_in(text, self._beginning(turn, header=True))
-        through = self._beginning(turn + 1)
+        before = _header_in(text, self._rendered(self.messages[:turn], header=True))
+        through = self._rendered(self.messages[: turn + 1])
         name = f"the assistant's turn in message {turn + 1}"
         if difference := _difference(text, before):
             name = f"the header of {name}"
@@ -229,11 +215,13 @@ class Chat:
         ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
         changed = {**message, "content": f"what the model wrote{ending}"}
         changed = [*messages[:turn], changed, *messages[turn + 1 :]]
-        return _common_end(text, self._beginning(len(changed), of=changed))
+        other = self._rendered(changed)
+        length = len(os.path.commonprefix([text[::-1], other[::-1]]))
+        return text[len(text) - length :]
 
     def _rest_before_question(self, text: str, turn: int) -> str:
         """Return what follows the chat's text, whose last turn this is, if the user asks something next."""
-        longer = self._beginning(len(self.messages) + 1)
+        longer = self._rendered([*self.messages, _QUESTION])
         if longer.startswith(text):
             return longer[len(text) :]
         # The template drops reasoning, or what ends a chat.
@@ -276,8 +264,3 @@ def _difference(text: str, prefix: str) -> str:
     same = len(os.path.commonprefix([text, prefix]))
     here = slice(max(0, same - 20), same + 40)
     return f"{text[here]!r} in place of {prefix[here]!r}"
-
-
-def _common_end(text: str, other: str) -> str:
-    length = len(os.path.commonprefix([text[::-1], other[::-1]]))
-    return text[len(text) - length :]
