@@ -88,7 +88,8 @@ class Range:
 
     def problem(self, value: Any) -> str | None:
         """Return what the value must be, such as "at most 10", if it is not allowed; else None."""
-        if not isinstance(value, numbers.Real):
+        is_number = isinstance(value, numbers.Real)
+        if not is_number:
             return "a number"
         # The condition states what is allowed, so nan fails, because all comparisons with nan are false.
         is_within = self.smallest <= value <= self.largest and value != self.excluded

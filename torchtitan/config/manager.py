@@ -144,26 +144,23 @@ class ConfigManager:
     def _merge_configs(base: Any, custom: Any) -> type:
         """Return a dataclass with the fields of both; `custom` overrides `base`. Merges sections, too."""
         base_types, custom_types = (get_type_hints(c, include_extras=True) for c in (base, custom))
-        fields = {f.name: f for c in (base, custom) for f in dataclasses.fields(c)}
         merged: list[tuple[str, Any, Any]] = []
-        for name, field in fields.items():
-            both = base_types.get(name), custom_types.get(name)
-            kind = both[0] if both[1] is None else both[1]
+        for field in dataclasses.fields(custom):
+            base_kind, kind = base_types.get(field.name), custom_types[field.name]
             default: Any = field.default
             factory: Any = field.default_factory
-            if both[0] is not both[1] and all(map(dataclasses.is_dataclass, both)):
-                kind = factory = ConfigManager._merge_configs(*both)
+            if dataclasses.is_dataclass(kind) and dataclasses.is_dataclass(base_kind):
+                kind = factory = ConfigManager._merge_configs(base_kind, kind)
                 default = dataclasses.MISSING
             elif default is dataclasses.MISSING and factory is dataclasses.MISSING:
                 if not dataclasses.is_dataclass(kind):
                     raise ConfigError(
-                        f"every key of a custom config needs a default value, got none for {name!r}; add one"
+                        "every key of a custom config needs a default value, got none for "
+                        f"{field.name!r}; add one"
                     )
                 factory = kind
-            copy = dataclasses.field(
-                default=default, default_factory=factory, metadata=field.metadata
-            )
-            merged.append((name, kind, copy))
+            options = {"default": default, "default_factory": factory, "metadata": field.metadata}
+            merged.append((field.name, kind, dataclasses.field(**options)))
         # A class made here has no source, so the parser takes its help texts from the docstring.
         help_texts = "\n".join(f":param {key}: {text}" for key, text in _help_texts(base).items())
         return dataclasses.make_dataclass(

@@ -63,7 +63,7 @@ def convert(value: Any, annotation: Any, key: str = "", current: Any = None) -> 
     kind = type(value)  # isinstance would accept True as an integer
     accepted: dict[Any, tuple[Any, ...]] = {float: (int, float), Path: (str,), type(None): ()}
     accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
-    if dataclasses.is_dataclass(origin):
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
         return with_values(origin() if current is None else current, value, key)
     if origin is Annotated:
         return convert(value, arguments[0])

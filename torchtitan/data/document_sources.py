@@ -163,6 +163,7 @@ class Source:
     counts: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
+        self.again = self.again or f"Dataset {self.name} is being read again from the beginning"
         # The begin- and end-of-text tokens as text; emptied after the warning about them.
         tokens = (getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos"))
         self._separators = sorted({token for token in tokens if token})
@@ -191,11 +192,6 @@ class Source:
     def identity(self) -> dict[str, Any]:
         n = len(self.data) if self.is_indexed else None
         return {"name": self.name, "num_documents": n, "seed": self.seed}
-
-    def tell_again(self) -> None:
-        if self.limit is None:
-            said = f"Dataset {self.name} is being read again from the beginning"
-            warn_once(logger, self.again or said)
 
     def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
         return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
@@ -231,13 +227,12 @@ class Source:
             if isinstance(content, str):
                 content.encode()  # raises UnicodeEncodeError, as the tokenizer would later
             return content
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise ValueError(
-                f"{self.where(index)}: the text has half of a surrogate pair, {half!r}; mend the document"
-            ) from None
         except ValueError as error:
-            raise ValueError(f"{self.where(index)}: {error}") from error
+            problem = str(error)
+            if isinstance(error, UnicodeEncodeError):
+                half = error.object[error.start]
+                problem = f"the text has half of a surrogate pair, {half!r}; mend the document"
+            raise ValueError(f"{self.where(index)}: {problem}") from error
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved `OpenDocument.place`."""
@@ -287,8 +282,8 @@ class IndexedFeed:
             n = len(source.data)
             if source.limit is not None and number >= source.limit * n:
                 return None
-            if number >= n:
-                source.tell_again()
+            if number >= n and source.limit is None:
+                warn_once(logger, source.again)
             self._next = source.read(number)
         return self._next
 
@@ -332,9 +327,10 @@ class StreamedFeed:
                 raise ValueError(
                     f"dataset {self.source.name!r} has no documents for this rank; train on fewer ranks"
                 )
-            if self.source.limit is not None and self._pass + 1 >= self.source.limit:
+            if self.source.limit is None:
+                warn_once(logger, self.source.again)
+            elif self._pass + 1 >= self.source.limit:
                 return None
-            self.source.tell_again()
             self._go_to(self._pass + 1, None)
             return self.peek()
         self._next = self.source.open(self._block[0])

@@ -80,19 +80,19 @@ def _encode_chats(
 
 # Looked up when a dataset is built, so entries may be added and removed until then.
 DATASETS: dict[str, DatasetConfig] = {
-    name: DatasetConfig(path, loader, _text_of)
-    for name, path, loader in [
+    name: DatasetConfig(path, loader, _text_of, *make_encoder)
+    for name, path, loader, *make_encoder in [
         ("c4", "allenai/c4", partial(_load_c4, split="train")),
         ("c4_test", "tests/assets/c4_test", lambda path: load_local_documents(find_shipped(path))),
         ("c4_validation", "allenai/c4", partial(_load_c4, split="validation")),
         ("local", "", load_local_documents),
         ("python_docs", "", partial(_load_python_docs, split="train")),
         ("python_docs_validation", "", partial(_load_python_docs, split="validation")),
+        ("chat", "", load_chats, partial(_encode_chats, ChatTokens)),
+        ("preference", "", load_pairs, partial(_encode_chats, PairTokens)),
+        ("tokens", "", TokenDocuments, _encode_tokens),
     ]
 }
-DATASETS["chat"] = DatasetConfig("", load_chats, _text_of, partial(_encode_chats, ChatTokens))
-DATASETS["preference"] = DatasetConfig("", load_pairs, _text_of, partial(_encode_chats, PairTokens))
-DATASETS["tokens"] = DatasetConfig("", TokenDocuments, _text_of, _encode_tokens)
 
 
 def _validate_dataset(
@@ -218,7 +218,6 @@ def _build(
     # Validation with steps = -1 reads its data once.
     epochs = training.epochs if is_training else None if infinite else 1.0
     parts = [MixtureSource(section.dataset, section.dataset_path, epochs=epochs)]
-    fields = {} if is_training else {"again": _VALIDATION_AGAIN}
     if training.mixture and is_training:
         parts = training.mixture
     sources = [
@@ -230,7 +229,7 @@ def _build(
             weight=part.weight,
             limit=part.epochs,
             seed=training.data_seed if is_training and training.shuffle else None,
-            **fields,
+            again="" if is_training else _VALIDATION_AGAIN,
         )
         for part in parts
     ]
