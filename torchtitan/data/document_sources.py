@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -90,52 +90,27 @@ def _mixed(x: Any) -> Any:
     return x ^ x >> 31
 
 
-@dataclass
-class DocumentShare:
-    """The documents of one of S readers, by number: base + reader, base + reader + S, and so on."""
+FeedState = tuple[int, int, list[int]]
+"""Position of one of S readers of an indexed source: (base, number of documents taken, pending).
 
-    reader: int
-    num_readers: int  # S above
-    base: int = 0
-    num_taken: int = 0  # documents read so far, without `pending`
-    # Documents below `base` that an earlier run did not read, ascending; they are read first.
-    pending: deque[int] = field(default_factory=deque)
-
-    @property
-    def next_in_stride(self) -> int:
-        return self.base + self.reader + self.num_taken * self.num_readers
-
-    def peek(self) -> int:
-        return self.pending[0] if self.pending else self.next_in_stride
-
-    def advance(self) -> None:
-        if self.pending:
-            self.pending.popleft()
-        else:
-            self.num_taken += 1
-
-    def state(self) -> tuple[int, int, list[int]]:
-        return self.base, self.num_taken, list(self.pending)
-
-    def resumed(self, state: tuple[int, int, list[int]]) -> "DocumentShare":
-        base, num_taken, pending = state
-        return DocumentShare(self.reader, self.num_readers, base, num_taken, deque(pending))
-
-    def not_taken_below(self, limit: int) -> list[int]:
-        return [*self.pending, *range(self.next_in_stride, limit, self.num_readers)]
+Reader r reads the documents `pending`, which an earlier run left out, and then number base + r,
+base + r + S, and so on.
+"""
 
 
-def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
-    """Divide the documents that the old readers did not read among `num_readers` new readers.
+def deal_again(states: Sequence[FeedState], num_readers: int) -> list[FeedState]:
+    """Divide the documents that the readers of `states` did not read among `num_readers` new readers.
 
-    The new `base` is the next document of the furthest old reader; unread ones below become `pending`.
+    The new base is the next document of the furthest old reader; unread ones below become pending.
     """
-    base = max(share.next_in_stride for share in shares)
-    not_taken = sorted(number for share in shares for number in share.not_taken_below(base))
-    return [
-        DocumentShare(reader, num_readers, base, pending=deque(not_taken[reader::num_readers]))
-        for reader in range(num_readers)
-    ]
+    num_saved = len(states)
+    next_numbers = [first + r + n * num_saved for r, (first, n, _) in enumerate(states)]
+    base = max(next_numbers)
+    not_taken: list[int] = []
+    for next_number, (_, _, pending) in zip(next_numbers, states, strict=True):
+        not_taken += [*pending, *range(next_number, base, num_saved)]
+    not_taken.sort()
+    return [(base, 0, not_taken[reader::num_readers]) for reader in range(num_readers)]
 
 
 @dataclass
@@ -193,8 +168,9 @@ class Source:
         n = len(self.data) if self.is_indexed else None
         return {"name": self.name, "num_documents": n, "seed": self.seed}
 
-    def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
-        return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
+    def feed(self, reader: int, num_readers: int) -> "IndexedFeed | StreamedFeed":
+        kind = IndexedFeed if self.is_indexed else StreamedFeed
+        return kind(self, reader, num_readers)
 
     def read(self, number: int) -> OpenDocument:
         index = self.order.index(number)
@@ -266,20 +242,22 @@ class Source:
 
 
 class IndexedFeed:
-    """Reads the documents of a map-style data set that `share` gives one row stream.
+    """Reads one reader's documents of an indexed source; see `FeedState`. num_readers: S.
 
     `StreamedFeed` does this for iterable data sets.
     """
 
-    def __init__(self, source: Source, share: DocumentShare) -> None:
-        self._source, self.share = source, share
-        self._next: OpenDocument | None = None
+    def __init__(self, source: Source, reader: int, num_readers: int) -> None:
+        self._source, self._reader, self._num_readers = source, reader, num_readers
+        self.load((0, 0, []))
 
     def peek(self) -> OpenDocument | None:
         """Return the next document, which `advance` takes; None at the end of the data."""
         if self._next is None:
-            source, number = self._source, self.share.peek()
-            n = len(source.data)
+            source, n = self._source, len(self._source.data)
+            number = self._base + self._reader + self._num_taken * self._num_readers
+            if self._pending:
+                number = self._pending[0]
             if source.limit is not None and number >= source.limit * n:
                 return None
             if number >= n and source.limit is None:
@@ -288,24 +266,29 @@ class IndexedFeed:
         return self._next
 
     def advance(self) -> None:
-        self.share.advance()
+        if self._pending:
+            self._pending.popleft()
+        else:
+            self._num_taken += 1
         self._next = None
 
-    def state(self) -> tuple[int, int, list[int]]:
-        return self.share.state()
+    def state(self) -> FeedState:
+        return self._base, self._num_taken, list(self._pending)
 
-    def load(self, state: tuple[int, int, list[int]]) -> None:
-        self.share, self._next = self.share.resumed(state), None
+    def load(self, state: FeedState) -> None:
+        self._base, self._num_taken, pending = state
+        self._pending = deque(pending)
+        self._next: OpenDocument | None = None
 
 
 class StreamedFeed:
-    """Reads one row stream's share of a `datasets.IterableDataset`: `share.reader` of `share.num_readers`.
+    """Reads one reader's part of a `datasets.IterableDataset`.
 
     With a seed, each pass shuffles the files, and the documents within each block of `STREAM_BLOCK`. A
     position has `datasets`' position at the start of the block, and the number of documents taken since.
     """
 
-    def __init__(self, source: Source, share: DocumentShare) -> None:
+    def __init__(self, source: Source, reader: int, num_readers: int) -> None:
         import datasets.distributed
 
         self.source = source
@@ -313,9 +296,7 @@ class StreamedFeed:
         data = copy.deepcopy(source.data)
         if source.seed is not None:
             data = data.shuffle(seed=source.seed, buffer_size=1)
-        self._data = datasets.distributed.split_dataset_by_node(
-            data, share.reader, share.num_readers
-        )
+        self._data = datasets.distributed.split_dataset_by_node(data, reader, num_readers)
         self._go_to(0, None)
 
     def peek(self) -> OpenDocument | None:

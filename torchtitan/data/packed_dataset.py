@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.data.chats import ChatTokens
-from torchtitan.data.document_sources import BEGIN_AGAIN, DocumentShare, Source, deal_again
+from torchtitan.data.document_sources import BEGIN_AGAIN, Source, deal_again
 from torchtitan.data.row_plan import Plan, PlannedStream, count_tokens
 from torchtitan.data.row_streams import Packing, Row, RowStream
 from torchtitan.tools.errors import ConfigError
@@ -260,13 +260,9 @@ class PackedDataset(IterableDataset):
             *(saved[number] for number in range(num_saved)), strict=False
         )
         places = [place for open_places in all_places for place in open_places]
-        feeds: list[list[Any]] = [[] for _ in range(n)]
-        for of_source in zip(*all_feeds, strict=True):
-            shares = [
-                DocumentShare(number, num_saved).resumed(state)
-                for number, state in enumerate(of_source)
-            ]
-            for number, share in enumerate(deal_again(shares, n)):
-                feeds[number].append(share.state())
+        by_source = [deal_again(states, n) for states in zip(*all_feeds, strict=True)]
         num_tokens = [sum(tokens) // n for tokens in zip(*all_tokens, strict=True)]
-        return {i: (places[i::n], feeds[i], list(num_tokens)) for i in range(n)}
+        return {
+            i: (places[i::n], [states[i] for states in by_source], list(num_tokens))
+            for i in range(n)
+        }

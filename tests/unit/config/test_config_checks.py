@@ -99,32 +99,18 @@ MISTAKES = """
     training.seq_len must be at least 1, got 0; the default is 2048
 2: training.global_batch_size=0
     training.global_batch_size must be at least 1, or -1, got 0
-2: checkpoint.keep_latest_k=1
-    checkpoint.keep_latest_k must be at least 2, or 0, got 1; the default is 10
-2: lr_scheduler.warmup_steps=-1
-    lr_scheduler.warmup_steps must be at least 0, got -1; the default is 200
 2: optimizer.lr=nan
     optimizer.lr must be … got nan; the default is 0.0008
-2: optimizer.lr=inf
-    optimizer.lr must be at most 1e+38, got inf
 2: training.max_norm=0.0
     training.max_norm must be above 0, or inf, got 0.0
 2: training.max_norm=1e39
     training.max_norm must be at most 1e+38, or inf
 2: optimizer.beta2=1.0
     optimizer.beta2 must be below 1, got 1.0; the default is 0.95
-2: lr_scheduler.decay_ratio=1.5
-    lr_scheduler.decay_ratio must be at most 1, got 1.5
-2: debug.seed=-1
-    debug.seed must be at least 0, got -1; the default is None
-2: data_parallel_shard_degree=-2
-    parallelism.data_parallel_shard_degree must be at least 1, or -1, got -2
 2: optimizer.implementation="forech"
     optimizer.implementation must be one of … got 'forech', did you mean 'foreach'?
 2: model.attn_type="flash"
     model.attn_type must be one of sdpa, flex, varlen, None, got 'flash'
-2: quantize.linear.float8.recipe_name="x"
-    quantize.linear.float8.recipe_name must be one of … rowwise … got 'x'
 2: job.dump_folder="~nobody-of-that-name/x"
     job.dump_folder must not begin with '~' … got '~nobody-of-that-name/x'; use os.path.expanduser
 2: checkpoint.initial_load_in_hf=true; checkpoint.initial_load_model_only=false
@@ -179,8 +165,6 @@ MISTAKES = """
     model.attn_type = 'sdpa' … 'block_causal' … set model.attn_type to 'flex' or 'varlen', or …
 2: model.converters=["quantize.grouped_mm.mx"]
     quantize.grouped_mm.mx in model.converters converts experts, … has none; quantize.linear.mx
-2: fsdp_reshard_after_forward="nevr"
-    parallelism.fsdp_reshard_after_forward must be … got 'nevr', did you mean 'never'?
 8: data_parallel_shard_degree=3; tensor_parallel_degree=2
     got 8 processes and a product of 6: … tensor_parallel_degree = 2 … start 6 processes, or set data_parallel_shard_degree = 4
 2: tensor_parallel_degree=4

@@ -5,6 +5,7 @@ import pickle
 from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from hypothesis import given, settings
@@ -14,8 +15,9 @@ from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_datasets
 from torchtitan.data import DatasetConfig, local_files, open_document, row_streams
 from torchtitan.data.dataloader import ParallelAwareDataloader, _reader_states
-from torchtitan.data.document_sources import DocumentShare, deal_again
+from torchtitan.data.document_sources import Source, deal_again
 from torchtitan.data.local_files import load_local_documents
+from torchtitan.data.open_document import Tokens
 from torchtitan.data.text_datasets import (
     DATASETS,
     HuggingFaceTextDataset,
@@ -176,16 +178,18 @@ def test_samples_loaders_and_streams_that_cannot_serve_are_named():
 
 @given(st.data())
 def test_dealing_again_loses_no_document_and_repeats_none(data):
-    shares = [DocumentShare(0, 1)]
-    taken = []
+    source = Source("numbers", range(10**6), lambda i: Tokens(np.array([i])), NumberTokenizer())
+    states, taken = [(0, 0, [])], []
     for num_readers in data.draw(st.lists(st.integers(1, 5), max_size=4)):
-        shares = deal_again(shares, num_readers)
-        for share in shares:
+        states = deal_again(states, num_readers)
+        feeds = [source.feed(reader, num_readers) for reader in range(num_readers)]
+        for feed, state in zip(feeds, states, strict=True):
+            feed.load(state)
             for _ in range(data.draw(st.integers(0, 9))):
-                taken.append(share.peek())
-                share.advance()
-    limit = max(share.next_in_stride for share in shares)
-    left = [number for share in shares for number in share.not_taken_below(limit)]
+                taken.append(feed.peek().number)
+                feed.advance()
+        states = [feed.state() for feed in feeds]
+    ((limit, _, left),) = deal_again(states, 1)
     assert sorted(taken + left) == list(range(limit))
 
 
