@@ -87,10 +87,8 @@ class _File:
             now = "has vanished"
         else:
             is_whole = len(content) == max(0, min(end, stat.st_size) - start)
-            if is_whole and (stat.st_size, stat.st_mtime_ns) == (
-                before.st_size,
-                before.st_mtime_ns,
-            ):
+            found = stat.st_size, stat.st_mtime_ns
+            if is_whole and found == (before.st_size, before.st_mtime_ns):
                 return content
             now = f"has {stat.st_size:,} now, and was written to since"
         raise ValueError(
