@@ -13,12 +13,11 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
@@ -30,7 +29,7 @@ from torchtitan.distributed.collectives import (
 )
 from torchtitan.distributed.sequence_parallel import join_shards
 from torchtitan.tools.host_copy import to_device
-from torchtitan.tools.lazy_names import load_on_access
+from torchtitan.tools.lazy_names import load_on_access, not_available
 
 # torchtitan 0.2.x has these two functions here. Ours need `batch.mask`, which imports this module.
 __getattr__ = load_on_access(
@@ -279,14 +278,11 @@ def _cumulative(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def apply_cp_to_attention_module(
-    attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
-) -> None:
-    raise NotImplementedError(
-        "attention modules need no change for context parallelism here; drop this call, and give "
-        "the model the tokens and attention_masks that prepare_context_parallel_input(inputs, "
-        "labels, extra_kwargs, cp_mesh, device, load_balancer) returns"
-    )
+apply_cp_to_attention_module = not_available(
+    "attention modules need no change for context parallelism here; drop this call, and give the model "
+    "the tokens and attention_masks that prepare_context_parallel_input(inputs, labels, extra_kwargs, "
+    "cp_mesh, device, load_balancer) returns"
+)
 
 
 # ---- collectives with gradients ----

@@ -30,8 +30,6 @@ from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
-_BUCKET_BYTES = 100 * 2**20
-
 
 class _Communication:
     def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
@@ -99,20 +97,19 @@ def apply_fsdp(
         options["offload_policy"] = CPUOffloadPolicy()
     elif dp_mesh.size() == 1:
         # FSDP would copy frozen weights that need neither a gather nor a cast.
-        is_final = {param_dtype, torch.uint8}
-        frozen = {p for p in model.parameters() if not p.requires_grad and p.dtype in is_final}
-        options["ignored_params"] = frozen
+        final = param_dtype, torch.uint8
+        frozen = (p for p in model.parameters() if not p.requires_grad)
+        options["ignored_params"] = {p for p in frozen if p.dtype in final}
 
-    keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
-    policies = {"default": not keeps, "always": True, "never": False}
-    if reshard_after_forward_policy not in policies:
+    policy = reshard_after_forward_policy
+    if policy not in ("default", "always", "never"):
         raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward must be one of {', '.join(policies)}, got "
-            f"{reshard_after_forward_policy!r}"
+            f"parallelism.fsdp_reshard_after_forward must be default, always or never, got {policy!r}"
         )
-    reshard = policies[reshard_after_forward_policy]
+    keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
     # Backward begins with the last unit: freeing it after forward would only cost another all-gather.
-    reshard_last = reshard_after_forward_policy == "always"
+    reshard_last = policy == "always"
+    reshard = reshard_last or (policy == "default" and not keeps)
     embeddings, norm = model.tok_embeddings, model.norm
     output = model.output or getattr(model, "score", None)
     if embeddings is not None and output is not None and embeddings.weight is output.weight:
@@ -123,16 +120,15 @@ def apply_fsdp(
     elif embeddings is not None:
         fully_shard(embeddings, reshard_after_forward=reshard, **options)
     # No cast of a block's inputs: hidden states are in param_dtype, and RoPE tables must stay in fp32.
-    block_options = options | {
-        "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    }
+    no_cast = {"mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)}
+    block_options = options | no_cast
     blocks = list(model.layers.values())
     exact = [x for block in blocks for x in block.modules() if getattr(x, "keeps_fp32", False)]
     if exact:
         # A unit of their own, because FSDP casts all parameters of a unit to one dtype. Compiled blocks
         # can't call its hooks: the model's forward gathers it, and the end of backward reduces it.
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        fully_shard(exact, reshard_after_forward=False, **(options | {"mp_policy": policy}))
+        in_fp32 = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+        fully_shard(exact, reshard_after_forward=False, **(options | in_fp32))
     for block in blocks:
         if ep_degree > 1 and block.moe_enabled:
             experts = block.moe.experts
@@ -168,7 +164,7 @@ def _choose_collectives(
         for mesh in (dp_mesh, edp_mesh):
             if mesh is not None:
                 group = mesh.get_group(mesh.ndim - 1)
-                torch.distributed.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+                dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
         for unit in _units_of(model):
             unit.set_allocate_memory_from_process_group_for_comm(True)
 
@@ -371,19 +367,7 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero."""
-    buckets: list[list[Tensor]] = []  # of one dtype each
-    open_buckets: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = local_tensor(parameter.grad)
-        bucket = open_buckets.get(grad.dtype)
-        if bucket is None or sum(x.nbytes for x in bucket) + grad.nbytes > _BUCKET_BYTES:
-            bucket = open_buckets[grad.dtype] = []
-            buckets.append(bucket)
-        bucket.append(grad)
-    for bucket in buckets:
-        flat = torch.cat([grad.flatten() for grad in bucket])
-        torch.distributed.all_reduce(flat, group=mesh.get_group())
-        for grad, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            grad.copy_(summed.view_as(grad))
+        dist.all_reduce(local_tensor(parameter.grad), group=mesh.get_group())
