@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.distributed.layout_matrix import LAYOUTS, ONE_PROCESS, run_step, whole
+from tests.distributed.layout_matrix import (
+    BY_NAME,
+    ONE_PROCESS,
+    named_parameters,
+    run_step,
+    whole,
+)
 from tests.distributed.test_engine_state import TIED, build
 from torchtitan.checkpoint.stream import WeightStream, digest_of
 from torchtitan.distributed import utils as dist_utils
@@ -18,16 +24,15 @@ from torchtitan.distributed.tied_copies import (
     FIRST,
     SECOND,
     copies_in,
-    name_in_whole_model,
     sum_gradients,
 )
 from torchtitan.rl.policy import ReferencePolicy
 from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.weight_sync import OurNames, copy_weights
 from torchtitan.testing.gloo import run_ranks
-from torchtitan.tools.torch_parts import name_without_wrappers
 
-PIPELINES = [layout for layout in LAYOUTS if layout.name in ("PP 2, 1F1B", "PP 2, ZBVZeroBubble")]
+NAMES = ["PP 2, 1F1B", "PP 2, ZBVZeroBubble"]
+PIPELINES = [BY_NAME[name] for name in NAMES]
 FLAGS = ["--optimizer.eps=1e-3", "--training.max_norm=0.5", "--checkpoint.last_save_in_hf"]
 
 
@@ -38,10 +43,7 @@ def state_of(engine):
         for key, value in engine.optimizers.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
-    for part in engine.model_parts:
-        for name, parameter in part.named_parameters():
-            name = name_in_whole_model(part, name_without_wrappers(name))
-            state[name] = whole(parameter)
+    state |= {name: whole(parameter) for name, parameter in named_parameters(engine)}
     first, *others = copies_in(engine.model_parts) or [None]
     assert all(torch.equal(first, other) for other in others)
     return state
@@ -190,13 +192,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tied")
     (one,) = run_ranks(alone, 1, str(folder))
     ranks = run_ranks(in_pipelines, 2, PIPELINES, str(folder), timeout_seconds=240)
-    names = [layout.name for layout in PIPELINES]
-    (back,) = run_ranks(back_in_one_process, 1, names, str(folder))
-    in_pipeline = dict(zip(names, zip(*ranks, strict=True), strict=True))
-    return folder, one, in_pipeline, dict(zip(names, back, strict=True))
-
-
-NAMES = [layout.name for layout in PIPELINES]
+    (back,) = run_ranks(back_in_one_process, 1, NAMES, str(folder))
+    in_pipeline = dict(zip(NAMES, zip(*ranks, strict=True), strict=True))
+    return folder, one, in_pipeline, dict(zip(NAMES, back, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

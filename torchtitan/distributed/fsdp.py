@@ -101,15 +101,13 @@ def apply_fsdp(
         frozen = (p for p in model.parameters() if not p.requires_grad)
         options["ignored_params"] = {p for p in frozen if p.dtype in final}
 
-    policy = reshard_after_forward_policy
-    if policy not in ("default", "always", "never"):
-        raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward must be default, always or never, got {policy!r}"
-        )
-    keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
+    policy, keeps = (
+        reshard_after_forward_policy,
+        pp_enabled or (dp_mesh.size() == 1 and not cpu_offload),
+    )
+    reshard = {"default": not keeps, "always": True, "never": False}[policy]
     # Backward begins with the last unit: freeing it after forward would only cost another all-gather.
     reshard_last = policy == "always"
-    reshard = reshard_last or (policy == "default" and not keeps)
     embeddings, norm = model.tok_embeddings, model.norm
     output = model.output or getattr(model, "score", None)
     if embeddings is not None and output is not None and embeddings.weight is output.weight:
@@ -206,7 +204,8 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
         # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
-        if any(torch_parts.fsdp_mesh(x).mesh.size() > 1 for x in _param_groups([unit])):
+        groups = torch_parts.fsdp_groups_of(torch_parts.fsdp_state(unit))
+        if any(torch_parts.fsdp_mesh(group).mesh.size() > 1 for group in groups):
             unit.set_gradient_divide_factor(1.0)
         # Otherwise the collective would apply the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
@@ -220,7 +219,7 @@ def reshard_model(model: nn.Module) -> None:
     for unit in _units_of(model):
         unit.reshard()
     # Backward prefetches by the recorded forwards: clear forwards that had no backward (torch 2.13).
-    for group in _param_groups(_units_of(model)):
+    for group in _param_groups(model):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
         if forwards is not None:  # set by the first forward
@@ -230,7 +229,7 @@ def reshard_model(model: nn.Module) -> None:
 
 def bytes_to_keep_gathered(model: nn.Module) -> int:
     """Return the extra bytes this rank would hold if forwards didn't free what they gather."""
-    groups = _param_groups(_units_of(model))
+    groups = _param_groups(model)
     freed = [group for group in groups if torch_parts.fsdp_forward_mesh(group) is not None]
     total = 0
     for parameter in (p for group in freed for p in torch_parts.fsdp_params(group)):
@@ -245,7 +244,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, each unit stays gathered after its first forward; all are freed at the end."""
     # `set_reshard_after_forward` would forget the mesh after forward.
-    groups, field = _param_groups(_units_of(model)), torch_parts.attribute("fsdp_forward_mesh")
+    groups, field = _param_groups(model), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
     for group in groups:
         setattr(group, field, None)
@@ -257,8 +256,8 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
             setattr(group, field, mesh)
 
 
-def _param_groups(units: list[FSDPModule]) -> list[Any]:
-    states = map(torch_parts.fsdp_state, units)
+def _param_groups(model: nn.Module) -> list[Any]:
+    states = map(torch_parts.fsdp_state, _units_of(model))
     return [group for state in states for group in torch_parts.fsdp_groups_of(state)]
 
 
@@ -296,7 +295,7 @@ def accumulate_gradients(model: nn.Module) -> None:
 
 def store_gradients(model: nn.Module) -> None:
     """Add gradients to the sums in reduce_dtype, after a backward that ran no hook of FSDP."""
-    for group in _param_groups(_units_of(model)):
+    for group in _param_groups(model):
         torch_parts.fsdp_post_backward(group)
 
 
@@ -312,7 +311,7 @@ def reduce_accumulated_gradients(model: nn.Module) -> None:
         return
     # The same calls as FSDP's hooks make at the end of a full backward (torch 2.13).
     model.set_is_last_backward(True)
-    for group in _param_groups(_units_of(model)):
+    for group in _param_groups(model):
         torch_parts.fsdp_post_backward(group)
     torch_parts.fsdp_end_backward(torch_parts.fsdp_state(model))
 
@@ -324,9 +323,7 @@ def recover_model(model: nn.Module) -> None:
     # Before the first forward nothing is gathered, and FSDP does not know its root unit yet.
     if torch_parts.fsdp_is_root(torch_parts.fsdp_state(model)) is None:
         return
-    parameters = [
-        p for group in _param_groups(_units_of(model)) for p in torch_parts.fsdp_params(group)
-    ]
+    parameters = [p for x in _param_groups(model) for p in torch_parts.fsdp_params(x)]
     shards = [torch_parts.fsdp_shard(p) for p in parameters]
     reduced = [shard.grad for shard in shards]
     torch_parts.reset_fsdp(model)

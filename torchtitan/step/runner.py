@@ -181,7 +181,6 @@ class Runner:
     amp: contextlib.AbstractContextManager[None]
     sharding: ContextSharding | None = None  # with context parallelism
     schedule: "PipelineSchedule | None" = None  # with pipeline parallelism
-    has_outputs: bool = True  # not on a pipeline's earlier stages
     has_value_head: bool = False  # outputs are values [B, T, 1], and the model takes no head
     defers_reduction: bool = False
     has_replicas: bool = False  # of the model or of its shards, as under DDP and HSDP
@@ -194,6 +193,11 @@ class Runner:
     # Makes an additional context for each microbatch's forward and for its backward.
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
     more_follow: bool = dataclasses.field(default=False, init=False)  # more calls before the update
+
+    @property
+    def has_outputs(self) -> bool:
+        """False on a pipeline's earlier stages."""
+        return self.schedule is None or self.schedule.has_last_stage
 
     @property
     def num_context_ranks(self) -> int:
@@ -245,7 +249,6 @@ class Runner:
         """
         if reads_batch := getattr(head, "with_batch", None):
             head = reads_batch(entries)
-
         head = functools.partial(head, labels=labels)
 
         def attempted(*tensors: Tensor | None, group: Any = None, **adapter: Any) -> Any:
