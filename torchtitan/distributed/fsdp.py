@@ -90,9 +90,7 @@ def apply_fsdp(
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
     if cpu_offload and dp_mesh.device_type == "cpu":
-        logger.info(
-            "training.enable_cpu_offload has no effect: the parameters are on the CPU already"
-        )
+        logger.info("training.enable_cpu_offload has no effect: parameters are on the CPU already")
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     elif dp_mesh.size() == 1:
@@ -101,13 +99,11 @@ def apply_fsdp(
         frozen = (p for p in model.parameters() if not p.requires_grad)
         options["ignored_params"] = {p for p in frozen if p.dtype in final}
 
-    policy, keeps = (
-        reshard_after_forward_policy,
-        pp_enabled or (dp_mesh.size() == 1 and not cpu_offload),
-    )
-    reshard = {"default": not keeps, "always": True, "never": False}[policy]
+    keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
+    policies = {"default": not keeps, "always": True, "never": False}
+    reshard = policies[reshard_after_forward_policy]
     # Backward begins with the last unit: freeing it after forward would only cost another all-gather.
-    reshard_last = policy == "always"
+    reshard_last = reshard_after_forward_policy == "always"
     embeddings, norm = model.tok_embeddings, model.norm
     output = model.output or getattr(model, "score", None)
     if embeddings is not None and output is not None and embeddings.weight is output.weight:
