@@ -24,6 +24,7 @@ from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
 from torchtitan.distributed.collectives import (
     OPS,
     AllToAll,
+    Collective,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -188,7 +189,7 @@ class ContextPart:
         reduce-scatter in backward with the backward of that computation.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
-        packed = _WaitForGradient.apply(packed)
+        packed = Collective.apply("keep", "wait", packed)
         shards = self.shards
         gathered = start_all_gather(packed.detach(), shards.cp, shards.group_name)
         return ContextPart(shards, self.rotate_method, self.keys, gathering=(packed, gathered))
@@ -291,7 +292,7 @@ apply_cp_to_attention_module = not_available(
 class _GatheredRows(torch.autograd.Function):
     """Wait for `gathered`, the started all-gather of x: [n, ...] on each rank -> [cp * n, ...].
 
-    Backward starts the reduce-scatter of the gradient; `_WaitForGradient` waits for it.
+    Backward starts the reduce-scatter of the gradient; `start_gathering` waits for it.
     """
 
     @staticmethod
@@ -302,15 +303,3 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return start_reduce_scatter(grad, ctx.size, ctx.group), None, None, None
-
-
-class _WaitForGradient(torch.autograd.Function):
-    """Return x; in backward, wait for its gradient, which a collective may still be computing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return OPS.wait_tensor(grad)
