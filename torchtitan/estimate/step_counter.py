@@ -1,5 +1,6 @@
 """Counts what one rank computes, moves through its memory and sends."""
 
+import copy
 import dataclasses
 import math
 from collections import Counter, defaultdict
@@ -54,18 +55,10 @@ class Traffic:
         ranks of the node share the bytes that one of them sends.
     """
 
-    calls: float = 0
-    payload: float = 0
-    sent: float = 0
-    network: float = 0
-
-    def __iadd__(self, other: "Traffic") -> "Traffic":
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-        return self
-
-    def __mul__(self, factor: float) -> "Traffic":
-        return Traffic(*(factor * value for value in dataclasses.astuple(self)))
+    calls: float = 0.0
+    payload: float = 0.0
+    sent: float = 0.0
+    network: float = 0.0
 
 
 @dataclasses.dataclass
@@ -78,14 +71,21 @@ class StepCounts:
         default_factory=lambda: defaultdict(Traffic)
     )
     flops: Counter[str] = dataclasses.field(default_factory=Counter)
-    moved: float = 0
+    moved: float = 0.0
 
-    def add(self, other: "StepCounts", times: float = 1) -> None:
-        for key, traffic in other.traffic.items():
-            self.traffic[key] += traffic * times
-        for key, flops in other.flops.items():
-            self.flops[key] += flops * times
-        self.moved += other.moved * times
+
+def combined(a: Any, b: Any, times_a: float, times_b: float) -> Any:
+    """Return times_a * a + times_b * b, of numbers or of all numbers in dicts and dataclasses."""
+    if isinstance(a, dict):
+        result = copy.copy(a)  # which has the default for missing keys
+        for key in {*a, *b}:
+            result[key] = combined(a[key], b[key], times_a, times_b)
+        return result
+    if dataclasses.is_dataclass(a):
+        pairs = ((getattr(x, field.name) for x in (a, b)) for field in dataclasses.fields(a))
+        return type(a)(*(combined(*pair, times_a, times_b) for pair in pairs))  # type: ignore[operator]
+    total = times_a * a + times_b * b
+    return round(total) if isinstance(a, int) else total
 
 
 class StepCounter(TorchDispatchMode):
@@ -148,7 +148,8 @@ class StepCounter(TorchDispatchMode):
             sent = payload
             network = payload if ranks[args[2]] // self.gpus_per_node != node else 0.0
         axis = self.axis_of_group.get((namespace, group.group_name), f"{n} ranks")
-        self.counts.traffic[axis, kind] += Traffic(1, payload, sent, network)
+        traffic, new = self.counts.traffic, Traffic(1, payload, sent, network)
+        traffic[axis, kind] = combined(traffic[axis, kind], new, 1, 1)
 
     def _count_computation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = getattr(func, "_overloadpacket", func)
