@@ -182,7 +182,7 @@ def test_trees_give_logprobs_loss_and_gradients_of_separate_rows(
     layout, tolerance = BY_NAME[name], TOLERANCES[dtype]
     for family, rows_of in CASES:
         given = layout, family, rows_of, dtype, str(tmp_path), n_batches, False
-        ranks = run_ranks(results_on_rank, layout.world_size, *given)
+        ranks = run_ranks(results_on_rank, layout.world_size, *given, timeout_seconds=600)
         expected_results = separate_rows(family, rows_of, dtype, layout, n_batches)
         for (expected_loss, expected), *found in zip(expected_results, *ranks, strict=True):
             # The engine adds up losses in fp32.
