@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from torchtitan.estimate.memory_tracker import OperatorMode
 from torchtitan.numerics.delta_rule import multiplications_per_token
 from torchtitan.numerics.nf4 import num_numbers
 
@@ -41,7 +40,6 @@ _MOVES_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empt
 # Operators that read only as many bytes as they write.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
 _OVERWRITE_THE_FIRST = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @dataclasses.dataclass
@@ -88,13 +86,11 @@ def combined(a: Any, b: Any, times_a: float, times_b: float) -> Any:
     return round(total) if isinstance(a, int) else total
 
 
-class StepCounter(TorchDispatchMode):
+class StepCounter(OperatorMode):
     """While active, adds up in `counts` what this rank's operators send, compute and move.
 
     axis_of_group: (namespace of the operator, name of its process group) -> name of the mesh axis.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, axis_of_group: dict[tuple[str, str], str], gpus_per_node: int) -> None:
         super().__init__()
@@ -107,13 +103,7 @@ class StepCounter(TorchDispatchMode):
         counts, self.counts = self.counts, StepCounts()
         return counts
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor calls operators on local tensors, which come here again
-        result = func(*args, **kwargs)
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
-            return result  # DTensor infers a shape with fake tensors, which no rank allocates
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         namespace = getattr(func, "namespace", "")
         if namespace == "torchtitan" and "reduce_scatter" in func.name():
             namespace = "_c10d_functional"  # our reduce-scatter on the CPU, an all-to-all
@@ -121,7 +111,6 @@ class StepCounter(TorchDispatchMode):
             self._count_collective(namespace, func, args, result)
         else:
             self._count_computation(func, args, kwargs, result)
-        return result
 
     def _count_collective(self, namespace: str, func: Any, args: Any, result: Any) -> None:
         name = func.name().partition("::")[2]
