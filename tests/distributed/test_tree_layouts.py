@@ -159,7 +159,7 @@ def separate_rows(tmp_path_factory):
         if key not in known:
             one = dataclasses.replace(ONE_PROCESS, name=layout.name)  # which chooses the layers
             given = one, family, rows_of, dtype, str(tmp_path_factory.mktemp("one")), n_batches, True
-            (known[key],) = run_ranks(results_on_rank, 1, *given)
+            (known[key],) = run_ranks(results_on_rank, 1, *given, timeout_seconds=600)
         return known[key]
 
     return find

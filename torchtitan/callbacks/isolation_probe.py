@@ -87,7 +87,7 @@ class IsolationProbe:
             moved, unmoved = all_moved & must_stay, must_move & ~all_moved
         any_moved, any_unmoved = self._on_any_rank(moved, unmoved)
         if any_unmoved:
-            if not self._sees_token_before(batch, document_ids, before):
+            if not self._sees_token_before(batch, document_ids, before, place):
                 unmoved.zero_()
             any_moved, any_unmoved = self._on_any_rank(moved, unmoved)
         if not (any_moved or any_unmoved):
@@ -176,18 +176,25 @@ class IsolationProbe:
         return found.tolist()
 
     def _sees_token_before(
-        self, batch: TokenBatch, document_ids: Tensor, logits: Tensor | None
+        self,
+        batch: TokenBatch,
+        document_ids: Tensor,
+        logits: Tensor | None,
+        place: tuple[int, int] | None,
     ) -> bool:
-        """Return False if a document's token has the same logits after the token before it was exchanged.
+        """Return False if a token near `place` has the same logits after the token before it was exchanged.
 
-        logits: of the batch. Collective.
+        Both are of one document. logits: of the batch. Collective.
         """
         continues = document_ids[:, 1:] == document_ids[:, :-1]
-        places = (continues & (document_ids[:, 1:] != PADDING)).nonzero().tolist()
-        row, column = places[0] if places else (0, 0)
-        after = self._run(self._exchange(batch, (row, column) if places else None))
-        if logits is None or after is None or not places:
+        pairs = (continues & (document_ids[:, 1:] != PADDING)).nonzero().tolist()
+        row, column = place or (0, 0)
+        pairs.sort(key=lambda pair: (pair[0] != row, abs(pair[1] + 1 - column)))
+        before = tuple(pairs[0]) if pairs else None
+        after = self._run(self._exchange(batch, before))
+        if logits is None or after is None or before is None:
             return True
+        row, column = before
         return bool(_moved(logits, after)[row, column + 1])
 
     def _run(self, batch: TokenBatch) -> Tensor | None:

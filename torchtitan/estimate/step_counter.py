@@ -46,15 +46,12 @@ _OVERWRITE_THE_FIRST = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "f
 class Traffic:
     """Traffic of one kind of collective on one mesh axis, in bytes except for `calls`.
 
-    payload: the unsharded tensors: the output of an all-gather, the input of a reduce-scatter or
-        all-reduce.
     sent: what this rank sends, by the ring algorithm.
     network: this GPU's share of the bytes that leave its node. A ring leaves a node once, so the
         ranks of the node share the bytes that one of them sends.
     """
 
     calls: float = 0.0
-    payload: float = 0.0
     sent: float = 0.0
     network: float = 0.0
 
@@ -137,7 +134,7 @@ class StepCounter(OperatorMode):
             sent = payload
             network = payload if ranks[args[2]] // self.gpus_per_node != node else 0.0
         axis = self.axis_of_group.get((namespace, group.group_name), f"{n} ranks")
-        traffic, new = self.counts.traffic, Traffic(1, payload, sent, network)
+        traffic, new = self.counts.traffic, Traffic(1, sent, network)
         traffic[axis, kind] = combined(traffic[axis, kind], new, 1, 1)
 
     def _count_computation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
