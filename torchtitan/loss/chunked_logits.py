@@ -14,7 +14,7 @@ tokens in a chunk, N tokens in all chunks; m models, r rank of their adapters.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,10 @@ class Chunk(NamedTuple):
         return slice(self.begin, self.begin + sum(self.sizes))
 
 
-class ChunkedHead:
+Outputs = TypeVar("Outputs", covariant=True)
+
+
+class ChunkedHead(Generic[Outputs]):
     """A head that computes logits in chunks; a decoder's output projection calls it.
 
     temperature: a number, or [N, 1], that divides the logits. chunk_tokens: tokens in a chunk; None: 1,024 on a
@@ -103,7 +106,7 @@ class ChunkedHead:
         group: dist.ProcessGroup | None = None,
         low_rank: LowRank | None = None,
         cap: float | None = None,
-    ) -> Any:
+    ) -> Outputs:
         """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
 
         group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels; the
@@ -130,7 +133,7 @@ class ChunkedHead:
         with torch.autocast(h.device.type, enabled=False):
             return self.compute(operands, call, labels)
 
-    def compute(self, operands: Operands, call: Call, labels: Tensor) -> Any:
+    def compute(self, operands: Operands, call: Call, labels: Tensor) -> Outputs:
         """Return the head's outputs. Autocast is off; labels [B, T] are checked."""
         raise NotImplementedError
 
@@ -247,7 +250,7 @@ class SummedLoss(torch.autograd.Function):
         return *scaled, None, None, None, None
 
 
-def cross_entropy_of(labels: Tensor, head: ChunkedHead, call: Call) -> ChunkLoss:
+def cross_entropy_of(labels: Tensor, head: ChunkedHead[Any], call: Call) -> ChunkLoss:
     """labels: [N]."""
     statistics_of = _maybe_compiled(_statistics, head.compile_backend)
     gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
@@ -322,7 +325,7 @@ class Gradients:
         return sums
 
 
-def chunks_of(x: Tensor, head: ChunkedHead, call: Call) -> list[Chunk]:
+def chunks_of(x: Tensor, head: ChunkedHead[Any], call: Call) -> list[Chunk]:
     # Each chunk adds a gradient of the whole weight to a sum in fp32; with small chunks accelerators would
     # spend much time on this. Compiled code stores logits in 16 bits, so its chunks may be larger.
     default = 4096 if head.compile_backend is None else 8192
@@ -340,7 +343,7 @@ def chunks_of(x: Tensor, head: ChunkedHead, call: Call) -> list[Chunk]:
 
 
 def logits_of(
-    operands: Operands, head: ChunkedHead, call: Call, chunk: Chunk
+    operands: Operands, head: ChunkedHead[Any], call: Call, chunk: Chunk
 ) -> tuple[Tensor, float | Tensor, Slopes]:
     """Return the logits [n, v] of a chunk, its temperature, and what its backward needs.
 

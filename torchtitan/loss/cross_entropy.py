@@ -60,7 +60,7 @@ build_cross_entropy_loss.has_token_loss = True  # see TrainSpec
 
 
 @dataclass(frozen=True)
-class SummedCrossEntropy(ChunkedHead):
+class SummedCrossEntropy(ChunkedHead[Tensor]):
     """A head: sums the cross entropy of all labels but IGNORE_INDEX, to an fp32 scalar.
 
     Raises ValueError if chunk_tokens is not positive.

@@ -56,7 +56,7 @@ class Distilled(NamedTuple):
     entropy: Tensor | None = None
 
 
-class TeacherStates(ChunkedHead):
+class TeacherStates(ChunkedHead[Tensor]):
     """A head for the teacher: returns its hidden states [B, T, M_t], and keeps its output weight.
 
     weight: this rank's rows of the student's vocabulary, [v, M_t], from the first call on.
@@ -81,7 +81,7 @@ class TeacherStates(ChunkedHead):
 
 
 @dataclass(frozen=True, eq=False)
-class DistillationLoss(ChunkedHead):
+class DistillationLoss(ChunkedHead[Distilled]):
     """A head: sums kl_weight * T^2 * KL + label_weight * cross entropy over the labels, to `Distilled`.
 
     The batch's "teacher" is the teacher's hidden states [B, T, M_t] if there are `states`, else the result

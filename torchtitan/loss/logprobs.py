@@ -44,7 +44,7 @@ class TokenOutputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenLogProbs(ChunkedHead):
+class TokenLogProbs(ChunkedHead[TokenOutputs]):
     """A head: turns hidden states into `TokenOutputs` inside a decoder's output projection.
 
     temperature: divides the logits, also for the entropy. A number; a tensor with a number per row
