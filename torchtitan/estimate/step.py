@@ -182,7 +182,7 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
     tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.int64)
     if engine.device.type != "cpu":
         tokens = tokens.pin_memory()
-    has_values = getattr(engine.model_args, "value_head", False)
+    has_values = getattr(engine.model_args, "value_head", False)  # and no default loss
     n_run = min(engine.gradient_accumulation_steps, 2)
     for i in range(n_run):
         is_last = i + 1 == n_run
@@ -191,16 +191,11 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
                 input_dict={"input": tokens},
                 labels=tokens,
                 global_valid_tokens=1.0,
-                loss_fn=_squared_values if has_values else None,
+                loss_fn=(lambda values, *_: values.square().sum()) if has_values else None,
             )
         yield "forward and backward"
     engine.optim_step()
     yield "optimizer step"
-
-
-def _squared_values(values: Tensor, *_: Any) -> Tensor:
-    """The loss for a model with a value head, which has no default loss."""
-    return values.square().sum()
 
 
 def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) -> StepEstimate:

@@ -117,7 +117,9 @@ class StepCounter(OperatorMode):
         group = next((g for g in map(_as_group, args) if g is not None), None)
         if kind is None or group is None:
             return
-        payload = max(sum(t.nbytes for t in tree_iter(x) if _is_tensor(t)) for x in (*args, result))
+        payload = max(
+            sum(t.nbytes for t in tree_iter(x) if isinstance(t, Tensor)) for x in (*args, result)
+        )
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
         node = dist.get_rank() // self.gpus_per_node
@@ -223,7 +225,3 @@ def _bytes_of(value: Any) -> int:
         return 0
     dims = zip(value.shape, value.stride(), strict=True)
     return value.itemsize * math.prod(size for size, stride in dims if stride)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

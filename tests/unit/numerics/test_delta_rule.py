@@ -385,9 +385,6 @@ def fla(monkeypatch):
     for name in ("fla", "fla.ops", module.__name__):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(delta_rule_fla, "is_supported", lambda q, v: q.dtype == torch.bfloat16)
-    delta_rule_fla._kernel.cache_clear()
-    yield
-    delta_rule_fla._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
