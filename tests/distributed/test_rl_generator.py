@@ -29,7 +29,7 @@ from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator, PolicyModel
-from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.job_config import JobConfig, RLGenerator
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, build_task
@@ -284,7 +284,7 @@ def test_draw_that_fails_on_one_of_the_ranks_that_generate_together_is_raised_on
 def ask_vllm_on_rank(folder: str, degree: int):
     """(options of this rank's engine, the prompts that it got, how often each episode was drawn again)."""
     sys.modules["vllm"] = fake = FakeVLLM()
-    generator = VLLMGenerator("assets", tensor_parallel_degree=degree)
+    generator = VLLMGenerator(RLGenerator(tensor_parallel_degree=degree), "assets")
     generator.policy_version = 0
     config = toy_config(folder, "--rl.redraws=1").rl
     task = build_task(config, None)

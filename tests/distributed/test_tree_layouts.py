@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.distributed.layout_matrix import (
-    LAYOUTS,
+    BY_NAME,
     ONE_PROCESS,
     ROWS,
     SEQ_LEN,
@@ -16,15 +16,13 @@ from tests.distributed.layout_matrix import (
     VOCAB,
     batch_flags,
     build_engine,
-    whole,
+    gradients_of,
 )
 from torchtitan.batch.documents import IGNORE_INDEX, PADDING
 from torchtitan.batch.trees import tree_batch
-from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.testing.gloo import run_ranks
 
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 IN_CI = ["CP 2", "PP 2, 1F1B"]
 SLOW = ["FSDP 2", "TP 2", "CP 2, alltoall, full AC", "FSDP 2, CP 2", "TP 2, PP 2, ZBVZeroBubble"]
 BATCHES, MORE_BATCHES = 1, 25
@@ -90,12 +88,7 @@ def results_on_rank(layout, family, rows_of, folder, n_batches, is_separate):
         batches, num_valid = batches_of(seed, engine, is_separate)
         loss = engine.forward_backward_step(input_dict=batches, global_valid_tokens=num_valid)
         loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
-        results.append((loss, {}))
-        for part in engine.model_parts:
-            for name, p in part.named_parameters():
-                if p.grad is not None:
-                    name = name.replace("_checkpoint_wrapped_module.", "")
-                    results[-1][1][name_in_whole_model(part, name)] = whole(p.grad).clone()
+        results.append((loss, gradients_of(engine)))
         engine.optimizers.zero_grad()
     engine.close()
     return results

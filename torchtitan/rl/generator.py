@@ -429,32 +429,19 @@ def build_copy(policy: PolicyModel) -> Generator:
         "dtype": policy.generator_dtype,
         "seed": rl.seed,
         "folder": os.path.join(config.job.dump_folder, "generator_weights"),
-        "records_experts": settings.replay_experts,
     }
     if settings.backend == "vllm":
         # Without a dtype, vLLM may choose bf16 although config.json says float32.
         options["dtype"] = options["dtype"] or policy.compute_dtype
+        options |= {"seq_len": config.training.seq_len, "lora_rank": config.lora.rank}
         try:
-            return __getattr__("VLLMGenerator")(
-                config.model.hf_assets_path,
-                memory_share=settings.memory_share,
-                tensor_parallel_degree=settings.tensor_parallel_degree,
-                max_seq_len=settings.max_seq_len or config.training.seq_len,
-                adapter_rank=config.lora.rank if settings.adapters else 0,
-                **options,
-            )
+            return __getattr__("VLLMGenerator")(settings, config.model.hf_assets_path, **options)
         except ImportError as error:
             raise ConfigError(str(error)) from error
     return __getattr__("OpenAIGenerator")(
-        settings.url,
-        settings.model,
-        settings.reload_url,
+        settings,
         hf_assets_path=config.model.hf_assets_path,
-        max_requests=settings.max_requests,
-        timeout_seconds=settings.timeout_seconds,
         vocab_size=policy.model_args.vocab_size,
-        weight_transfer=settings.weight_transfer,
         delta=rl.weight_sync.delta,
-        adapters=settings.adapters,
         **options,
     )

@@ -21,6 +21,7 @@ from torchtitan.integrations.openai import OpenAIGenerator
 from torchtitan.integrations.vllm_lane import join, receive
 from torchtitan.rl import weight_transport
 from torchtitan.rl.generator import CopyGenerator, PolicyModel, build_generator
+from torchtitan.rl.job_config import RLGenerator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError, push_weights
 from torchtitan.rl.weight_transport import WeightChanges
@@ -278,16 +279,16 @@ def test_server_gets_adapters_alone(tmp_path, start):
         names = {"adapter_config.json", "adapter_model.safetensors"}
         assert {path.name for path in left.iterdir()} == names
         server.fails = [(404, {"detail": "Not Found"})]
-        generator = OpenAIGenerator(
-            server.url, "toy", "", str(tmp_path / "other"), "", adapters=True
-        )
+        settings = RLGenerator(url=server.url, model="toy", adapters=True)
+        generator = OpenAIGenerator(settings, str(tmp_path / "other"), "")
         with pytest.raises(WeightMismatchError, match="404.*must be vLLM with --enable-lora"):
             push_weights(server.engine, generator)
 
 
 def test_adapters_whose_first_answer_was_lost_are_loaded(server, tmp_path, monkeypatch):
     monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
-    generator = OpenAIGenerator(server.url, "toy", "", str(tmp_path), "", adapters=True)
+    settings = RLGenerator(url=server.url, model="toy", adapters=True)
+    generator = OpenAIGenerator(settings, str(tmp_path), "")
     # The words of vLLM 0.11 and later.
     known = "The lora adapter 'toy' has already been loaded."
     server.fails = [(503, None), (400, {"error": {"message": known, "code": 400}})]
@@ -299,9 +300,8 @@ def test_adapters_whose_first_answer_was_lost_are_loaded(server, tmp_path, monke
 
 def generator_of(server, folder, reload_path="/reload", **more):
     reload_url = reload_path and f"{server.url}{reload_path}"
-    generator = OpenAIGenerator(
-        server.url, "toy", reload_url, str(folder), "nowhere", vocab_size=32, **more
-    )
+    settings = RLGenerator(url=server.url, model="toy", reload_url=reload_url, **more)
+    generator = OpenAIGenerator(settings, str(folder), "nowhere", vocab_size=32)
     generator.policy_version = 1
     return generator
 
