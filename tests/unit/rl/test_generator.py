@@ -14,7 +14,7 @@ from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator, PolicyModel, build_generator
-from torchtitan.rl.job_config import longest_episode
+from torchtitan.rl.job_config import RLGenerator, longest_episode
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import (
     NoWeightsError,
@@ -210,7 +210,7 @@ class FakeVLLM(types.ModuleType):
 def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch):
     fake = FakeVLLM()
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    generator = VLLMGenerator(rl_job_config.RLGenerator(), "assets", seed=3)
+    generator = VLLMGenerator(RLGenerator(), "assets", seed=3)
     assert fake.options["logprobs_mode"] == "processed_logprobs"
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)
@@ -264,7 +264,7 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
 )
 def test_vllm_that_does_not_take_the_weights_is_told(faults, problem, engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
-    generator = VLLMGenerator(rl_job_config.RLGenerator(), "assets")
+    generator = VLLMGenerator(RLGenerator(), "assets")
     vars(fake).update(faults)
     with pytest.raises(WeightMismatchError, match=f"rank 0: vLLM did not load .*{problem}"):
         push_weights(engine, generator)
