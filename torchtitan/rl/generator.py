@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -196,22 +195,12 @@ class DecoderGenerator(Generator):
             self.records_experts,
             self._on_rows,
         )
-        if not all(map(math.isfinite, chain.from_iterable(row.logprobs for row in drawn))):
+        if not all(math.isfinite(x) for completion in drawn for x in completion.token_logprobs):
             raise FloatingPointError(
                 f"the policy of version {self.policy_version} has log-probs that are not finite; look "
                 "at the last optimizer steps, or at how its weights were copied"
             )
-        return [
-            Completion(
-                token_ids=row.tokens,
-                token_logprobs=row.logprobs,
-                finish_reason="stop" if sampling.stops_at(row.tokens) else "length",
-                policy_version=min(row.versions),
-                token_versions=tuple(row.versions) if len(set(row.versions)) > 1 else None,
-                routed_experts=row.experts,
-            )
-            for row in drawn
-        ]
+        return drawn
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self._rng.get_state()}

@@ -89,11 +89,11 @@ def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_r
         max_rows,
         records_experts=True,
     )
-    assert len({len(row.tokens) for row in drawn}) > 2  # rows that ended at different times
+    assert len({len(row.token_ids) for row in drawn}) > 2  # rows that ended at different times
     for row, prompt in zip(drawn, prompt_of_row, strict=True):
-        text = [*PROMPTS[prompt], *row.tokens][:-1]  # the last token is never read
+        text = [*PROMPTS[prompt], *row.token_ids][:-1]  # the last token is never read
         expected = experts_of_whole_forward(model, text)
-        assert torch.equal(row.experts.long().sort(-1).values, expected.sort(-1).values)
+        assert torch.equal(row.routed_experts.long().sort(-1).values, expected.sort(-1).values)
 
 
 def trainer_of(folder, *flags: str) -> PolicyTrainer:
