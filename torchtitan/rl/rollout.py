@@ -381,13 +381,19 @@ class Rollouts:
         self, task: Task, config: RL, draws: DrawsEpisodes, longest_episode: int | None = None
     ):
         self.task, self.config, self._draws = task, config, draws
-        self._longest_episode = longest_episode
         stops = sorted(set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None}))
         # `Request` has the stop strings: they need a tokenizer, which is not sent.
         settings = vars(config.sampling) | {"stop_token_ids": tuple(stops), "stop_strings": ()}
         self.sampling = SamplingConfig(**settings)
         penalty = self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
-        self._penalty = OverlongPenalty(*penalty) if config.overlong_tokens else None
+        self._request = Request(  # without prompts
+            (),
+            config.num_samples_per_prompt,
+            OverlongPenalty(*penalty) if config.overlong_tokens else None,
+            tuple(config.sampling.stop_strings),
+            config.task.max_turns,
+            longest_episode,
+        )
         self._next_step = 1
         # step -> the function that waits for its episodes
         self._ahead: dict[int, Callable[[], list[Episode]]] = {}
@@ -410,8 +416,7 @@ class Rollouts:
             for number in range(1 + self.config.redraws):
                 sampling = self._seeded(f"{step} again {number}" if number else step)
                 tries.append(Try(self.task.sample(self.config.num_prompts_per_step), sampling))
-            n_samples = self.config.num_samples_per_prompt
-            self._ahead[step] = self._begin(tries, n_samples, self._penalty)
+            self._ahead[step] = self._draws.begin(replace(self._request, tries=tries))
             self._next_step = step + 1
 
     def take(self, step: int) -> list[Episode]:
@@ -434,14 +439,10 @@ class Rollouts:
         sampling = self._seeded("evaluation")
         if greedy:
             sampling = replace(sampling, temperature=0.0)
-        return self._begin([Try(prompts, sampling)], 1, None)()
-
-    def _begin(
-        self, tries: list[Try], num_samples: int, penalty: OverlongPenalty | None
-    ) -> Callable[[], list[Episode]]:
-        stops, max_turns = tuple(self.config.sampling.stop_strings), self.config.task.max_turns
-        request = Request(tries, num_samples, penalty, stops, max_turns, self._longest_episode)
-        return self._draws.begin(request)
+        request = replace(
+            self._request, tries=[Try(prompts, sampling)], num_samples=1, penalty=None
+        )
+        return self._draws.begin(request)()
 
     def _seeded(self, place: Any) -> SamplingConfig:
         seed = random.Random(f"{self.config.seed} {place}").getrandbits(63)
