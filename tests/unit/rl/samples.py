@@ -101,8 +101,8 @@ def make_episodes(
     dialogues = []
     for i, completion in enumerate(completions):
         dialogues.append(rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i))
-        dialogues[-1].complete(completion)
-    return rollout._graded(task, dialogues, rollout.Request([], per_prompt, None, stop_strings))
+        dialogues[-1].complete(completion, task, stop_strings)
+    return rollout._graded(task, dialogues)
 
 
 def make_episode(**changes) -> Episode:
