@@ -23,8 +23,7 @@ def client(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_gradients(client):
     yield
-    client._trainer.engine.optimizers.zero_grad()
-    client._trainer._num_accumulated = 0
+    client._trainer.zero_grad()
     client._failure = None
 
 

@@ -288,9 +288,7 @@ class LocalTrainingClient(AsyncNames):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
         for name, weight in self._trained:
             state.gradients[name], weight.grad = weight.grad, state.gradients[name]
-        before = trainer._denominator, trainer._num_accumulated, trainer._passes
-        trainer._denominator, trainer._num_accumulated, trainer._passes = state.step
-        state.step = before
+        state.passes, trainer.passes = trainer.passes, state.passes
         self._failure, state.failure = state.failure, self._failure
 
     @on_thread
