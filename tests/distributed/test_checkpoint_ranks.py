@@ -234,7 +234,7 @@ def fail_to_write_on(rank: int) -> Any:
     """Make the disk of this rank full during the block."""
     if dist.get_rank() != rank:
         return contextlib.nullcontext()
-    return mock.patch("torchtitan.checkpoint.folder.open_file", side_effect=OSError("disk full"))
+    return mock.patch.object(ranks_folder, "open_descriptor", side_effect=OSError("disk full"))
 
 
 def error_of_failing_write(folder: str) -> str:
