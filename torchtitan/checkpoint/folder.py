@@ -21,10 +21,10 @@ import math
 import os
 import re
 import shutil
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -42,8 +42,9 @@ from torch.futures import Future
 
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.tools import storage, torch_parts
-from torchtitan.tools.files import UNFINISHED, open_descriptor, open_file
+from torchtitan.tools.files import UNFINISHED, hash_file, open_descriptor, open_file
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import run_beside
 
 T, U = TypeVar("T"), TypeVar("U")
 
@@ -226,11 +227,6 @@ def remove_folder(folder: str) -> None:
     os.rmdir(folder)
 
 
-def hash_file(path: str) -> str:
-    with open_file(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None:
     """Return what is wrong with the files of `folder`; None if they are intact or have no hashes.
 
@@ -258,23 +254,17 @@ def in_two_threads(work: Callable[[T], U], items: list[T]) -> list[U]:
 
     Works while Python ends, too: an executor takes no work then.
     """
-    results: list[list[U]] = [[], []]
-    errors: list[BaseException] = []
 
-    def do(part: int) -> None:
-        try:
-            with torch.no_grad():
-                results[part] = [work(item) for item in items[part::2]]
-        except BaseException as error:
-            errors.append(error)
+    @torch.no_grad()
+    def do(part: int) -> list[U]:
+        return [work(item) for item in items[part::2]]
 
-    second = threading.Thread(target=do, args=(1,))
-    second.start()
-    do(0)
-    second.join()
-    if errors:
-        raise errors[0]
-    return results[0] + results[1]
+    second = run_beside(lambda: do(1))
+    try:
+        first = do(0)
+    finally:
+        wait([second])
+    return first + second.result()
 
 
 def own_share(names: list[str], n_ranks: int | None = None) -> list[str]:
