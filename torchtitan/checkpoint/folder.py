@@ -346,13 +346,17 @@ class HashedFile(io.FileIO):
         self._sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        n_written = super().write(data)
-        if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
-            # Linux then writes to the disk while this thread hashes; fsync alone would do so at the end.
-            start = self.tell() - n_written
-            os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
-        self._sha256.update(memoryview(data)[:n_written])
-        return n_written
+        """Write all of `data`. One system call may write less: at most 2 GiB, or until the disk is full."""
+        left = memoryview(data).cast("B")
+        while left:
+            n_written = super().write(left)
+            if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
+                # Linux then writes to the disk while this thread hashes; fsync alone would do so at the end.
+                start = self.tell() - n_written
+                os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
+            self._sha256.update(left[:n_written])
+            left = left[n_written:]
+        return memoryview(data).nbytes
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
