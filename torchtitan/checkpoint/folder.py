@@ -346,17 +346,14 @@ class HashedFile(io.FileIO):
         self._sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. One system call may write less: at most 2 GiB, or until the disk is full."""
-        left = memoryview(data).cast("B")
-        while left:
-            n_written = super().write(left)
-            if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
-                # Linux then writes to the disk while this thread hashes; fsync alone would do so at the end.
-                start = self.tell() - n_written
-                os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
-            self._sha256.update(left[:n_written])
-            left = left[n_written:]
-        return memoryview(data).nbytes
+        """Write as much of `data` as one system call does; `io.BufferedWriter` calls again for the rest."""
+        n_written = super().write(data)
+        if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
+            # Linux then writes to the disk while this thread hashes; fsync alone would do so at the end.
+            start = self.tell() - n_written
+            os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
+        self._sha256.update(memoryview(data)[:n_written])
+        return n_written
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
@@ -465,8 +462,9 @@ class HashingWriter(FileSystemWriter):
             return results
 
         find, parts = planner.lookup_object, _in_two_files(plan.items)
-        if torch.accelerator.is_available():  # the threads have streams of their own
-            torch.accelerator.synchronize()
+        devices = {find(item.index).device for item in plan.items if item.tensor_data is not None}
+        for device in devices - {torch.device("cpu")}:  # the threads have streams of their own
+            torch.accelerator.synchronize(device)
         has_crc32 = torch.serialization.get_crc32_options()
         try:
             of_files = in_two_threads(write, [*range(len(parts))])
