@@ -393,12 +393,14 @@ def _in_two_files(items: list[WriteItem]) -> list[list[WriteItem]]:
     """Divide the entries evenly over two files, which two threads write and verify; few bytes: one file."""
     sizes = [0, 0]
     parts: list[list[WriteItem]] = [[], []]
-    for item in items:
-        size = 0
-        if (data := item.tensor_data) is not None:
-            size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+    def size_of(item: WriteItem) -> int:
+        data = item.tensor_data
+        return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+    for item in sorted(items, key=size_of, reverse=True):
         place = sizes[1] < sizes[0]
-        sizes[place] += size
+        sizes[place] += size_of(item)
         parts[place].append(item)
     return parts if min(sizes) >= _BYTES_FOR_TWO_FILES else [items]
 
