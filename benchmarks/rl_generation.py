@@ -63,10 +63,9 @@ def compare_lengths(args: argparse.Namespace) -> None:
         found = []
         for first in range(0, N_ROWS, portion):
             rows = slice(first, first + portion)
-            drawn = continue_prompts(
-                decoder, prompts, prompt_of_row[rows], uniform[rows], sampling, max_rows
-            )
-            found += [len(versions) for versions in drawn[1]]
+            of_rows = prompt_of_row[rows]
+            drawn = continue_prompts(decoder, prompts, of_rows, uniform[rows], sampling, max_rows)
+            found += [len(row.tokens) for row in drawn]
         assert found == lengths
 
     print(f"{N_ROWS} completions, mean {sum(lengths) / N_ROWS:.0f}, longest {max(lengths)} tokens")

@@ -75,7 +75,7 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from torchtitan.checkpoint.stream import WeightStream
-    from torchtitan.rl.weight_sync import WeightSync
+    from torchtitan.rl.weight_sync import push_weights
 
     model, adapter = build(flavor)
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -112,8 +112,8 @@ def seconds_on_rank(flavor: str, rounds: int) -> tuple[dict[str, float], int]:
         "iter_hf_weights()": stream,
         "iter_hf_weights(dtype=bfloat16)": lambda: stream(dtype=torch.bfloat16),
         "iter_hf_weights(sharded=True)": lambda: stream(sharded=True),
-        "push, whole tensors": lambda: WeightSync(engine, Receiver(False)).update(),
-        "push, live shards": lambda: WeightSync(engine, Receiver(True)).update(),
+        "push, whole tensors": lambda: push_weights(engine, Receiver(False)),
+        "push, live shards": lambda: push_weights(engine, Receiver(True)),
     }
     times = take_turns(*cases.values(), turns=rounds, seconds=now)
     return dict(zip(cases, map(min, times), strict=True)), n_bytes

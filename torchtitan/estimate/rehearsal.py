@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
+from torch.utils._pytree import tree_iter
 
 from torchtitan.estimate import device
 
@@ -313,13 +314,7 @@ class _Uses:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    if isinstance(values, list | tuple | type({}.values())):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
+    return [x for x in tree_iter(values) if isinstance(x, torch.Tensor)]
 
 
 def _as(dtype: torch.dtype, value: float) -> Any:

@@ -159,7 +159,6 @@ checkpoint: checkpoint.enable; set it to false
     StorageInfo torch.distributed.checkpoint.filesystem:_StorageInfo
     MemoryFormats torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
     FileView torch.distributed.checkpoint.utils:_ReaderView
-    read_entry torch.distributed.checkpoint:FileSystemReader._slice_file
     flatten_states torch.distributed.checkpoint._nested_dict:flatten_state_dict
 quantized: quantized Hugging Face weights; convert them first
     map_scales torch.distributed.checkpoint.quantized_hf_storage:QuantizedHuggingFaceStorageReader._build_weight_scale_mapping
