@@ -94,28 +94,29 @@ def sections(out: Path) -> list[Section]:
     qwen = ("--models", "Qwen 3.5 0.8B", "--attn-types", "varlen", "--blocks", "3")
     trees = ("--flavor", "1B", "--dtype", "bfloat16", "--seq_len", "16384", "--steps", "3")
     on_device = [path for path in ON_THE_DEVICE if path != "tests/gpu/"]
+    kernels = ("tests/gpu", "--ignore=tests/gpu/test_one_device.py")  # which runs above
     everything = ("tests/unit", "tests/compat", "tests/reference", "tests/distributed")
     return [
         Section("attention", benchmark("attention", "attention"), 60, dry=["--seq-len", "256"]),
-        Section("throughput", [*throughput, *quick], 100, throughput, dry=small),
+        Section("throughput", [*throughput, *quick], 110, throughput, dry=small),
         Section("qwen3_5", benchmark("throughput", "qwen3_5", *qwen), 70, dry=small),
         Section(
-            "trees", benchmark("trees", "trees", *trees), 50,
+            "trees", benchmark("trees", "trees", *trees), 70,
             dry=["--steps", "1", "--flavor", "debugmodel", "--dtype", "float32", "--seq_len", "2048"],
         ),
         Section(
             "ranks on one device",
-            pytest_command("tests/gpu/test_one_device.py", processes=2, dist="load"), 70, dry=[],
+            pytest_command("tests/gpu/test_one_device.py", processes=4, dist="load"), 90, dry=[],
         ),
         Section("waits", benchmark("device_waits", "waits"), 60),
         Section(
-            "unit", pytest_command(*untuned, *on_device, processes=14), 60,
+            "unit", pytest_command(*untuned, *on_device, processes=14), 50,
             pytest_command(*everything, processes=4),
         ),
         # Most of their time is the compiler's, on the CPU.
         Section(
-            "tests", pytest_command(*untuned, "tests/gpu", processes=14, dist="load"), None,
-            pytest_command("tests/gpu", processes=8, dist="load"),
+            "tests", pytest_command(*untuned, *kernels, processes=14, dist="load"), None,
+            pytest_command(*kernels, processes=8, dist="load"),
         ),
     ]  # fmt: skip
 
