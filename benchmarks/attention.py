@@ -1,28 +1,27 @@
 """Attention over packed documents: flex and varlen against a dense mask and plain causal.
 
     python benchmarks/attention.py                  # CPU: T = 8,192 in 64 documents; about 2 minutes
-    python benchmarks/attention.py --mask-share     # mask construction in a training step, T = 32k
 
 On a CPU one thread's CPU-seconds are counted, so other load disturbs little. On a GPU (T =
 16,384, documents of 1,024 on average, bf16) wall time is, with kernels compiled as inside a compiled
 block, over layouts that change from step to step; recompilations and device synchronisations after
-warm-up are counted. There the dense mask, whose scores are T^2 per head, is compared at T = 4,096.
+warm-up are counted. There the dense mask, whose scores are T^2 per head, is compared at T = 4,096, and
+varlen also goes through FlashAttention 3 and 4, each where its package is installed, for heads of 64 and 128.
 Forward and backward together; the ratios are of one run. --json FILE also writes all figures there.
 """
 
 import argparse
+import contextlib
 import json
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
+from common import print_header, print_row, take_turns
 from torch import Tensor
+from torch.nn import attention as torch_attention
 from torch.nn import functional as F
 
 from tests.gpu.waits import counting_waits, num_graphs
@@ -33,32 +32,14 @@ from torchtitan.tools.utils import get_device_type
 DEVICE = get_device_type()
 compiled_attend = torch.compile(attend)
 KERNELS = ("flex", "varlen")
-
-
-def best_seconds(function: Callable[[], object], repeats: int) -> float:
-    """The fastest of several calls after one to warm up."""
-    best = float("inf")
-    for i in range(repeats + 1):
-        started = clock()
-        function()
-        if i > 0:
-            best = min(best, clock() - started)
-    return best
-
-
-def clock() -> float:
-    if DEVICE == "cpu":
-        return time.process_time()
-    torch.accelerator.synchronize()
-    return time.perf_counter()
+Kernel = Callable[..., Tensor]
 
 
 def uneven_lengths(seq_len: int, n_documents: int, seed: int = 0) -> list[int]:
     """Documents between random cuts: many short ones, some several times the mean."""
     generator = torch.Generator().manual_seed(seed)
     cuts = torch.randperm(seq_len - 1, generator=generator)[: n_documents - 1] + 1
-    bounds = [0, *cuts.sort().values.tolist(), seq_len]
-    return torch.tensor(bounds).diff().tolist()
+    return torch.tensor([0, *cuts.sort().values.tolist(), seq_len]).diff().tolist()
 
 
 def ids_of(lengths: list[int]) -> Tensor:
@@ -78,113 +59,80 @@ def random_inputs(seq_len: int, heads: tuple[int, int], head_dim: int, dtype: to
     return *(x.transpose(1, 2).requires_grad_() for x in (q, k, v)), grad
 
 
-def train(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
-    torch.autograd.grad(kernel(q, k, v), (q, k, v), grad)
+def train(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """Return the output and the gradients."""
+    out = kernel(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def kernel_of(attn_type: str, mask) -> Callable[..., Tensor]:
+def kernel_of(attn_type: str, mask, is_compiled: bool = DEVICE != "cpu") -> Kernel:
     """With the tiles that compiled training has: tuning them would take a minute per shape."""
     inner = build_inner_attention(attn_type)
-    if DEVICE == "cpu":
+    if not is_compiled:
         return lambda q, k, v: attend(inner, q, k, v, mask)
     choose_kernel_options(inner)
     return lambda q, k, v: compiled_attend(inner, q, k, v, mask)
 
 
-def dense_kernel(document_ids: Tensor) -> Callable[..., Tensor]:
-    same = document_ids[0, :, None] == document_ids[0, None]
-    allowed = same.tril()
+def dense_kernel(document_ids: Tensor) -> Kernel:
+    allowed = (document_ids[0, :, None] == document_ids[0, None]).tril()
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=gqa)
         return out.transpose(1, 2)
 
     return kernel
 
 
+@contextlib.contextmanager
+def flash_attention(name: str) -> Iterator[None]:
+    """A context in which torch's flash kernels are those of FlashAttention "FA3" or "FA4"."""
+    torch_attention.activate_flash_attention_impl(name)
+    try:
+        yield
+    finally:
+        torch_attention.restore_flash_attention_impl()
+
+
 def compare_kernels(
-    lengths: list[int], heads, head_dim: int, dtype: torch.dtype, with_dense: bool = True
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    extra: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Print the time of each kernel and how many times faster flex and varlen are."""
+    """Print the time of each kernel, and its ratio to varlen. extra: "dense mask", "FA3", "FA4"."""
     ids = ids_of(lengths)
     inputs = random_inputs(sum(lengths), heads, head_dim, dtype)
-    mask = DocumentMask.from_documents(ids)
-    kernels = {name: kernel_of(name, mask.lower(name)) for name in KERNELS}
-    kernels["plain causal"] = kernel_of("sdpa", None)
-    if with_dense:
+    masks = {name: DocumentMask.from_documents(ids).lower(name) for name in KERNELS}
+    kernels = {name: kernel_of(name, mask) for name, mask in masks.items()}
+    expected = train(kernels["varlen"], *inputs)
+    kernels |= {"plain causal": kernel_of("sdpa", None)}
+    if "dense mask" in extra:
         kernels["dense mask"] = dense_kernel(ids)
-    seconds = {}
+    # Not compiled: the compiler traces torch's own kernel.
+    kernels |= {x: kernel_of("varlen", masks["varlen"], False) for x in extra if x[:2] == "FA"}
+    found: dict[str, Any] = {"milliseconds": {}, "differences": {}, "errors": {}}
     for name, kernel in kernels.items():
-        n = 5 if name in KERNELS or DEVICE != "cpu" else 2
-        seconds[name] = best_seconds(lambda kernel=kernel: train(kernel, *inputs), n)
-    for name, value in seconds.items():
-        ratios = ""
-        if name in KERNELS:
-            ratios = "   ".join(
-                f"{seconds[slow] / value:5.1f}x faster than {slow}"
-                for slow in ("dense mask", "plain causal")
-                if slow in seconds
-            )
-        print(f"{str(dtype)[6:]:9} {name:13} {1e3 * value:9.1f} ms   {ratios}", flush=True)
-    milliseconds = {name: 1e3 * value for name, value in seconds.items()}
-    return {"seq_len": sum(lengths), "dtype": str(dtype)[6:], "milliseconds": milliseconds}
-
-
-def show_cost_of_layouts(seq_len: int, heads, head_dim: int) -> None:
-    """Print time against the sum of squared lengths, for layouts of the same tokens."""
-    layouts = {
-        f"{seq_len // 64} of 64": [64] * (seq_len // 64),
-        "64 uneven": uneven_lengths(seq_len, 64),
-        f"{seq_len // 512} of 512": [512] * (seq_len // 512),
-        f"{seq_len // 2048} of 2048": [2048] * (seq_len // 2048),
-    }
-    inputs = random_inputs(seq_len, heads, head_dim, torch.float32)
-    print(f"\n{'documents':12} {'sum of len^2':>12} {'varlen, fp32':>14} {'per 1e6 pairs':>14}")
-    for name, lengths in layouts.items():
-        mask = DocumentMask.from_documents(ids_of(lengths)).lower("varlen")
-        kernel = kernel_of("varlen", mask)
-        milliseconds = 1e3 * best_seconds(lambda kernel=kernel: train(kernel, *inputs), 3)
-        pairs = sum(n * n for n in lengths)
-        per_million = milliseconds / pairs * 1e6
-        print(f"{name:12} {pairs:12,} {milliseconds:11.1f} ms {per_million:11.1f} ms", flush=True)
-
-
-def show_mask_share(seq_len: int = 32768, mean_length: int = 512) -> None:
-    """Print which part of the debug model's training step goes into building the mask."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.engine import TrainingEngine
-
-    ids = ids_of(uneven_lengths(seq_len, seq_len // mean_length))
-    tokens = torch.randint(0, 2048, (1, seq_len + 1), device=DEVICE)
-    batch = {"input": tokens[:, :-1], "document_ids": ids}
-    for attn_type in KERNELS:
-        engine = TrainingEngine(
-            ConfigManager().parse_args(
-                [
-                    f"--model.flavor=debugmodel_{attn_type}_attn",
-                    f"--training.seq_len={seq_len}",
-                    "--training.local_batch_size=1",
-                    "--training.mixed_precision_param=float32",
-                    "--activation_checkpoint.mode=none",
-                ]
-            )
-        )
-        mask = best_seconds(
-            lambda attn_type=attn_type: DocumentMask.from_documents(ids).lower(attn_type), 3
-        )
-        started = clock()
-        engine.forward_backward_step(
-            input_dict=batch, labels=tokens[:, 1:], global_valid_tokens=seq_len
-        )
-        engine.optim_step()
-        step = clock() - started
-        print(
-            f"{attn_type:7} T = {seq_len:,}: mask {1e3 * mask:.1f} ms of a step of {step:.1f} s "
-            f"= {100 * mask / step:.3f} %  (debug model, 6 layers, fp32, mean document {mean_length})",
-            flush=True,
-        )
+        try:
+            with flash_attention(name) if name[:2] == "FA" else contextlib.nullcontext():
+                results = train(kernel, *inputs)
+                n = 5 if name in KERNELS or DEVICE != "cpu" else 2
+                (seconds,) = take_turns(partial(train, kernel, *inputs), turns=n)
+        except Exception as error:  # not installed, or not for this device
+            found["errors"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            print_row(str(dtype)[6:], heads, head_dim, name, found["errors"][name])
+            continue
+        milliseconds = found["milliseconds"][name] = 1e3 * min(seconds)
+        pairs = zip(results, expected, strict=True)
+        difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        if name != "plain causal":  # which sees other documents
+            found["differences"][name] = difference
+        ratio = f"{milliseconds / found['milliseconds']['varlen']:.2f}" if name != "flex" else ""
+        print_row(str(dtype)[6:], heads, head_dim, name, f"{milliseconds:.2f}", ratio)
+    shape = {"seq_len": sum(lengths), "heads": heads, "head_dim": head_dim}
+    return shape | {"dtype": str(dtype)[6:]} | found
 
 
 def count_stalls_on_gpu(seq_len: int, n_documents: int, heads, head_dim: int) -> dict[str, Any]:
@@ -207,35 +155,32 @@ def count_stalls_on_gpu(seq_len: int, n_documents: int, heads, head_dim: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mask-share", action="store_true", help="only that, at T = 32k")
     parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--seq-len", type=int, help="16,384 on a GPU, 8,192 on a CPU")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {DEVICE}")
+    print_header("dtype", "heads", "size", "kernel", "ms", "of varlen")
     measurements: list[Callable[[], dict[str, Any]]] = []
-    if args.mask_share:
-        show_mask_share()
-    elif DEVICE == "cpu":
-        lengths = uneven_lengths(8192, 64)
+    if DEVICE == "cpu":
+        lengths, dense = uneven_lengths(args.seq_len or 8192, 64), ("dense mask",)
         for dtype in (torch.float32, torch.bfloat16):
-            sizes = dict(heads=(8, 8), head_dim=64, dtype=dtype)
-            measurements.append(partial(compare_kernels, lengths, **sizes))
+            measurements.append(partial(compare_kernels, lengths, (8, 8), 64, dtype, dense))
     else:
-        sizes = dict(heads=(32, 8), head_dim=128)
-        whole, bf16 = uneven_lengths(16384, 16), torch.bfloat16
+        sizes, bf16, seq_len = ((32, 8), 128), torch.bfloat16, args.seq_len or 16384
+        lengths, flash = uneven_lengths(seq_len, 16), ("FA3", "FA4")
         measurements = [
-            partial(compare_kernels, whole, **sizes, dtype=bf16, with_dense=False),
-            partial(count_stalls_on_gpu, 16384, 16, **sizes),
+            partial(compare_kernels, lengths, *sizes, bf16, flash),
+            partial(compare_kernels, lengths, (32, 8), 64, bf16, flash),
+            partial(count_stalls_on_gpu, seq_len, 16, *sizes),
             # Last: from a second length on, flex's kernels serve any.
-            partial(compare_kernels, uneven_lengths(4096, 4), **sizes, dtype=bf16),
+            partial(compare_kernels, uneven_lengths(4096, 4), *sizes, bf16, ("dense mask",)),
         ]
     figures = []
     for measure in measurements:
         figures.append(measure())
         if args.json:  # after each, as a run may be cut short
             Path(args.json).write_text(json.dumps(figures, indent=2))
-    if DEVICE == "cpu" and not args.mask_share:
-        show_cost_of_layouts(8192, heads=(8, 8), head_dim=64)
 
 
 if __name__ == "__main__":

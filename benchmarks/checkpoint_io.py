@@ -12,18 +12,16 @@ Weights are filled with a repeated block of numbers; 12 layers take 0.57 GB, and
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common import GB, print_header, print_row, status_bytes
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,7 +33,6 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, num_ranks
 from torchtitan.testing.gloo import run_ranks
 
-GB = 1e9
 EXPORT, SAVE, LOAD = "export to Hugging Face", "synchronous save", "load"
 
 
@@ -91,14 +88,6 @@ def build(layers: int, folder: str) -> tuple[torch.nn.Module, Any, Any, torch.nn
     return model, manager, optimizers, theirs
 
 
-def peak_bytes(reset: bool = False) -> int:
-    """This process's largest resident memory since the last reset (Linux)."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(x for x in status.splitlines() if x.startswith("VmHWM")).split()[1])
-
-
 def measure(layers: int, rounds: int, folder: str) -> dict[str, Any]:
     """Best seconds of (case, whose), bytes of a state and of the weights, peaks of (case, whose)."""
     model, manager, optimizers, theirs = build(layers, folder)
@@ -137,11 +126,12 @@ def measure(layers: int, rounds: int, folder: str) -> dict[str, Any]:
             if key[0] != LOAD:
                 target = {EXPORT: (their_hf, hf), SAVE: (plain, ours)}[key[0]][key[1] == "ours"]
                 from_rank_zero(lambda: shutil.rmtree(target, ignore_errors=True))  # noqa: B023
-            before = peak_bytes(reset=True)
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            before = status_bytes("VmHWM")
             started = time.perf_counter()
             case()
             best[key] = min(best[key], max(all_ranks(time.perf_counter() - started)))
-            peaks[key] = max(peaks[key], *all_ranks(peak_bytes() - before))
+            peaks[key] = max(peaks[key], *all_ranks(status_bytes("VmHWM") - before))
     manager.close()
     n_bytes = sum(p.nbytes for p in model.parameters())
     return {"best": best, "peaks": peaks, "weights": n_bytes}
@@ -154,8 +144,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--folder", help="where to write; default: the system's temporary folder")
     args = parser.parse_args()
-    print("| ranks | case | ours, s/GB | plain, s/GB | ratio | memory / weights, ours | plain |")
-    print("|---|---|---:|---:|---:|---:|---:|")
+    titles = "ours, s/GB", "plain, s/GB", "ratio", "memory / weights, ours", "plain"
+    print_header("ranks", "case", *titles)
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             found = run_ranks(
@@ -164,15 +154,10 @@ def main() -> None:
             )[0]  # fmt: skip
         for case in (EXPORT, SAVE, LOAD):
             n_bytes = found["weights"] * (1 if case == EXPORT else 3)
-            ours, plain = (found["best"][case, who] for who in ("ours", "plain"))
-            memory = [
-                1 / ranks + found["peaks"][case, who] / found["weights"]
-                for who in ("ours", "plain")
-            ]
-            print(
-                f"| {ranks} | {case} | {ours / n_bytes * GB:.2f} | {plain / n_bytes * GB:.2f} | "
-                f"{ours / plain:.2f} | {memory[0]:.2f} | {memory[1]:.2f} |"
-            )
+            ours, plain = (found["best"][case, who] / n_bytes * GB for who in ("ours", "plain"))
+            peaks = (found["peaks"][case, who] / found["weights"] for who in ("ours", "plain"))
+            memory = (f"{1 / ranks + peak:.2f}" for peak in peaks)
+            print_row(ranks, case, f"{ours:.2f}", f"{plain:.2f}", f"{ours / plain:.2f}", *memory)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
+from common import ROOT  # noqa: F401, puts the checkout on the path
 
 from tests.cuda_rehearsal import cases
 from tests.gpu.untuned import compile_untuned

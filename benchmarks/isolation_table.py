@@ -9,14 +9,11 @@ change when the tokens of all other documents are exchanged; the last two column
 """
 
 import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from common import print_header, print_row
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.reference.families import (
     CASES,
@@ -75,10 +72,9 @@ def foreign_share(logits_of: Callable[[Tensor, Tensor], Tensor]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=SHOWN)
-    print("| model | transformers: error | bits of others | ours: error | bits of others |")
-    print("|---|---|---|---|---|")
+    print_header("model", "transformers: error", "bits of others", "ours: error", "bits of others")
     for case in parser.parse_args().cases:
-        print(f"| {' | '.join(row(case))} |", flush=True)
+        print_row(*row(case))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ weights have to be equal to the last bit.
 import argparse
 import sys
 import tempfile
-import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import print_header, print_row
 
 from tests.distributed.layout_matrix import (
     BATCHES,
@@ -50,8 +48,7 @@ def main() -> None:
     cases = [(family, batch) for family in args.families for batch in args.batches]
     moe_cases = [case for case in cases if case[0] in MOE_FAMILIES]
     expected = _runs(by_name[args.against], cases, flags)
-    print(f"| layout | ranks | {' | '.join(args.families)} | {' | '.join(OTHER_KINDS)} |")
-    print("|" + "---|" * (2 + len(args.families) + len(OTHER_KINDS)))
+    print_header("layout", "ranks", *args.families, *OTHER_KINDS)
     for layout in LAYOUTS + MOE_LAYOUTS:
         if args.only and layout.name not in args.only:
             continue
@@ -81,10 +78,8 @@ def _print_row(
         gradients = [one["gradient"] for case, one in found.items() if case[0] == family]
         cells.append(f"{max(gradients):.1e}" if gradients else "")
     cells += [f"{max(one[kind] for one in found.values()):.1e}" for kind in OTHER_KINDS]
-    print(f"| {layout.name} | {layout.world_size} | {' | '.join(cells)} |", flush=True)
+    print_row(layout.name, layout.world_size, *cells)
 
 
 if __name__ == "__main__":
-    started = time.monotonic()
     main()
-    print(f"{time.monotonic() - started:.0f} s", file=sys.stderr)

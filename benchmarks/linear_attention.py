@@ -10,12 +10,11 @@ median of the turns' ratios. memory: what the peak of a call adds.
 
 import argparse
 import itertools
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 
 import torch
+from common import Call, median_ratio, print_header, print_row, take_turns
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,7 +24,6 @@ from torchtitan.models.hf_config import to_hf_config
 from torchtitan.numerics import products
 from torchtitan.numerics.delta_rule import gated_delta_rule
 
-Call = Callable[[], object]
 # rows, tokens, key heads, value heads, head size
 RULES = [(4, 256, 4, 4, 16), (4, 256, 4, 8, 32), (2, 512, 4, 8, 64), (1, 1024, 4, 8, 128)]
 LENGTHS = (1024, 4096, 8192)
@@ -82,18 +80,9 @@ def their_step(engine: TrainingEngine, tokens: Tensor) -> Callable[[], Tensor]:
 
 def compare(name: str, first: Call, second: Call, turns: int) -> None:
     """Print the milliseconds of both calls, and second / first."""
-    calls, found = (first, second), []
-    for turn in range(turns + 1):
-        seconds = [0.0, 0.0]
-        for i in (0, 1) if turn % 2 else (1, 0):
-            started = time.process_time()
-            calls[i]()
-            seconds[i] = time.process_time() - started
-        found.append(seconds)
-    del found[0]  # it warms up
-    ratio = statistics.median(b / a for a, b in found)
-    best = " | ".join(f"{1e3 * min(column):.1f}" for column in zip(*found, strict=True))
-    print(f"| {name} | {best} | {ratio:.2f} |", flush=True)
+    times = take_turns(first, second, turns=turns)
+    best = [f"{1e3 * min(column):.1f}" for column in times]
+    print_row(name, *best, f"{median_ratio(times[1], times[0]):.2f}")
 
 
 def show_steps(turns: int) -> None:
@@ -140,31 +129,27 @@ def show_documents(turns: int) -> None:
         compare("step, one document of 8,192 and 64 of 128", one, many, turns)
 
 
-def peak_mib(call: Call) -> float:
+def peak_mib(call: Call) -> str:
     call()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(itertools.accumulate(n_bytes for _, n_bytes in changes)) / 2**20
+    return f"{max(itertools.accumulate(n_bytes for _, n_bytes in changes)) / 2**20:.0f}"
 
 
 def show_memory(_: int) -> None:
-    print(f"\n| peak in MiB, of tokens | {' | '.join(map(str, LENGTHS))} |\n|---|---|---|---|")
+    print_header("peak in MiB, of tokens", *map(str, LENGTHS))
     for name, compute in {"rule": our_rule, "transformers' rule": their_rule}.items():
         peaks = [peak_mib(rule(compute, 1, length, 4, 8, 128)) for length in LENGTHS]
-        print(
-            f"| {name}, 4 and 8 heads of 128 | {' | '.join(f'{x:.0f}' for x in peaks)} |",
-            flush=True,
-        )
+        print_row(f"{name}, 4 and 8 heads of 128", *peaks)
     for mode in ("none", "selective", "full"):
         peaks = []
         for length in LENGTHS:
             with make_engine(length, mode) as engine:
                 tokens = torch.randint(0, 2048, (1, length))
                 peaks.append(peak_mib(engine_step(engine, tokens, 128)))
-        cells = " | ".join(f"{x:.0f}" for x in peaks)
-        print(f"| step, activation checkpointing {mode} | {cells} |", flush=True)
+        print_row(f"step, activation checkpointing {mode}", *peaks)
 
 
 def main() -> None:
@@ -176,9 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(
-        "| what | theirs (or the first), ms | ours (or the second), ms | ratio |\n|---|---|---|---|"
-    )
+    print_header("what", "theirs (or the first), ms", "ours (or the second), ms", "ratio")
     for name in args.only:
         parts[name](args.turns)
 

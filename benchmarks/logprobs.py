@@ -14,20 +14,16 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
+from common import GIB, clock, print_header, print_row, status_bytes
 from torch import Tensor
 from torch.nn import functional as F
 
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, token_logprobs
 from torchtitan.tools.utils import get_device_type
-
-GIB = 2**30
 
 
 def chunked(h: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> TokenOutputs:
@@ -47,36 +43,24 @@ def log_softmax(h: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Tok
 WAYS = {"chunked": chunked, "token_logprobs": whole_logits, "log_softmax": log_softmax}
 
 
-# ---- one way, in a process of its own ----
-
-
-def _status_bytes(key: str) -> int:
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
 def measured(run: Callable[[], list[float]], device: str) -> dict:
     """GiB that the peak of `run` adds, its seconds, and what it returns."""
     if device == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before, start = _status_bytes("VmRSS"), time.process_time()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = status_bytes("VmRSS")
     else:
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        before = torch.cuda.memory_allocated()
+    started = clock()
     values = run()
-    if device == "cpu":
-        seconds, peak = time.process_time() - start, _status_bytes("VmHWM")
-    else:
-        torch.cuda.synchronize()
-        seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated()
+    seconds = clock() - started
+    peak = status_bytes("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()
     return {"gib": (peak - before) / GIB, "seconds": seconds, "values": values}
 
 
 def run_way(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     device = get_device_type()
-    way = WAYS[args.way]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     h = torch.randn(1, args.tokens, args.dim, device=device, dtype=dtype, requires_grad=True)
@@ -85,7 +69,7 @@ def run_way(args: argparse.Namespace) -> None:
     labels = torch.randint(args.vocab, (1, args.tokens), device=device)
 
     def forward(h: Tensor, labels: Tensor) -> Tensor:
-        outputs = way(h, weight, labels, args.entropy)
+        outputs = WAYS[args.way](h, weight, labels, args.entropy)
         loss = -outputs.logprobs.sum()
         return loss if outputs.entropy is None else loss - outputs.entropy.sum()
 
@@ -105,9 +89,6 @@ def run_way(args: argparse.Namespace) -> None:
     print(json.dumps(results))
 
 
-# ---- all of them ----
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
@@ -117,30 +98,23 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, help="run this one alone, and print JSON")
     args = parser.parse_args()
     if args.way:
-        run_way(args)
-        return
+        return run_way(args)
     results = {}
     for way in WAYS:
         command = [sys.executable, __file__, *sys.argv[1:], f"--way={way}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
         results[way] = json.loads(child.stdout)
-    logits_gib = args.tokens * args.vocab * 4 / GIB
-    print(
-        f"{args.tokens} tokens, vocabulary {args.vocab}, dim {args.dim}, "
-        f"{'with' if args.entropy else 'without'} entropy; logits in fp32 are {logits_gib:.2f} GiB"
-    )
-    for part in ("forward", "forward and backward"):
-        first = results["chunked"][part]
+    print(f"logits in fp32 are {args.tokens * args.vocab * 4 / GIB:.2f} GiB")
+    print_header("part", "way", "GiB", "ratio", "seconds", "ratio")
+    for part, first in results["chunked"].items():
         for way in WAYS:
-            result = results[way][part]
-            print(
-                f"{part:22}{way:16}{result['gib']:7.2f} GiB, ratio {result['gib'] / first['gib']:5.1f}"
-                f"{result['seconds']:8.1f} s, ratio {result['seconds'] / first['seconds']:4.2f}"
-            )
-            for value, expected in zip(result["values"], first["values"], strict=True):
+            gib, seconds, values = results[way][part].values()
+            ratios = f"{gib / first['gib']:.1f}", f"{seconds / first['seconds']:.2f}"
+            print_row(part, way, f"{gib:.2f}", ratios[0], f"{seconds:.1f}", ratios[1])
+            for value, expected in zip(values, first["values"], strict=True):
                 if not math.isclose(value, expected, rel_tol=1e-3):
-                    sys.exit(f"{way} and chunked differ: {result['values']}, {first['values']}")
+                    sys.exit(f"{way} and chunked differ: {values}, {first['values']}")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ process has beyond that of its imports and of a step of a tiny model, at most.
 import argparse
 import dataclasses
 import multiprocessing
-import resource
 import statistics
-import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
+
+from common import GIB, median_ratio, print_header, print_row, status_bytes
 
 SIZES = {"dim": 512, "n_layers": 12, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 8192}
 SMALL = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 256}
@@ -74,14 +74,13 @@ def serve(kind: str, rank: int, seq_len: int, folder: str, pipe: Connection) -> 
 
     with engine_of(SMALL) as engine:  # for the imports of a first step, which take 100 MiB
         step(engine)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = status_bytes("VmHWM")
     engine = engine_of(SIZES)
     while pipe.recv():
         start = time.process_time()
         step(engine)
         seconds = time.process_time() - start
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        pipe.send((seconds, (peak - before) / 2**20))
+        pipe.send((seconds, (status_bytes("VmHWM") - before) / GIB))
     engine.close()
 
 
@@ -117,24 +116,14 @@ def main() -> None:
                     results[kind].append(result)
         for pipe in pipes.values():
             pipe.send(False)
-    print(
-        f"rank {options.rank}, {options.tokens} tokens, {options.steps} steps, Python {sys.version.split()[0]}"
-    )
-    full_memory = max(memory for _, memory in results["full"])
-    for kind, pairs in results.items():
-        seconds = statistics.median(seconds for seconds, _ in pairs)
-        memory = max(memory for _, memory in pairs)
-        print(
-            f"{kind:9} {seconds:6.3f} CPU-seconds a step ({ratio(pairs, results['full']):.2f} of full, "
-            f"{ratio(pairs, results['frozen']):.2f} of frozen), "
-            f"{memory:5.2f} GiB ({memory / full_memory:.2f} of full)"
-        )
-
-
-def ratio(pairs: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """Return the median of the rounds' ratios of CPU-seconds."""
-    both = zip(pairs, others, strict=True)
-    return statistics.median(seconds / of_others for (seconds, _), (of_others, _) in both)
+    seconds = {kind: [x for x, _ in pairs] for kind, pairs in results.items()}
+    memory = {kind: max(x for _, x in pairs) for kind, pairs in results.items()}
+    print(f"rank {options.rank}, {options.tokens} tokens, {options.steps} steps")
+    print_header("trains", "CPU-s of a step", "of full", "of frozen", "GiB", "of full")
+    for kind, own in seconds.items():
+        ratios = (f"{median_ratio(own, seconds[other]):.2f}" for other in ("full", "frozen"))
+        sizes = f"{memory[kind]:.2f}", f"{memory[kind] / memory['full']:.2f}"
+        print_row(kind, f"{statistics.median(own):.3f}", *ratios, *sizes)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ so give the machine as many free cores as ranks.
 
 import argparse
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import Call, take_turns
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -61,19 +61,16 @@ def tokens_of(lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randint(0, VOCAB, (1, length), generator=generator) for length in lengths]
 
 
-def fastest(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Seconds of each, the best of `repeats`; they take turns, so that a disturbance meets all."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):  # the first round connects
-        for name, run in runs.items():
-            if dist.is_initialized():
-                dist.barrier()
-            start = time.perf_counter()
-            run()
-            if dist.is_initialized():
-                dist.barrier()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: min(times[1:]) for name, times in seconds.items()}
+def fastest(runs: dict[str, Call], repeats: int) -> dict[str, float]:
+    """Wall seconds of each, the best of `repeats`; they take turns, so that a disturbance meets all."""
+
+    def now() -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        return time.perf_counter()
+
+    times = take_turns(*runs.values(), turns=repeats, seconds=now)
+    return dict(zip(runs, map(min, times), strict=True))
 
 
 def one_process(repeats: int) -> dict[str, float]:

@@ -9,23 +9,16 @@ times after one to warm up, and the fastest counts.
 
 With --lengths, completions end at log-normal lengths, of a median of a sixteenth of the longest, and
 --rows of them are in the cache at once: in portions, each of which begins when the last row of the one
-before has ended, or each as soon as there is room. The two take turns; the fastest of each counts.
-A row of a forward is spent if it is there, and useful if its token is in a completion.
+before has ended, or each as soon as there is room.
 """
 
 import argparse
 import random
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from functools import partial
 
 import torch
+from common import print_header, print_row, take_turns
 
-from torchtitan.generation.kv_cache import CachedForward
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.types import SamplingConfig
@@ -53,35 +46,9 @@ def draw_uncached(model: Transformer, prompts: list[list[int]], n_new: int) -> N
         tokens = torch.cat((tokens, probs.multinomial(1)), dim=1)
 
 
-def cpu_seconds(*ways: Callable[[], object]) -> list[float]:
-    """Of each way, which take turns."""
-    best = [float("inf")] * len(ways)
-    for repeat in range(REPEATS + 1):
-        for i, run in enumerate(ways):
-            started = time.process_time()
-            run()
-            if repeat > 0:
-                best[i] = min(best[i], time.process_time() - started)
-    return best
-
-
-def count_rows() -> list[int]:
-    """Return a list that gets the rows of every later forward of one token, and 0 for others."""
-    spent: list[int] = []
-    call = CachedForward.__call__
-
-    def counting(self: CachedForward, tokens: torch.Tensor, *args: Any, **options: Any) -> Any:
-        spent.append(len(tokens) if tokens.shape[1] == 1 else 0)
-        return call(self, tokens, *args, **options)
-
-    CachedForward.__call__ = counting
-    return spent
-
-
 def compare_lengths(args: argparse.Namespace) -> None:
     n_new, stop, rng = args.new_tokens, VOCAB - 1, random.Random(0)
-    model = toy_model(args.dim, args.prompt_tokens + n_new)
-    decoder, spent = LocalDecoder.from_model(model), count_rows()
+    decoder = LocalDecoder.from_model(toy_model(args.dim, args.prompt_tokens + n_new))
     sampling = SamplingConfig(max_tokens=n_new, stop_token_ids=(stop,))
     lengths = [
         min(n_new, 1 + round(n_new / 16 * rng.lognormvariate(0, args.sigma))) for _ in range(N_ROWS)
@@ -92,32 +59,21 @@ def compare_lengths(args: argparse.Namespace) -> None:
     prompts = torch.randint(VOCAB, (N_ROWS // args.samples, args.prompt_tokens)).tolist()
     prompt_of_row = [row // args.samples for row in range(N_ROWS)]
 
-    def draw(portion: int, max_rows: int) -> list[int]:
+    def draw(portion: int, max_rows: int) -> None:
         found = []
         for first in range(0, N_ROWS, portion):
             rows = slice(first, first + portion)
             of_rows = prompt_of_row[rows]
-            found += continue_prompts(decoder, prompts, of_rows, uniform[rows], sampling, max_rows)[
-                1
-            ]
-        return [len(versions) for versions in found]
+            drawn = continue_prompts(decoder, prompts, of_rows, uniform[rows], sampling, max_rows)
+            found += [len(row.tokens) for row in drawn]
+        assert found == lengths
 
-    n_useful = sum(lengths) - N_ROWS  # the first token of each comes with its prompt
     print(f"{N_ROWS} completions, mean {sum(lengths) / N_ROWS:.0f}, longest {max(lengths)} tokens")
-    for n_rows in args.rows:
-        ways = {
-            "in portions": lambda n=n_rows: draw(n, 0),
-            "as soon as there is room": lambda n=n_rows: draw(N_ROWS, n),
-        }
-        for (name, run), seconds in zip(ways.items(), cpu_seconds(*ways.values()), strict=True):
-            spent.clear()
-            assert run() == lengths
-            print(
-                f"{n_rows:4} rows {name:25} {len(spent):5} forwards, "
-                f"{sum(spent) / n_useful:5.2f} rows spent per useful one, {seconds:6.3f} CPU-s, "
-                f"{sum(lengths) / seconds:8,.0f} new tokens/s",
-                flush=True,
-            )
+    print_header("rows", "in portions, CPU-s", "as soon as there is room", "ratio")
+    for n in args.rows:
+        ways = partial(draw, n, 0), partial(draw, N_ROWS, n)
+        portions, filled = (min(times) for times in take_turns(*ways, turns=REPEATS))
+        print_row(n, f"{portions:.3f}", f"{filled:.3f}", f"{portions / filled:.2f}")
 
 
 def main() -> None:
@@ -139,24 +95,23 @@ def main() -> None:
     decoder, sampling = LocalDecoder.from_model(model), SamplingConfig(max_tokens=n_new)
     uniform = torch.rand(N_ROWS, n_new, dtype=torch.float64)
 
-    def drawing(n_prompts: int, shorter: int = 0) -> Callable[[], object]:
+    def draw(n_prompts: int, shorter: int = 0) -> None:
         lengths = [n_prompt - i % (shorter + 1) for i in range(n_prompts)]
         prompts = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
         rows = [row * n_prompts // N_ROWS for row in range(N_ROWS)]
-        return lambda: continue_prompts(decoder, prompts, rows, uniform, sampling, 0)
+        continue_prompts(decoder, prompts, rows, uniform, sampling, 0)
 
     whole = torch.randint(VOCAB, (N_ROWS, n_prompt)).tolist()
     ways = {
-        "256 prompts": drawing(N_ROWS),
-        "256 prompts of 4 lengths": drawing(N_ROWS, shorter=3),
-        "16 prompts, 16 completions each": drawing(16),
-        "256 prompts, a whole forward per token": lambda: draw_uncached(model, whole, n_new),
+        "256 prompts": partial(draw, N_ROWS),
+        "256 prompts of 4 lengths": partial(draw, N_ROWS, shorter=3),
+        "16 prompts, 16 completions each": partial(draw, 16),
+        "256 prompts, a whole forward per token": partial(draw_uncached, model, whole, n_new),
     }
-    print(f"{N_ROWS} completions, {n_prompt}+{n_new} tokens, dim {args.dim}, 1 thread")
+    print_header(f"{N_ROWS} completions, {n_prompt} + {n_new} tokens", "CPU-s", "new tokens/s")
     for name, run in ways.items():
-        (seconds,) = cpu_seconds(run)
-        speed = N_ROWS * n_new / seconds
-        print(f"{name:40} {seconds:6.3f} CPU-s {speed:8,.0f} new tokens/s")
+        seconds = min(take_turns(run, turns=REPEATS)[0])
+        print_row(name, f"{seconds:.3f}", f"{N_ROWS * n_new / seconds:,.0f}")
 
 
 if __name__ == "__main__":

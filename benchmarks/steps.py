@@ -30,7 +30,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from common import GIB, ROOT, matmul_rate, median_ratio, print_header, print_row, status_bytes
+
 # name -> (dim, layers, heads, kv heads, vocabulary) or the package's own flavor, and rows x tokens
 MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int]]] = {
     "debugmodel": (None, (4, 512)),
@@ -90,7 +91,7 @@ def serve(case: Case) -> None:
     import torch
 
     torch.set_num_threads(1)
-    resident = _status_bytes("VmRSS")
+    resident = status_bytes("VmRSS")
     trainer, batches = _build(case)
     losses: list[float] = []
     forward_backward = trainer.forward_backward_step
@@ -112,7 +113,7 @@ def serve(case: Case) -> None:
             "cpu_seconds": time.process_time() - started,
             "since_launch": time.process_time(),
             "losses": losses,
-            "peak_gib": (_status_bytes("VmHWM") - resident) / 2**30,
+            "peak_gib": (status_bytes("VmHWM") - resident) / GIB,
             "flops_per_token": trainer.metrics_processor.num_flops_per_token,
         }
         print("\n" + json.dumps(answer), flush=True)
@@ -171,13 +172,6 @@ def _build(case: Case):
             yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
 
     return trainer, trainer.batch_generator(batches())
-
-
-def _status_bytes(key: str) -> int:
-    """0 where the system doesn't tell."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
 # ---- the ranks of a case, seen from outside ----
@@ -243,33 +237,19 @@ class Ranks:
             process.wait()
 
 
-def matmul_rate(dtype: str) -> float:
-    """FLOP/s of the best of several products of a training step's shape."""
+def measure(case: Case, packages: list[Path], turns: int, n_steps: int) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    a = torch.randn(2048, 384).to(getattr(torch, dtype))
-    b = torch.randn(384, 1024).to(getattr(torch, dtype))
-    best = float("inf")
-    for _ in range(8):
-        started = time.process_time()
-        for _ in range(4):
-            a @ b
-        best = min(best, (time.process_time() - started) / 4)
-    return 2 * 2048 * 384 * 1024 / best
-
-
-def measure(case: Case, packages: list[Path], args: argparse.Namespace) -> dict:
-    groups = [Ranks(case, package) for package in packages]
-    rates = []
+    groups, rates = [Ranks(case, package) for package in packages], []
     try:
         for _ in range(2):  # connect, compile, allocate
             for group in groups:
                 group.run(1, keep=False)
-        for turn in range(args.turns):
+        for turn in range(turns):
             # Who is first alternates, too.
             for group in groups if turn % 2 == 0 else reversed(groups):
-                group.run(args.steps)
+                group.run(n_steps)
             rates.append(matmul_rate(case.dtype))
     finally:
         for group in groups:
@@ -278,20 +258,18 @@ def measure(case: Case, packages: list[Path], args: argparse.Namespace) -> dict:
     seconds = statistics.median(ours.cpu_seconds)
     n_rows, seq_len = case.rows
     flops = ours.flops_per_token * n_rows * seq_len
-    of_matmuls = [flops / s / rate for s, rate in zip(ours.cpu_seconds, rates, strict=True)]
     row = {
         **asdict(case),
         "tokens_per_cpu_second": n_rows * seq_len / seconds,
         "cpu_seconds": seconds,
-        "share_of_matmul_rate": statistics.median(of_matmuls),
+        "share_of_matmul_rate": median_ratio([flops / s for s in ours.cpu_seconds], rates),
         "start_up": ours.start_up,
         "peak_gib": ours.peak_gib,
     }
     if len(groups) > 1:
         theirs = groups[1].measured
-        pairs = list(zip(ours.cpu_seconds, theirs.cpu_seconds, strict=True))
-        row["ratio"] = statistics.median(a / b for a, b in pairs)
-        row["ratio_of_best"] = min(a for a, _ in pairs) / min(b for _, b in pairs)
+        row["ratio"] = median_ratio(ours.cpu_seconds, theirs.cpu_seconds)
+        row["ratio_of_best"] = min(ours.cpu_seconds) / min(theirs.cpu_seconds)
         row["start_up_ratio"] = ours.start_up / theirs.start_up
         row["peak_ratio"] = ours.peak_gib / theirs.peak_gib if theirs.peak_gib else None
         losses = zip(ours.losses[:20], theirs.losses[:20], strict=True)
@@ -339,14 +317,13 @@ def main() -> None:
     for model in models:
         for layout in args.layouts:
             case = Case(model, layout, args.dtype, args.compile, overrides, args.seq_len)
-            rows.append(measure(case, packages, args))
+            rows.append(measure(case, packages, args.turns, args.steps))
             if len(rows) == 1:
                 shown = [name for name in COLUMNS if name in rows[0]]
                 titles = ["model", "rows", "layout", *(COLUMNS[name][0] for name in shown)]
-                print("| " + " | ".join(titles) + " |\n|" + "---|" * len(titles))
+                print_header(*titles)
             cells = [COLUMNS[name][1].format(rows[-1][name]) for name in shown]
-            size = "{} x {}".format(*case.rows)
-            print("| " + " | ".join([model, size, layout, *cells]) + " |", flush=True)
+            print_row(model, "{} x {}".format(*case.rows), layout, *cells)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=2))
 

@@ -1,22 +1,28 @@
-"""The cost of an RL step with shared prefixes: CPU-seconds against packed rows of the same samples.
+"""The cost of an RL step with shared prefixes, against packed rows of the same samples.
 
-    python benchmarks/trees.py                 # 22M Llama, fp32, one process
+    python benchmarks/trees.py                 # 22M Llama, fp32, one process; CPU-seconds
     python benchmarks/trees.py --steps 10 --attn_type varlen
+    python benchmarks/trees.py --flavor 1B --seq_len 16384 --dtype bfloat16     # on a GPU
 
 Three kinds of samples: groups of 8 completions of 64 tokens to a prompt of 192; three levels of turns, where
-each turn is a sample and has three next turns; and samples without anything in common. A step is batching,
-forward, backward and the update. Packed rows and trees take a step in turn, from the same weights. Prints
-CPU-seconds (median), the median of the rounds' ratios, and the largest differences of loss and gradients.
+each turn is a sample and has three next turns; and samples without anything in common. On longer rows there are
+more of them. A step is batching, forward, backward and the update. Packed rows and trees take a step in turn,
+from the same weights. Prints seconds (median), the median of the rounds' ratios, and the largest differences of
+loss and gradients. --json FILE also writes the figures there.
 """
 
 import argparse
 import dataclasses
+import json
 import random
 import statistics
 import tempfile
-import time
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from common import median_ratio, take_turns
 
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
@@ -28,7 +34,7 @@ from torchtitan.rl.types import OptimParams, TrainingSample
 from torchtitan.tools.host import keep_freed_memory
 
 SIZES = {"dim": 384, "n_layers": 8, "n_heads": 6, "n_kv_heads": 3, "vocab_size": 8192}
-SEQ_LEN = 2048
+KINDS = ("groups of 8", "three levels of turns", "nothing shared")
 
 
 def sample(rng: random.Random, prompt: list[int], new: list[int], group: int) -> TrainingSample:
@@ -36,19 +42,22 @@ def sample(rng: random.Random, prompt: list[int], new: list[int], group: int) ->
     return TrainingSample.from_sequence(prompt, new, [-9.0] * len(new), **options)
 
 
-def samples_of(kind: str, rng: random.Random) -> list[TrainingSample]:
+def samples_of(kind: str, rng: random.Random, group: int) -> list[TrainingSample]:
+    """About 8,000 tokens; of turns 7,000. group: number of the first group."""
+
     def tokens(n: int) -> list[int]:
         return [rng.randrange(SIZES["vocab_size"]) for _ in range(n)]
 
     if kind == "nothing shared":
-        return [sample(rng, [i, *tokens(191)], tokens(64), i) for i in range(32)]
+        return [sample(rng, [group + i, *tokens(191)], tokens(64), group + i) for i in range(32)]
     if kind == "groups of 8":
         prompts = [tokens(192) for _ in range(4)]
-        return [sample(rng, p, tokens(64), i) for i, p in enumerate(prompts) for _ in range(8)]
+        numbered = enumerate(prompts, group)
+        return [sample(rng, p, tokens(64), i) for i, p in numbered for _ in range(8)]
     samples, histories = [], [tokens(128)]
     for _ in range(3):
         turns = [(history, tokens(32)) for history in histories for _ in range(3)]
-        samples += [sample(rng, *turn, 0) for turn in turns]
+        samples += [sample(rng, *turn, group) for turn in turns]
         histories = [history + turn + tokens(16) for history, turn in turns]
     return samples
 
@@ -57,59 +66,68 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=7, help="rounds of each kind (7)")
     parser.add_argument("--attn_type", default="flex", choices=("flex", "varlen"))
+    parser.add_argument("--seq_len", type=int, default=2048)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--flavor", help="of llama3, in place of 22M parameters")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     keep_freed_memory()  # as torchtitan.rl.train does
     torch.set_num_threads(1)
     spec = get_train_spec("llama3")
-    sizes = dataclasses.replace(spec.model_args["debugmodel"], **SIZES)
-    spec = dataclasses.replace(spec, model_args={"debugmodel": sizes}, build_tokenizer_fn=None)
+    sizes = dataclasses.replace(spec.model_args[args.flavor or "debugmodel"])
+    sizes = sizes if args.flavor else dataclasses.replace(sizes, **SIZES)
+    spec = dataclasses.replace(spec, model_args={"measured": sizes}, build_tokenizer_fn=None)
     with tempfile.TemporaryDirectory() as folder:
         flags = [
             f"--job.dump_folder={folder}",
             "--model.name=llama3",
-            "--model.flavor=debugmodel",
+            "--model.flavor=measured",
             f"--model.attn_type={args.attn_type}",
             "--model.attn_mask_type=position_block_causal",
-            f"--training.seq_len={SEQ_LEN}",
-            "--training.mixed_precision_param=float32",
+            f"--training.seq_len={args.seq_len}",
+            f"--training.mixed_precision_param={args.dtype}",
             "--activation_checkpoint.mode=none",
             "--debug.seed=1",
+            *(["--compile.enable"] if args.compile else []),
         ]
         config = ConfigManager(JobConfig).parse_args(flags)
         trainer = PolicyTrainer(config, engine=TrainingEngine(config, train_spec=spec))
-        for kind in ("groups of 8", "three levels of turns", "nothing shared"):
-            compare(trainer, kind, args.steps)
+        figures = []
+        for kind in KINDS:
+            try:
+                figures.append({"kind": kind} | compare(trainer, kind, args))
+            except Exception as error:  # the other kinds have something to tell, too
+                figures.append({"kind": kind, "error": f"{type(error).__name__}: {error}"[:300]})
+            print(", ".join(f"{name}: {value}" for name, value in figures[-1].items()), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(figures, indent=2))
         trainer.close()
 
 
-def compare(trainer: PolicyTrainer, kind: str, n_steps: int) -> None:
-    samples = samples_of(kind, random.Random(0))
-    batchers = [
-        Batcher(seq_len=SEQ_LEN, rows=1, packing=True, share_prefixes=x) for x in (False, True)
-    ]
-    seconds: list[list[float]] = [[], []]
+def compare(trainer: PolicyTrainer, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(0)
+    samples = [x for i in range(args.seq_len // 2048) for x in samples_of(kind, rng, 32 * i)]
     losses, gradients = [0.0, 0.0], [{}, {}]
-    for round_ in range(n_steps + 1):  # the first warms up
-        for which in ((0, 1), (1, 0))[round_ % 2]:
-            start = time.process_time()
-            losses[which] = trainer.forward_backward(batchers[which].batch(samples)).loss
-            taken = time.process_time() - start
-            if round_ == 0:
-                named = trainer.engine.model_parts[0].named_parameters()
-                gradients[which] = {name: p.grad.clone() for name, p in named}
-            start = time.process_time()
-            trainer.optim_step(OptimParams(lr=0.0))
-            if round_:
-                seconds[which].append(taken + time.process_time() - start)
-    ratios = [trees / packed for packed, trees in zip(*seconds, strict=True)]
+
+    def step(which: int) -> None:
+        batcher = Batcher(seq_len=args.seq_len, rows=1, packing=True, share_prefixes=bool(which))
+        losses[which] = trainer.forward_backward(batcher.batch(samples)).loss
+        if not gradients[which]:
+            named = trainer.engine.model_parts[0].named_parameters()
+            gradients[which] = {name: p.grad.clone() for name, p in named}
+        trainer.optim_step(OptimParams(lr=0.0))
+
+    packed, trees = take_turns(partial(step, 0), partial(step, 1), turns=args.steps)
     pairs = [(gradients[1][name], x) for name, x in gradients[0].items()]
     difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-    print(
-        f"{kind:22}: packed rows {statistics.median(seconds[0]):.2f} s, trees "
-        f"{statistics.median(seconds[1]):.2f} s, ratio {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}); loss differs by "
-        f"{abs(losses[1] - losses[0]):.1e}, gradients by {difference:.1e} of the largest"
-    )
+    return {
+        "packed rows, s": round(statistics.median(packed), 4),
+        "trees, s": round(statistics.median(trees), 4),
+        "ratio": round(median_ratio(trees, packed), 3),
+        "loss differs by": f"{abs(losses[1] - losses[0]):.1e}",
+        "gradients by, of the largest": f"{difference:.1e}",
+    }
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ ON_THE_DEVICE = (
     "tests/unit/rl/test_trainer.py",
     "tests/unit/config/test_bad_input.py",
     "tests/unit/batch/test_document_training.py",
+    "tests/unit/step/test_update.py",
     "tests/unit/test_engine.py",
     "tests/unit/test_guest.py",
     "tests/unit/callbacks/test_isolation_probe.py",

@@ -153,7 +153,6 @@ def build(
         engine.maybe_enable_amp,
         sharding=engine.context_sharding,
         schedule=engine.pp_schedule,
-        has_outputs=engine.pp_has_last_stage is not False,
         has_value_head=has_value_head(config, model_args),
         defers_reduction=training.defer_gradient_sync and not dims.pp_enabled,
         has_replicas=dims.dp_replicate_enabled,

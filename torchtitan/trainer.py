@@ -451,10 +451,8 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
             "checkpoint.load_step to an earlier full one, or start a new run from these "
             "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
         )
-    is_loaded, hf_config = (
-        checkpointer.load(step=config.checkpoint.load_step),
-        config.model.hf_config,
-    )
+    is_loaded = checkpointer.load(step=config.checkpoint.load_step)
+    hf_config = config.model.hf_config
     if not is_loaded and hf_config and contents_of(hf_config) == Contents.HF:
         logger.warning(
             f"training starts from random weights, not from those in model.hf_config = {hf_config!r}: "

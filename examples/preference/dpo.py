@@ -13,8 +13,9 @@ from functools import partial
 import torch
 
 from torchtitan.config import job_config as config
+from torchtitan.data.chat_samples import load_pairs
 from torchtitan.data.chats import ChatEncoder
-from torchtitan.data.preference import PairTokens, load_pairs
+from torchtitan.data.preference import PairTokens
 from torchtitan.data.row_streams import Packing
 from torchtitan.data.tokenizer import build_hf_tokenizer
 from torchtitan.engine import TrainingEngine

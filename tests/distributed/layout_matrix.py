@@ -21,6 +21,7 @@ from torchtitan.models.llama3 import Llama3StateDictAdapter
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.rope import RoPEArgs
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.tools.torch_parts import name_without_wrappers
 
 STEPS = 3
 ROWS, SEQ_LEN, VOCAB = 8, 32, 2048
@@ -116,6 +117,10 @@ MOE_LAYOUTS = [
     Layout("FSDP 2, TP 2, PP 2, EP 2, ETP 2", dp_shard=2, tp=2, pp=2, ep=2, etp=2),
 ]
 ONE_PROCESS = Layout("1 process")
+BY_NAME = {layout.name: layout for layout in [ONE_PROCESS, *LAYOUTS, *MOE_LAYOUTS]}
+# fp32: the order of summation differs between layouts. Losses and norms are sums of many terms.
+TOLERANCES = dict(loss=1e-6, grad_norm=1e-6, gradient=1e-5, weights=1e-5, optimizer_state=1e-5)
+TOLERANCES["expert_bias"] = 0.0
 _CASES_PER_SPAWN = 4
 
 # Without its eps AdamW makes steps of full size from gradients that are rounding errors.
@@ -194,6 +199,17 @@ MOE_FAMILIES = [
 ]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
+
+
+def shallow(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, extra=(*layout.extra, SHALLOW))
+
+
+def needs_four_layers(layout: Layout) -> bool:
+    """One for each of four stages."""
+    return any("Interleaved" in flag or "ZBV" in flag for flag in layout.extra)
+
+
 # rows -> flags
 BATCHES = {
     "whole rows": ["--model.attn_type=sdpa", "--model.attn_mask_type=causal"],
@@ -333,17 +349,13 @@ def measure_on_rank(
     engine = build_engine(
         family, [*layout.overrides(), *batch_flags(family, batch), *flags], dump_folder
     )
-    named = [
-        (name_in_whole_model(part, _without_wrappers(name)), parameter)
-        for part in engine.model_parts
-        for name, parameter in part.named_parameters()
-    ]
+    named = named_parameters(engine)
     hashes = {name: hash_of(whole(parameter)) for name, parameter in named}
     losses, grad_norms, gradients = [], [], {}
     for step in range(STEPS):
         losses.append(run_step(engine, layout, step, batch.endswith(REPLAYED)))
         if step == 0:
-            gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
+            gradients = gradients_of(engine)
             assert_equal_copies(engine, lambda copy: copy.grad)
         grad_norms.append(float(whole(engine.optim_step().grad_norm)))
     assert_equal_copies(engine, lambda copy: copy)
@@ -361,13 +373,26 @@ def measure_on_rank(
             if key.endswith(("exp_avg", "_sq", "momentum_buffer"))
         },
         expert_bias={
-            _without_wrappers(name): whole(value)
+            name_without_wrappers(name): whole(value)
             for name, value in buffers
             if name.endswith("expert_bias")
         },
     )
     engine.close()
     return run
+
+
+def named_parameters(engine) -> list[tuple[str, torch.nn.Parameter]]:
+    """Those of this rank's stages, by their names in the whole model."""
+    return [
+        (name_in_whole_model(part, name_without_wrappers(name)), parameter)
+        for part in engine.model_parts
+        for name, parameter in part.named_parameters()
+    ]
+
+
+def gradients_of(engine) -> dict[str, torch.Tensor]:
+    return {n: whole(p.grad) for n, p in named_parameters(engine) if p.grad is not None}
 
 
 def assert_equal_copies(engine, tensor_of) -> None:
@@ -432,6 +457,15 @@ def differences(run: Run, expected: Run) -> dict[str, float]:
     }
 
 
+def assert_same_numbers(run: Run, expected: Run, case: Any, factor: float = 1.0) -> None:
+    """factor: of the tolerances."""
+    assert run.hashes == expected.hashes, f"{case}: initial weights differ"
+    for kind, difference in differences(run, expected).items():
+        assert difference <= factor * TOLERANCES[kind], (
+            f"{case}: {kind} differs by {difference:.1e}"
+        )
+
+
 def _largest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     return max((_relative(ours[name], theirs[name]) for name in theirs), default=0.0)
@@ -449,7 +483,3 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 def hash_of(x: torch.Tensor) -> str:
     return hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
-def _without_wrappers(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -5,6 +5,7 @@ import torch
 
 from tests.distributed.layout_matrix import (
     BATCHES,
+    BY_NAME,
     ONE_PROCESS,
     Layout,
     build_engine,
@@ -22,6 +23,7 @@ LAYOUTS = [
     Layout("FSDP 2, EP 2", dp_shard=2, ep=2),
 ]
 FAMILY = "one dense layer, one of experts"
+TIED, PIPELINES = "qwen3, tied", [BY_NAME[name] for name in ("PP 2, 1F1B", "PP 2, ZBVZeroBubble")]
 SAVED_STEP = 2
 # fp32: layouts differ in the order of summation.
 TOLERANCE = 1e-5
@@ -31,9 +33,9 @@ MUON = (
 )
 
 
-def engine_of(layout, folder, flags):
+def engine_of(layout, family, folder, flags):
     return build_engine(
-        FAMILY,
+        family,
         [
             *layout.overrides(),
             *BATCHES["whole rows"],
@@ -72,11 +74,11 @@ def take_steps(engine, layout, count):
     return records
 
 
-def train_and_save(layouts, folder, flags):
+def train_and_save(layouts, family, folder, flags):
     """Layout -> (the saved state, the records of the steps after it)."""
     records = {}
     for layout in layouts:
-        engine = engine_of(layout, folder, flags)
+        engine = engine_of(layout, family, folder, flags)
         take_steps(engine, layout, SAVED_STEP)
         engine.checkpointer.save(engine.step)
         records[layout.name] = state_of(engine), take_steps(engine, layout, 2)
@@ -84,14 +86,14 @@ def train_and_save(layouts, folder, flags):
     return records
 
 
-def load_and_go_on(sources_of, folder, flags):
+def load_and_go_on(sources_of, family, folder, flags):
     """(source, layout) -> (the loaded state, the records of the steps after it).
 
     The first load is into a new engine, those after it over the state of other steps.
     """
     records = {}
     for layout, sources in sources_of:
-        engine = engine_of(layout, folder, flags)
+        engine = engine_of(layout, family, folder, flags)
         for source in sources:
             engine.checkpointer.folder = f"{folder}/{source.name}/checkpoint"
             assert engine.checkpointer.load(step=SAVED_STEP)
@@ -113,22 +115,25 @@ def run(fn, world_size, *args):
 
 # The others that each layout loads from: the one or two before it in a ring, or all.
 @pytest.mark.parametrize(
-    "n_sources, flags",
+    "family, layouts, n_sources, flags",
     [
-        (1, ()),
-        pytest.param(len(LAYOUTS), (), marks=pytest.mark.slow),
-        pytest.param(2, MUON, marks=pytest.mark.slow, id="Muon"),
+        (FAMILY, LAYOUTS, 1, ()),
+        pytest.param(TIED, PIPELINES, 1, (), id="tied"),
+        pytest.param(FAMILY, LAYOUTS, len(LAYOUTS), (), marks=pytest.mark.slow),
+        pytest.param(FAMILY, LAYOUTS, 2, MUON, marks=pytest.mark.slow, id="Muon"),
     ],
 )
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(n_sources, flags, tmp_path):
-    ring, folder = [*LAYOUTS, ONE_PROCESS], str(tmp_path)
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(
+    family, layouts, n_sources, flags, tmp_path
+):
+    ring, given = [*layouts, ONE_PROCESS], (family, str(tmp_path), flags)
     sources_of = [
         (layout, [ring[i - k] for k in range(1, n_sources + 1)]) for i, layout in enumerate(ring)
     ]
-    saved = run(train_and_save, 1, [ONE_PROCESS], folder, flags)
-    saved |= run(train_and_save, 2, LAYOUTS, folder, flags)
-    loaded = run(load_and_go_on, 1, sources_of[-1:], folder, flags)
-    loaded |= run(load_and_go_on, 2, sources_of[:-1], folder, flags)
+    saved = run(train_and_save, 1, [ONE_PROCESS], *given)
+    saved |= run(train_and_save, 2, layouts, *given)
+    loaded = run(load_and_go_on, 1, sources_of[-1:], *given)
+    loaded |= run(load_and_go_on, 2, sources_of[:-1], *given)
 
     assert len(loaded) == len(ring) * n_sources
     for (source, layout), (state, steps) in loaded.items():

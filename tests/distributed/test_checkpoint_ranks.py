@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -233,7 +234,7 @@ def fail_to_write_on(rank: int) -> Any:
     """Make the disk of this rank full during the block."""
     if dist.get_rank() != rank:
         return contextlib.nullcontext()
-    return mock.patch("torchtitan.checkpoint.folder.open_file", side_effect=OSError("disk full"))
+    return mock.patch.object(ranks_folder, "open_descriptor", side_effect=OSError("disk full"))
 
 
 def error_of_failing_write(folder: str) -> str:
@@ -252,8 +253,6 @@ def export_and_load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_hf_export_of_shards_loads_back_and_into_one_file(tmp_path):
-    from safetensors.torch import load_file
-
     for saved, loaded in run_ranks(export_and_load, 2, str(tmp_path)):
         weights = {name for name in saved if not name.startswith(("state.", "param_groups."))}
         assert_same({n: saved[n] for n in weights}, {n: loaded[n] for n in weights})
@@ -302,8 +301,6 @@ def export_of_stages(folder: str) -> None:
 
 
 def test_a_file_gets_the_tensors_of_ranks_that_do_not_write_it(tmp_path):
-    from safetensors.torch import load_file
-
     run_ranks(export_of_stages, 2, str(tmp_path))
     files = [load_file(file) for file in sorted(tmp_path.glob("*.safetensors"))]
     assert [len(tensors) for tensors in files] == [1, 6]
@@ -371,8 +368,6 @@ def export_vision_of_a_base_in_a_bucket(folder: str) -> None:
 
 
 def test_untrained_parts_of_a_base_in_a_bucket_are_copied_by_the_machine_that_exports(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     (tmp_path / "base").mkdir()
     vision = {f"vision.{n}": torch.full((3,), float(i)) for i, n in enumerate("ab")}
     for name, tensor in vision.items():

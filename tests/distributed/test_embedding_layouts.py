@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.layout_matrix import batch_flags, config_of, whole
+from tests.distributed.layout_matrix import batch_flags, config_of, gradients_of
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.engine import RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs
@@ -56,8 +56,7 @@ def step(folder, degrees):
             whole_rows=True,
         )
         loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
-        named = [item for part in engine.model_parts for item in part.named_parameters()]
-        gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
+        gradients = gradients_of(engine)
         return loss, float(engine.optim_step().grad_norm), gradients
 
 

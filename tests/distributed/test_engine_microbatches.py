@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from tests.distributed.layout_matrix import SEQ_LEN, VOCAB, Layout, batch_flags, build_engine, whole
+from tests.distributed.layout_matrix import (
+    SEQ_LEN,
+    VOCAB,
+    Layout,
+    batch_flags,
+    build_engine,
+    gradients_of,
+    whole,
+)
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.dummy_microbatches import token_counters
 from torchtitan.distributed.utils import dist_sum
@@ -78,16 +86,10 @@ def _measure(engine, layout: Layout) -> dict:
         if outputs is not None:
             assert len(outputs) == len(mine)
             scores.update(zip(mine, outputs, strict=True))
-    named = [item for part in engine.model_parts for item in part.named_parameters()]
-    gradients = {
-        name.replace("_checkpoint_wrapped_module.", ""): whole(p.grad)
-        for name, p in named
-        if p.grad is not None
-    }
     return {
         "losses": losses,
         "scores": scores,
-        "gradients": gradients,
+        "gradients": gradients_of(engine),
         "dp_size": engine.dp_size,
         "counts": [_summed(counter, engine) for counter in token_counters(engine.model_parts)],
         "grad_norm": engine.optim_step(denominator=10.0).grad_norm.item(),

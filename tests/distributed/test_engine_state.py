@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.layout_matrix import (
-    LAYOUTS,
-    MOE_LAYOUTS,
+    BY_NAME,
     ONE_PROCESS,
     SHALLOW,
     batch_flags,
@@ -18,8 +17,7 @@ from torchtitan.distributed.dtensor import is_dtensor, whole_tensor
 from torchtitan.testing.gloo import run_ranks
 
 TIED = "qwen3, tied"
-LAYOUT = {layout.name: layout for layout in (ONE_PROCESS, *LAYOUTS, *MOE_LAYOUTS)}
-FSDP = LAYOUT["FSDP 2"]
+FSDP = BY_NAME["FSDP 2"]
 
 
 def build(case, layout, dump_folder, *flags):
@@ -173,7 +171,7 @@ def export(cases, folder):
     """Of each case: names in order, digest, and this rank's own pieces."""
     results = []
     for layout, case in cases:
-        engine = build(case, LAYOUT[layout], folder)
+        engine = build(case, BY_NAME[layout], folder)
         stream = engine.iter_hf_weights(dtype=torch.bfloat16)
         received = [(name, whole_tensor(tensor).clone()) for name, tensor in stream]
         assert digest_of(received) == stream.digest

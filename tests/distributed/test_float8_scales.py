@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import toy_config, toy_samples
+from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.policy import PolicyTrainer, ReferencePolicy
 from torchtitan.rl.snapshots import Snapshots, host_copy
 from torchtitan.rl.types import OptimParams
-from torchtitan.rl.weight_sync import LiveWeights, copy_weights
+from torchtitan.rl.weight_sync import OurNames, copy_weights
 from torchtitan.rl.weight_transport import StagedWeights
 from torchtitan.testing.gloo import run_ranks
 
@@ -48,7 +49,7 @@ def logprobs_on_this_rank(folder, flags):
     note("start")
     reference = ReferencePolicy(trainer)
     first = host_copy(trainer.engine)
-    pushed = StagedWeights(LiveWeights(trainer.engine))
+    pushed = StagedWeights(WeightStream.from_engine(trainer.engine, OurNames()))
     snapshots = Snapshots(trainer.engine, limit=4)
     key = snapshots.key()
     path = f"{folder}/first{len(flags)}"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.distributed import parallel_dims
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.gated_delta import Decay
@@ -31,8 +31,8 @@ def build(dp_shard):
     )
     with torch.device("meta"):
         model = Qwen3Model(args)
-    parallel_dims = ParallelDims(1, dp_shard, 1, 1, 1, 1, 1, dp_shard)
-    model = parallelize_decoder(model, parallel_dims, config).to_empty(device="cpu")
+    dims = parallel_dims(dp_shard=dp_shard)
+    model = parallelize_decoder(model, dims, config).to_empty(device="cpu")
     with torch.no_grad(), seeded_init(model, 1):
         model.init_weights()
     return model

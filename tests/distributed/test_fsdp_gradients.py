@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.distributed import parallel_dims
 from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.fsdp import (
     apply_ddp,
@@ -112,10 +112,7 @@ def full_grads(model):
 def gradients(layout, microbatches=1, tied=False, reshard_policy="default", compiled=False):
     """Return the gradients of the whole model, and the norm that clipping computes."""
     replicate, shard = layout
-    dims = ParallelDims(
-        dp_replicate=replicate, dp_shard=shard, cp=1, tp=1, pp=1, ep=1, etp=1,
-        world_size=replicate * shard,
-    )  # fmt: skip
+    dims = parallel_dims(dp_replicate=replicate, dp_shard=shard)
     model = build_toy(tied)
     if compiled:
         checkpoint_and_compile(model)
@@ -169,7 +166,7 @@ def test_reshard_policy_does_not_change_gradients(policy):
 
 
 def parameters_after_forward_without_backward():
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
+    dims = parallel_dims(dp_shard=2)
     model = build_toy()
     apply_fsdp(model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False, cpu_offload=True)
     before = all(isinstance(p, DTensor) for p in model.parameters())
@@ -203,7 +200,7 @@ def test_reshard_model_returns_every_parameter_to_its_shard():
 def gradients_after_a_failure(stops_in_backward):
     """Return the gradients of a first microbatch, after a failed one, and after the first again."""
     rank = dist.get_rank()
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
+    dims = parallel_dims(dp_shard=2)
     model = build_toy()
     apply_fsdp(model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False)
     backward_on_slice(model, rank, 2, 1)

@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.distributed.layout_matrix import SHALLOW, register_tiny
-from torchtitan.distributed.dtensor import whole_tensor
+from tests.distributed.layout_matrix import SHALLOW, gradients_of, register_tiny
 from torchtitan.testing.gloo import run_ranks
 
 EP = "--parallelism.expert_parallel_degree=2"
@@ -37,8 +36,7 @@ def step(engine):
     batches, labels = own_microbatches(engine)
     engine.forward_backward_step(input_dict=batches, labels=labels, global_valid_tokens=100)
     engine.forward_backward_step(input_dict=batches[0], labels=labels[0], global_valid_tokens=100)
-    (model,) = engine.model_parts
-    return {name: whole_tensor(p.grad).clone() for name, p in model.named_parameters()}
+    return gradients_of(engine)
 
 
 @contextlib.contextmanager
@@ -53,6 +51,11 @@ def counting(name):
     function.arguments += [bind(*x.args, **x.kwargs).arguments for x in function.call_args_list]
 
 
+def largest_difference(expected, ours):
+    """Relative to the norm of a parameter's gradient."""
+    return max(((ours[n] - g).norm() / g.norm()).item() for n, g in expected.items())
+
+
 def gradients_of_both(folder, flags, family="llama3"):
     """Return the largest difference to undeferred gradients, relative to their norm, and both counts."""
     with make_engine(folder, *flags, family=family) as engine:
@@ -62,9 +65,7 @@ def gradients_of_both(folder, flags, family="llama3"):
         engine.runner.defers_reduction = True
         with counting("foreach_reduce") as deferred:
             ours = step(engine)
-        largest = max(
-            ((ours[name] - expected[name]).norm() / expected[name].norm()).item() for name in ours
-        )
+        largest = largest_difference(expected, ours)
         # A step that fails half-way leaves nothing behind for the next.
         engine.optimizers.zero_grad()
         with pytest.raises(ZeroDivisionError), engine.runner.more_microbatches_follow():
@@ -79,11 +80,8 @@ def gradients_of_both(folder, flags, family="llama3"):
                     input_dict=batches[0], labels=labels[0], global_valid_tokens=1, loss_fn=loss_fn
                 )
         engine.optimizers.zero_grad()
-        again = step(engine)
-        largest_again = max(
-            ((again[name] - ours[name]).norm() / ours[name].norm()).item() for name in ours
-        )
-        return max(largest, largest_again), at_once.call_count, deferred.call_count
+        largest = max(largest, largest_difference(ours, step(engine)))
+        return largest, at_once.call_count, deferred.call_count
 
 
 def gradients_of_replicas(folder):
@@ -91,8 +89,7 @@ def gradients_of_replicas(folder):
         expected = step(engine)
         engine.optimizers.zero_grad()
         engine.runner.defers_reduction = True
-        ours = step(engine)
-        return max(((ours[n] - expected[n]).norm() / expected[n].norm()).item() for n in ours)
+        return largest_difference(expected, step(engine))
 
 
 def weights_of_accumulating_trainer(folder):
@@ -183,10 +180,8 @@ def gradients_of_schedules(folder):
             engine.forward_backward_step(
                 input_dict=batches, labels=labels, global_valid_tokens=512.0
             )
-            parameters = (item for part in engine.model_parts for item in part.named_parameters())
-            found.append({name: whole_tensor(p.grad).clone() for name, p in parameters})
-    expected, ours = found
-    return max(float((ours[n] - g).norm() / g.norm()) for n, g in expected.items())
+            found.append(gradients_of(engine))
+    return largest_difference(*found)
 
 
 # name -> (function of (folder, *arguments), *its arguments); those of as many ranks run in one job.

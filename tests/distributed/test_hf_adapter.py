@@ -2,9 +2,10 @@
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter, swap_rope_layout
 from torchtitan.testing.gloo import run_ranks
@@ -26,25 +27,22 @@ def _swap_sharded():
         (grid, [Replicate(), Shard(0)]),
         (grid, [Shard(0), Shard(0)]),
     ]
-    mistakes = []
     for n_heads in (2, 4, 3):  # fewer heads than ranks, as many, and a number that won't divide
         for bias in (False, True):
             for to_hf in (False, True):
                 expected = swap_rope_layout(whole(bias), n_heads, to_hf)
                 for mesh, placements in layouts:
                     sharded = distribute_tensor(whole(bias), mesh, placements)
-                    swapped = swap_rope_layout(sharded, n_heads, to_hf)
-                    if (
-                        not isinstance(swapped, DTensor)
-                        or swapped.placements != sharded.placements
-                        or not torch.equal(swapped.full_tensor(), expected)
-                    ):
-                        mistakes.append((n_heads, bias, to_hf, placements))
-    return mistakes
+                    swapped, case = (
+                        swap_rope_layout(sharded, n_heads, to_hf),
+                        (n_heads, bias, to_hf),
+                    )
+                    assert swapped.placements == sharded.placements, case
+                    assert torch.equal(swapped.full_tensor(), expected), (*case, placements)
 
 
 def test_sharded_projections_are_reordered_like_whole_ones():
-    assert run_ranks(_swap_sharded, 4) == [[]] * 4
+    run_ranks(_swap_sharded, 4)
 
 
 H, D = 4, 6
@@ -73,7 +71,7 @@ def whole_experts(n):
 
 
 def _experts_sharded():
-    """Mistakes in: names of each rank, values, the way back, and whose memory it is."""
+    """Check the names of each rank, values, the way back, and whose memory it is."""
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     layouts = [
@@ -86,7 +84,6 @@ def _experts_sharded():
         (3, grid, [Shard(1), Shard(0)]),
         (4, grid, [_StridedShard(0, split_factor=2), Shard(0)]),
     ]
-    mistakes = []
     for n_experts, mesh, placements in layouts:
         whole = whole_experts(n_experts)
         sharded = {k: distribute_tensor(t, mesh, placements) for k, t in whole.items()}
@@ -96,27 +93,21 @@ def _experts_sharded():
             expected = adapter.to_hf(whole)
             adapter.to_hf(sharded)  # the last call decides what `from_hf` gives back
             for name, tensor in files.items():
-                value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                if tensor.shape != expected[name].shape or not torch.equal(value, expected[name]):
-                    mistakes.append((*where, name))
-            held = [name for rank in all_ranks(list(files)) for name in rank]
-            if set(held) != set(expected):
-                mistakes.append((*where, "not every expert", sorted(set(expected) - set(held))))
+                assert tensor.shape == expected[name].shape, (where, name)
+                assert torch.equal(whole_tensor(tensor), expected[name]), (where, name)
+            held = {name for rank in all_ranks(list(files)) for name in rank}
+            assert held == set(expected), where
             back = adapter.from_hf(files)
             for name, tensor in sharded.items():
-                if not torch.equal(back[name].full_tensor(), whole[name]):
-                    mistakes.append((*where, "back", name))
+                assert torch.equal(back[name].full_tensor(), whole[name]), (where, name)
                 row_split = any(p.is_shard(dim=1) for p in placements)
-                if back[name].placements != tensor.placements and not row_split:
-                    mistakes.append((*where, "laid out differently", name))
-                local, mine = back[name].to_local(), tensor.to_local()
-                if type(adapter) is Experts and local.data_ptr() != mine.data_ptr():
-                    mistakes.append((*where, "copied", name))
-    return mistakes
+                assert row_split or back[name].placements == tensor.placements, (where, name)
+                if type(adapter) is Experts:  # not copied
+                    assert back[name].to_local().data_ptr() == tensor.to_local().data_ptr(), where
 
 
 def test_sharded_experts_are_taken_apart_and_put_together_like_whole_ones():
-    assert run_ranks(_experts_sharded, 4) == [[]] * 4
+    run_ranks(_experts_sharded, 4)
 
 
 class Joined(KeyMapAdapter):
@@ -128,7 +119,7 @@ def _rows_sharded():
     ours = {"layers.0.q": torch.randn(8, 6), "layers.0.v": torch.randn(16, 6)}
     torch.distributed.broadcast(ours["layers.0.q"], 0)
     torch.distributed.broadcast(ours["layers.0.v"], 0)
-    expected, mistakes = Joined(None, None).to_hf(ours), []
+    expected = Joined(None, None).to_hf(ours)
     for placements in (
         [Shard(0), Replicate()],
         [Replicate(), Shard(0)],
@@ -139,15 +130,10 @@ def _rows_sharded():
         files = Joined(None, None).to_hf(sharded)
         back = Joined(None, None).from_hf(files)
         for name, tensor in [*expected.items(), *ours.items()]:
-            value = (files | back)[name].full_tensor()
-            if not torch.equal(value, tensor):
-                mistakes.append((placements, name))
-        if (to := back["layers.0.v"].to_local().shape[1]) != sharded["layers.0.v"].to_local().shape[
-            1
-        ]:
-            mistakes.append((placements, "columns", to))
-    return mistakes
+            assert torch.equal((files | back)[name].full_tensor(), tensor), (placements, name)
+        columns = {each["layers.0.v"].to_local().shape[1] for each in (back, sharded)}
+        assert len(columns) == 1, placements
 
 
 def test_sharded_rows_are_joined_per_head_and_split_again():
-    assert run_ranks(_rows_sharded, 4) == [[]] * 4
+    run_ranks(_rows_sharded, 4)

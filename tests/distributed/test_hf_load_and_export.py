@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.test_expert_parallel_checkpoint import LENGTH, SIZES, llama4_args
 from torchtitan.checkpoint.folder import find_damage
 from torchtitan.config.job_config import (
     ActivationCheckpoint,
@@ -17,10 +16,21 @@ from torchtitan.config.job_config import (
     Training,
 )
 from torchtitan.engine import TrainingEngine
+from torchtitan.models.llama4 import TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols import train_spec
 from torchtitan.testing.gloo import run_ranks
+
+LENGTH = 16
+SIZES = dict(dim=32, n_heads=4, n_kv_heads=2, vocab_size=64)
+
+
+def llama4_args():
+    return TransformerModelArgs(
+        **SIZES, n_layers=4, multiple_of=8, max_seq_len=LENGTH, every_n_layers_nope=3,
+        fixed_attn_block_size=4, moe_args=MoEArgs(num_experts=4), attn_type="flex",
+    )  # fmt: skip
 
 
 def qwen3_args(**changes):

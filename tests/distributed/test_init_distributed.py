@@ -13,15 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan.distributed.utils as dist_utils
+from tests.distributed import parallel_dims
 from torchtitan.config.job_config import Comm
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.processes import process_group
 from torchtitan.testing.gloo import RankFailure, run_ranks
-
-
-def dims(**degrees):
-    ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
-    return ParallelDims(**(ones | degrees))
 
 
 @contextlib.contextmanager
@@ -188,7 +183,7 @@ def test_fake_mode_takes_its_world_size_from_ngpu():
 
 def reduce_and_set_timeouts():
     rank = dist.get_rank()
-    d = dims(dp_shard=2, world_size=2)
+    d = parallel_dims(dp_shard=2)
     mesh = d.get_mesh("batch")
     dist_utils.set_pg_timeouts(timedelta(seconds=7), d)
     x = torch.tensor(float(rank + 1))
@@ -218,7 +213,7 @@ def clip_over_pipeline(norm_type):
     else:
         parameters[0].grad = torch.randn(3)
     before = [p.grad.clone() for p in parameters if p.grad is not None]
-    pp_mesh = dims(pp=2, world_size=2).get_mesh("pp")
+    pp_mesh = parallel_dims(pp=2).get_mesh("pp")
     norm = dist_utils.clip_grad_norm_(parameters, 0.5, norm_type=norm_type, pp_mesh=pp_mesh)
     return norm, before, [p.grad for p in parameters if p.grad is not None]
 
@@ -238,7 +233,7 @@ def clip_with_experts():
     """Dense parameters on the fsdp mesh, experts on the ep mesh: two meshes, one norm."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    d = dims(dp_shard=2, ep=2, world_size=2)
+    d = parallel_dims(dp_shard=2, ep=2)
     torch.manual_seed(0)
     wholes = [torch.randn(5, 3), torch.randn(4, 2)]
     parameters = []
@@ -290,7 +285,7 @@ def test_clipping_reduces_once_per_axis_of_gradients_that_are_split_alike():
 def norm_of_large_gradient():
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = dims(dp_shard=2, world_size=2).get_mesh("fsdp")
+    mesh = parallel_dims(dp_shard=2).get_mesh("fsdp")
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(4001, 1000, generator=generator)
     norms = []
@@ -324,14 +319,14 @@ def test_nonfinite_norm_raises_only_if_asked(value):
 
 def test_no_autocast_under_fsdp_or_in_float32():
     x = torch.ones(2, 2)
-    for d, dtype in ((dims(dp_shard=2, world_size=2), "bfloat16"), (dims(world_size=1), "float32")):
+    for d, dtype in ((parallel_dims(dp_shard=2), "bfloat16"), (parallel_dims(), "float32")):
         with dist_utils.maybe_enable_amp(d, dtype, "cpu"):
             assert (x @ x).dtype == torch.float32
 
 
 def test_tensor_parallel_without_fsdp_warns_that_bf16_has_no_effect(caplog):
     with caplog.at_level(logging.WARNING, logger="torchtitan"):
-        context = dist_utils.maybe_enable_amp(dims(tp=2, world_size=2), "bfloat16", "cpu")
+        context = dist_utils.maybe_enable_amp(parallel_dims(tp=2), "bfloat16", "cpu")
     assert isinstance(context, contextlib.nullcontext)
     assert "no effect" in caplog.text
 

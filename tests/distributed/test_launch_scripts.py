@@ -28,14 +28,18 @@ def environment(**others):
     return os.environ | {"PYTHON": sys.executable, "VENV": "none", "OMP_NUM_THREADS": "1"} | others
 
 
-def wait_for_steps(dump_folder, n_steps, processes):
-    """Wait until this number of steps is logged; the processes have to live until then."""
+def wait_until(is_true, *processes):
+    """The processes have to live until then."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    path = dump_folder / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < n_steps:
+    while not is_true():
         assert all(process.poll() is None for process in processes)
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.05)
+
+
+def wait_for_steps(dump_folder, n_steps, *processes):
+    path = dump_folder / "metrics.jsonl"
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= n_steps, *processes)
 
 
 def saved_steps(dump_folder):
@@ -72,7 +76,7 @@ def test_two_nodes_train_together_and_save_when_one_rank_is_told_to_stop(tmp_pat
         for _ in range(2)
     ]
     try:
-        wait_for_steps(tmp_path, 2, nodes)
+        wait_for_steps(tmp_path, 2, *nodes)
         agent = nodes[1].pid
         children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
         workers = [pid for pid in children if b"torchtitan.train" in command_of(pid)]
@@ -130,23 +134,16 @@ def in_project(folder):
 
 
 def test_slurm_job_saves_and_is_queued_again_before_its_time_limit(tmp_path):
+    flags = ["--nodes=1", *JOB, f"--job.dump_folder={tmp_path / 'out'}"]
     process = subprocess.Popen(
-        [
-            written(
-                "slurm",
-                tmp_path / "job.sh",
-                "--nodes=1",
-                *JOB,
-                f"--job.dump_folder={tmp_path / 'out'}",
-            )
-        ],
+        [written("slurm", tmp_path / "job.sh", *flags)],
         cwd=in_project(tmp_path),
         env=slurm_environment(tmp_path),
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        wait_for_steps(tmp_path / "out", 2, [process])
+        wait_for_steps(tmp_path / "out", 2, process)
         process.send_signal(signal.SIGUSR2)
         output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     finally:
@@ -158,6 +155,16 @@ def test_slurm_job_saves_and_is_queued_again_before_its_time_limit(tmp_path):
     assert logged == saved < 1000
 
 
+def with_python(folder, commands):
+    """Return a job's script in which these commands stand for Python."""
+    python = folder / "python"
+    python.write_text(f"#!/usr/bin/env bash\n{commands}\n")
+    python.chmod(0o755)
+    script = written("slurm", folder / "job.sh", "--nodes=1", *JOB)
+    script.write_text(script.read_text().replace(sys.executable, str(python)))
+    return script
+
+
 @pytest.mark.parametrize(
     ("exit_code", "attempt", "calls"),
     [(0, "3", None), (1, "3", "requeue 17\n"), (1, "10", None), (2, "0", None)],
@@ -165,12 +172,8 @@ def test_slurm_job_saves_and_is_queued_again_before_its_time_limit(tmp_path):
 def test_slurm_job_is_queued_again_after_a_failure_but_not_forever(
     exit_code, attempt, calls, tmp_path
 ):
-    python = tmp_path / "python"
-    python.write_text(f"#!/usr/bin/env bash\nexit {exit_code}\n")
-    python.chmod(0o755)
     env = slurm_environment(tmp_path) | {"SLURM_RESTART_COUNT": attempt}
-    script = written("slurm", tmp_path / "job.sh", "--nodes=1", *JOB)
-    script.write_text(script.read_text().replace(sys.executable, str(python)))
+    script = with_python(tmp_path, f"exit {exit_code}")
     done = subprocess.run([script], cwd=tmp_path, env=env)
     assert done.returncode == (0 if calls else exit_code)
     path = tmp_path / "calls"
@@ -178,12 +181,8 @@ def test_slurm_job_is_queued_again_after_a_failure_but_not_forever(
 
 
 def test_node_whose_rank_was_killed_is_left_out_of_the_next_attempt(tmp_path):
-    python = tmp_path / "python"
     line = "error: rank 1 ends because rank 0 ended without a message; if its output has"
-    python.write_text(f"#!/usr/bin/env bash\necho '{line}' >outputs/logs/17/0/1.log\nexit 1\n")
-    python.chmod(0o755)
-    script = written("slurm", tmp_path / "job.sh", "--nodes=1", *JOB)
-    script.write_text(script.read_text().replace(sys.executable, str(python)))
+    script = with_python(tmp_path, f"echo '{line}' >outputs/logs/17/0/1.log\nexit 1")
     subprocess.run([script], cwd=tmp_path, env=slurm_environment(tmp_path), check=True)
     expected = "requeue 17\nupdate JobId=17 ExcNodeList=localhost,n7\n"
     assert (tmp_path / "calls").read_text() == expected
@@ -215,18 +214,6 @@ def start_in_terminal(command, tmp_path, **variables):
         )
 
 
-def press_ctrl_c(process):
-    os.killpg(process.pid, signal.SIGINT)
-
-
-def wait_until(is_true, process):
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not is_true():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_ctrl_c_ends_the_launcher_as_its_ranks_end(tmp_path):
     # Two ranks that end with code 0 some time after SIGINT; nothing there loads torch.
     rank = f"trap 'sleep 1; echo saved; exit 0' INT; touch {tmp_path}/$RANK; while :; do sleep .1; done"
@@ -236,7 +223,7 @@ def test_ctrl_c_ends_the_launcher_as_its_ranks_end(tmp_path):
     )
     try:
         wait_until(lambda: all((tmp_path / n).exists() for n in "01"), process)
-        press_ctrl_c(process)
+        os.killpg(process.pid, signal.SIGINT)
         assert process.wait(TIMEOUT_SECONDS) == 0
     finally:
         process.kill()

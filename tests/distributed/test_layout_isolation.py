@@ -10,22 +10,19 @@ import pytest
 import torch
 
 from tests.distributed.layout_matrix import (
-    LAYOUTS,
-    MOE_LAYOUTS,
+    BY_NAME,
     ROWS,
     SEQ_LEN,
     SHALLOW,
     VOCAB,
     batch_flags,
     build_engine,
+    gradients_of,
     random_experts,
-    whole,
 )
 from torchtitan.batch.documents import IGNORE_INDEX
-from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.testing.gloo import run_ranks
 
-BY_NAME = {layout.name: layout for layout in LAYOUTS + MOE_LAYOUTS}
 PACKINGS = 3
 
 
@@ -45,13 +42,11 @@ def step(engine, positions, has_labels, seed):
 
     Their tokens are even numbers, and those of other documents odd numbers that depend on `seed`.
     """
-    own = 2 * torch.randint(
-        0, VOCAB // 2, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(0)
+    generators = (torch.Generator().manual_seed(n) for n in (0, seed))
+    own, other = (
+        2 * torch.randint(0, VOCAB // 2, (ROWS, SEQ_LEN), generator=x) for x in generators
     )
-    other = torch.randint(
-        0, VOCAB // 2, (ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(seed)
-    )
-    batch = {"input": torch.where(has_labels, own, 2 * other + 1), "positions": positions}
+    batch = {"input": torch.where(has_labels, own, other + 1), "positions": positions}
     if engine.model_parts[0].moe_layers:  # another load of the experts would round otherwise
         batch["routed_experts"] = random_experts(engine.model_parts[0], 2)
     labels = own.roll(1).where(has_labels, IGNORE_INDEX)
@@ -63,13 +58,7 @@ def step(engine, positions, has_labels, seed):
         labels=labels[rows],
         global_valid_tokens=int(has_labels.sum()),
     )
-    gradients = {
-        name_in_whole_model(part, name): whole(p.grad)
-        for part in engine.model_parts
-        for name, p in part.named_parameters()
-        if p.grad is not None
-    }
-    return loss.detach().cpu(), gradients
+    return loss.detach().cpu(), gradients_of(engine)
 
 
 def foreign_numbers(dump_folder, cases):

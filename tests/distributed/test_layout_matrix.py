@@ -3,23 +3,18 @@
 `python benchmarks/layout_matrix.py` runs all of it, and docs/measured.md keeps what it found.
 """
 
-import dataclasses
-
 import pytest
 
 from tests.distributed.layout_matrix import (
-    LAYOUTS,
+    BY_NAME,
     MOE_FAMILIES,
-    MOE_LAYOUTS,
     ONE_PROCESS,
-    SHALLOW,
-    differences,
+    assert_same_numbers,
     measure,
+    needs_four_layers,
+    shallow,
 )
 
-# fp32: the order of summation differs between layouts. Losses and norms are sums of many terms.
-TOLERANCES = dict(loss=1e-6, grad_norm=1e-6, gradient=1e-5, weights=1e-5, optimizer_state=1e-5)
-TOLERANCES["expert_bias"] = 0.0
 DENSE_AND_EXPERTS = [("llama3", "documents, varlen"), ("deepseek_v3", "whole rows")]
 EXPERTS = [("qwen3 MoE", "documents, flex")]
 # Masks that differ between layers, within documents.
@@ -66,16 +61,6 @@ SLOW = {
     "FSDP 2, TP 2": AFTER + WINDOWS + GATES + LINEAR,
     "TP 2, CP 2": AFTER + WINDOWS + GATES + LINEAR,
 }
-BY_NAME = {layout.name: layout for layout in LAYOUTS + MOE_LAYOUTS}
-
-
-def shallow(layout):
-    return dataclasses.replace(layout, extra=(*layout.extra, SHALLOW))
-
-
-def needs_four_layers(layout):
-    """One for each of four stages."""
-    return any("Interleaved" in flag or "ZBV" in flag for flag in layout.extra)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +103,4 @@ def test_layout_gives_the_numbers_of_one_process(
     if not needs_four_layers(layout):
         layout, expected_runs = shallow(layout), shallow_one_process
     for case, run in zip(cases, measure(layout, cases, str(tmp_path)), strict=True):
-        expected = expected_runs[case]
-        assert run.hashes == expected.hashes, f"{case}: initial weights differ"
-        for kind, difference in differences(run, expected).items():
-            assert difference <= TOLERANCES[kind], f"{case}: {kind} differs by {difference:.1e}"
+        assert_same_numbers(run, expected_runs[case], case)

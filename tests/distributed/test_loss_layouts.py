@@ -10,7 +10,14 @@ import random
 import pytest
 import torch
 
-from tests.distributed.layout_matrix import SHALLOW, VOCAB, Layout, batch_flags, build_engine, whole
+from tests.distributed.layout_matrix import (
+    SHALLOW,
+    VOCAB,
+    Layout,
+    batch_flags,
+    build_engine,
+    gradients_of,
+)
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
@@ -138,13 +145,7 @@ def _measure(engine) -> dict:
     losses, gradients = {}, {}
 
     def keep(name: str, loss: float) -> None:
-        losses[name] = loss
-        gradients[name] = {
-            parameter_name: whole(p.grad).clone()
-            for part in engine.model_parts
-            for parameter_name, p in part.named_parameters()
-            if p.grad is not None
-        }
+        losses[name], gradients[name] = loss, gradients_of(engine)
         engine.optimizers.zero_grad()
 
     group = engine.dp_group

@@ -14,8 +14,8 @@ from tests.distributed.layout_matrix import (
     SHALLOW,
     differences,
     measure,
+    needs_four_layers,
 )
-from tests.distributed.test_layout_matrix import needs_four_layers
 from torchtitan.config.job_config import Muon as MuonOptions
 from torchtitan.optim import muon
 from torchtitan.testing.gloo import run_ranks

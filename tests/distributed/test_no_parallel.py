@@ -3,14 +3,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torchtitan.distributed import NoParallel, ParallelDims
+from tests.distributed import parallel_dims
+from torchtitan.distributed import NoParallel
 from torchtitan.testing.gloo import run_ranks
 
 
 def run_gate(style_options, input_is_sharded):
     """Run a gate on a tp mesh; returns (output, its type, gradient of the weight)."""
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=2)
-    mesh = dims.get_mesh("tp")
+    mesh = parallel_dims(tp=2).get_mesh("tp")
     torch.manual_seed(0)
     gate = nn.Linear(3, 5, bias=False)
     x = torch.randn(4, 3)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.distributed import parallel_dims
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims, pipeline_schedule
+from torchtitan.distributed import pipeline_schedule
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -114,7 +115,7 @@ class Pipeline:
 
     def __init__(self, config, dp_replicate=1, attn_type="varlen"):
         pp = config.parallelism.pipeline_parallel_degree
-        self.dims = ParallelDims(dp_replicate, 1, 1, 1, pp, 1, 1, pp * dp_replicate)
+        self.dims = parallel_dims(dp_replicate=dp_replicate, pp=pp)
         self.schedule, self.parts, self.first, self.last = pipeline_llm(
             meta_model(attn_type),
             self.dims,

@@ -29,12 +29,12 @@ from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import decoding
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator, PolicyModel
-from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.job_config import JobConfig, RLGenerator
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, build_task
 from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
-from torchtitan.rl.weight_sync import WeightSync
+from torchtitan.rl.weight_sync import push_weights
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.torch_parts import name_without_wrappers
@@ -79,7 +79,7 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
         few = LocalGenerator(engine, max_rows=2)
         stopped = generator.generate(PROMPTS, sampling) + few.generate(PROMPTS, sampling, 3)
     copy = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
-    WeightSync(engine, copy).update()
+    push_weights(engine, copy)
     of_copy = copy.generate(PROMPTS, SAMPLING)
     samples = [
         TrainingSample.from_sequence(prompt, c.token_ids, c.token_logprobs, 1.0)
@@ -177,7 +177,7 @@ class TakesShards:
 
     def update_weights(self, weights, *, check_digest=True):
         with CommDebugMode() as communication:
-            self.pairs = dict(weights)
+            self.live, self.pairs = weights.state_dict(), dict(weights)
         assert communication.get_total_counts() == 0
         self.policy_version, self.digest = weights.version, weights.digest
 
@@ -187,10 +187,12 @@ def push_shards(engine):
     pushed = []
     for names, dtype in (("ours", None), ("ours", torch.bfloat16), ("hf", None)):
         receiver = TakesShards(names, dtype)
-        assert WeightSync(engine, receiver).update() == engine.weights_version
+        assert push_weights(engine, receiver) == engine.weights_version
         shards = receiver.pairs
         if names == "ours":
-            shards = {name: local_shard(tensor) for name, tensor in shards.items()}
+            live = {name: local_shard(tensor) for name, tensor in receiver.live.items()}
+            assert live.keys() == shards.keys()
+            assert all(torch.equal(live[name].tensor, shards[name].tensor) for name in live)
         assert receiver.digest == digest_of(shards.items())
         pieces = [(name, shard.offsets, shard.tensor.clone()) for name, shard in shards.items()]
         (part,) = engine.model_parts
@@ -199,7 +201,7 @@ def push_shards(engine):
             gathered = engine.checkpointer.sd_adapter.to_hf(gathered)
         elif dtype is None:
             for name, parameter in part.named_parameters():
-                mine = receiver.pairs[name_without_wrappers(name)].to_local()
+                mine = receiver.live[name_without_wrappers(name)].to_local()
                 assert mine.data_ptr() == parameter.to_local().data_ptr()
         pushed.append((pieces, {k: v.to(dtype or v.dtype) for k, v in gathered.items()}))
     return pushed
@@ -282,7 +284,7 @@ def test_draw_that_fails_on_one_of_the_ranks_that_generate_together_is_raised_on
 def ask_vllm_on_rank(folder: str, degree: int):
     """(options of this rank's engine, the prompts that it got, how often each episode was drawn again)."""
     sys.modules["vllm"] = fake = FakeVLLM()
-    generator = VLLMGenerator("assets", tensor_parallel_degree=degree)
+    generator = VLLMGenerator(RLGenerator(tensor_parallel_degree=degree), "assets")
     generator.policy_version = 0
     config = toy_config(folder, "--rl.redraws=1").rl
     task = build_task(config, None)

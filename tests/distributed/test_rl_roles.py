@@ -19,7 +19,7 @@ from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.disaggregated import Link, RemoteGenerator
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import LostGeneratorError
-from torchtitan.rl.weight_transport import ReceivedWeights, StagedWeights
+from torchtitan.rl.weight_transport import ReceivedWeights, StagedWeights, WeightChanges
 from torchtitan.testing.gloo import RankFailure, run_ranks
 
 FSDP = ["--parallelism.data_parallel_shard_degree=2"]
@@ -209,7 +209,7 @@ class SlowLink:
 
     def receive_from_all(self):
         self.n_received += 1
-        return [([], None)]
+        return [[]]
 
 
 class Update(dict):
@@ -297,7 +297,7 @@ def test_weights_and_buffers_of_every_dtype_arrive():
     with ThreadPoolExecutor(1) as pool:
         weights = StagedWeights(Update(0, None), sent)
         done = pool.submit(sender.send_weights, weights, None)
-        received = list(ReceivedWeights(receiver.down))
+        received = list(ReceivedWeights(receiver.down, WeightChanges()))
         done.result()
     for (name, tensor), (own_name, own) in zip(sent, received, strict=True):
         assert name == own_name and tensor.dtype == own.dtype and tensor.float().equal(own.float())

@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from tests.distributed.layout_matrix import REPLAYED, Layout, build_engine, differences, measure
-from tests.distributed.test_layout_matrix import BY_NAME, ONE_PROCESS, TOLERANCES, shallow
+from tests.distributed.layout_matrix import (
+    BY_NAME,
+    ONE_PROCESS,
+    REPLAYED,
+    Layout,
+    assert_same_numbers,
+    build_engine,
+    differences,
+    measure,
+    shallow,
+)
 from torchtitan.rl.generator import LocalGenerator, recording
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.testing.gloo import run_ranks
@@ -38,8 +47,7 @@ def test_replayed_experts_give_the_numbers_of_one_process(name, one_process, tmp
     for case, run, expected, own_choice in zip(
         ROWS, runs, one_process[:2], one_process[2:], strict=True
     ):
-        for kind, difference in differences(run, expected).items():
-            assert difference <= TOLERANCES[kind], f"{case}: {kind} differs by {difference:.1e}"
+        assert_same_numbers(run, expected, case)
         assert differences(run, own_choice)["gradient"] > 0.01, f"{case}: nothing was replayed"
 
 

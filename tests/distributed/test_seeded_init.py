@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.distributed import parallel_dims
 from tests.distributed.test_fsdp_gradients import Toy
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import apply_fsdp
 from torchtitan.distributed.seeded_init import seeded_init, trunc_normal_
 from torchtitan.testing.gloo import run_ranks
@@ -66,10 +66,7 @@ def digest(model):
 
 def digest_on_layout(layout, dtype=torch.float32):
     replicate, shard, tp = layout
-    dims = ParallelDims(
-        dp_replicate=replicate, dp_shard=shard, cp=1, tp=tp, pp=1, ep=1, etp=1,
-        world_size=replicate * shard * tp,
-    )  # fmt: skip
+    dims = parallel_dims(dp_replicate=replicate, dp_shard=shard, tp=tp)
     model = build(dtype)
     if tp > 1:
         # up: dim 0, on top of FSDP's dim 0; down: dim 1; the embedding too, unevenly.

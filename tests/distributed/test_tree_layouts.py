@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from tests.distributed.layout_matrix import (
+    BY_NAME,
     FAMILIES,
-    LAYOUTS,
     ONE_PROCESS,
     ROWS,
     SEQ_LEN,
@@ -17,18 +17,16 @@ from tests.distributed.layout_matrix import (
     VOCAB,
     batch_flags,
     build_engine,
-    whole,
+    gradients_of,
 )
 from torchtitan.batch.documents import IGNORE_INDEX, PADDING
 from torchtitan.batch.trees import tree_batch
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed.tied_copies import name_in_whole_model
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.gloo import run_ranks
 
-BY_NAME = {layout.name: layout for layout in [ONE_PROCESS, *LAYOUTS]}
 IN_CI = ["CP 2", "PP 2, 1F1B"]
 SLOW = [
     "1 process",
@@ -138,12 +136,8 @@ def results_on_rank(layout, family, rows_of, dtype, folder, n_batches, is_separa
         outputs = engine.forward_step(batches, head=TokenLogProbs())
         loss = engine.forward_backward_step(input_dict=batches, global_valid_tokens=num_valid)
         loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
-        results.append((loss, logprobs_of(outputs, trees, rows, engine, is_separate)))
-        for part in engine.model_parts:
-            for name, p in part.named_parameters():
-                if p.grad is not None:
-                    name = name.replace("_checkpoint_wrapped_module.", "")
-                    results[-1][1][name_in_whole_model(part, name)] = whole(p.grad).clone()
+        logprobs = logprobs_of(outputs, trees, rows, engine, is_separate)
+        results.append((loss, {**logprobs, **gradients_of(engine)}))
         engine.optimizers.zero_grad()
     engine.close()
     return results
@@ -158,7 +152,15 @@ def separate_rows(tmp_path_factory):
         key = family, dtype, "ZBV" in layout.name, n_batches
         if key not in known:
             one = dataclasses.replace(ONE_PROCESS, name=layout.name)  # which chooses the layers
-            given = one, family, rows_of, dtype, str(tmp_path_factory.mktemp("one")), n_batches, True
+            given = (
+                one,
+                family,
+                rows_of,
+                dtype,
+                str(tmp_path_factory.mktemp("one")),
+                n_batches,
+                True,
+            )
             (known[key],) = run_ranks(results_on_rank, 1, *given, timeout_seconds=600)
         return known[key]
 
@@ -190,7 +192,9 @@ def test_trees_give_logprobs_loss_and_gradients_of_separate_rows(
             assert set().union(*(of_rank for _, of_rank in found)) == expected.keys()
             for is_output in (False, True):
                 largest = max(
-                    x.abs().max() for key, x in expected.items() if isinstance(key, tuple) == is_output
+                    x.abs().max()
+                    for key, x in expected.items()
+                    if isinstance(key, tuple) == is_output
                 )
                 for key, x in (item for _, of_rank in found for item in of_rank.items()):
                     if isinstance(key, tuple) == is_output:

@@ -181,6 +181,7 @@ def test_config_means_the_same_in_the_hubs_spelling_and_as_transformers_writes_i
 # Tied weights are compared by the folders above; no group, or one of two experts, has no third expert.
 NOT_CHANGED = [("tie_word_embeddings", True), ("tie_word_embeddings", False)]
 NOT_CHANGED += [("topk_group", 0), ("topk_group", 1)]
+FACTORS = ("partial_rotary_factor", "attention_factor")  # which a table of RoPE may have
 OTHER_TEXTS = {"silu": "gelu", "gelu_pytorch_tanh": "silu"}
 
 
@@ -245,7 +246,10 @@ def test_field_that_changes_transformers_logits_changes_ours_likewise_or_is_refu
     reference, whole_config = hf_model(case), hf_config(case).to_dict()
     before, n_changing = whole_rows(reference), 0
     fields = type(reference.config).__annotations__.keys()
-    for path, value in changed_fields({k: v for k, v in whole_config.items() if k in fields}):
+    changes = [*changed_fields({k: v for k, v in whole_config.items() if k in fields})]
+    if "rope_type" in whole_config["rope_parameters"]:
+        changes += [(("rope_parameters", name), 0.5) for name in FACTORS]
+    for path, value in changes:
         table = config = copy.deepcopy(whole_config)
         for name in path[:-1]:
             table = table[name]

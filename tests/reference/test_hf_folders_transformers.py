@@ -1,6 +1,5 @@
 """Folders as transformers 4 and 5 write them: what is read means the same, and so does what is exported."""
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ from torchtitan.checkpoint.hf_assets import write_model_files
 from torchtitan.config.job_config import Checkpoint, Job, JobConfig, Model, Training
 from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
 from torchtitan.engine import TrainingEngine
-from torchtitan.models.hf_config import NOT_READ, differing, from_hf_config, hf_types
+from torchtitan.models.hf_config import NOT_READ, from_hf_config, hf_types
 from torchtitan.models.hf_fields import ALL_TYPES
 
 transformers = pytest.importorskip("transformers")
@@ -26,13 +25,8 @@ TOKENS = torch.arange(5, 37)[None]
 INDEX = "model.safetensors.index.json"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 GPT_OSS = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def saved(folder, family="llama3", **changes):
@@ -100,46 +94,6 @@ def test_every_field_of_their_config_has_a_row_or_changes_nothing(model_type):
     acts_in_training_only = {name for name in config if name.endswith(("dropout", "pdrop"))}
     unknown = {name for name in config if name[0] != "_"} - known - set(of_all)
     assert unknown <= acts_in_training_only
-
-
-@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
-def test_field_that_changes_their_logits_changes_our_model_or_is_refused(family):
-    reference = tiny_hf_model(family, num_hidden_layers=1).eval()
-    config, state = reference.config.to_dict(), reference.state_dict()
-    config["rope_parameters"] |= {"partial_rotary_factor": None, "attention_factor": None}
-    with torch.no_grad():
-        expected = reference(TOKENS).logits
-    ours, n_changed = from_hf_config(config).model_args, 0
-
-    def values(value):
-        if isinstance(value, bool):
-            return [not value]
-        return [value * 2] if isinstance(value, int | float) else [0.5, True]
-
-    def variants():
-        for name, value in config.items():
-            if value is None or isinstance(value, bool | int | float):
-                yield from ((name, config | {name: other}) for other in values(value))
-        rope = config["rope_parameters"]
-        for name, value in rope.items():
-            for other in values(value) if name != "rope_type" else []:
-                yield f"rope {name}", config | {"rope_parameters": rope | {name: other}}
-
-    for name, changed in variants():
-        try:
-            theirs = type(reference.config).from_dict(json.loads(json.dumps(changed)))
-            model = type(reference)(theirs).eval()
-            model.load_state_dict(state)
-            with torch.no_grad():
-                is_same = torch.allclose(model(TOKENS).logits, expected, atol=1e-6, rtol=0)
-        except Exception:  # a value that transformers cannot use, or another shape
-            continue
-        if is_same:
-            continue
-        n_changed += 1
-        with contextlib.suppress(ValueError):  # refused
-            assert differing(ours, from_hf_config(changed).model_args), name
-    assert n_changed >= 3
 
 
 def test_flavor_that_computes_something_else_than_the_weights_config_is_refused(tmp_path, caplog):

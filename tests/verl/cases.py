@@ -6,6 +6,7 @@ S samples, P prompt tokens, R response tokens, j tokens of one sample.
 import dataclasses
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from tests.tiny_hf import VOCAB, tiny_hf_model
 from torchtitan.integrations.verl.config import EngineConfig
+from torchtitan.testing.gloo import run_ranks
 
 STEPS, SAMPLES = 3, 8
 # A sample that sees another sample moves log-probabilities by 1e-2; rounding moves them by 1e-6.
@@ -149,9 +151,11 @@ def as_sft(data: TensorDict) -> TensorDict:
     return data
 
 
-def share_of(data: TensorDict, rank: int, size: int) -> TensorDict:
-    """The share of a batch that rank `rank` of `size` data-parallel ranks gets."""
-    return tu.chunk_tensordict(data, size)[rank]
+def share_of(data: TensorDict, engine: Any) -> TensorDict:
+    """The share of a batch that this data-parallel rank gets."""
+    return tu.chunk_tensordict(data, engine.get_data_parallel_size())[
+        engine.get_data_parallel_rank()
+    ]
 
 
 def actor_config(**changes: Any) -> ActorConfig:
@@ -164,19 +168,14 @@ def actor_config(**changes: Any) -> ActorConfig:
     )
 
 
-def critic_config() -> CriticConfig:
-    return CriticConfig(
-        strategy="torchtitan", ppo_micro_batch_size_per_gpu=SAMPLES, cliprange_value=0.5
-    )
-
-
 def loss_of(kind: str) -> Any:
     """A loss of verl's: "sft", "ppo" with entropy bonus and KL, or "value"."""
-    return {
-        "sft": lambda: partial(sft_loss, config=None),
-        "ppo": lambda: partial(ppo_loss, config=actor_config()),
-        "value": lambda: partial(value_loss, config=critic_config()),
-    }[kind]()
+    if kind == "sft":
+        return partial(sft_loss, config=None)
+    if kind == "ppo":
+        return partial(ppo_loss, config=actor_config())
+    settings = dict(ppo_micro_batch_size_per_gpu=SAMPLES, cliprange_value=0.5)
+    return partial(value_loss, config=CriticConfig(strategy="torchtitan", **settings))
 
 
 def batch_of(kind: str, step: int, **settings: Any) -> TensorDict:
@@ -261,6 +260,11 @@ def reference(folder: str, kind: str, adapters: str | None = None, **settings: A
 # ---- the engine ----
 
 
+def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The results of `work(*arguments)` on the ranks of a new job."""
+    return run_ranks(work, n_ranks, *arguments, timeout_seconds=300)
+
+
 def engine_config(**changes: Any) -> EngineConfig:
     values = dict(dtype="float32", use_torch_compile=False, activation_checkpoint="none")
     return EngineConfig(**{**values, **changes})
@@ -312,10 +316,9 @@ def train(
 ) -> Record:
     """Train as the plain loop does; on ranks without outputs the lists are empty."""
     worker.set_loss_fn(loss_of(kind))
-    engine, record = worker.engine, Record([], [], {})
-    share = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    record = Record([], [], {})
     for step in steps:
-        output = worker.train_batch(share_of(batch_of(kind, step, **settings), *share))
+        output = worker.train_batch(share_of(batch_of(kind, step, **settings), worker.engine))
         if output is not None:
             metrics = tu.get(output, "metrics")
             record.losses.append(metrics["loss"])
@@ -326,9 +329,7 @@ def train(
 
 def score(worker: TrainingWorker, data: TensorDict) -> dict[str, list[torch.Tensor]]:
     """Outputs for this rank's share of a batch, under verl's names."""
-    engine = worker.engine
-    share = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
-    data = share_of(data, *share)
+    data = share_of(data, worker.engine)
     tu.assign_non_tensor(data, compute_loss=False)
     output = worker.infer_batch(data)
     return {} if output is None else samples_of(output)

@@ -14,7 +14,6 @@ from verl.workers.utils.losses import ppo_loss
 from tests.verl import cases
 from torchtitan.integrations.verl.samples import pack, unpack
 from torchtitan.loss.aggregation import aggregation_weights
-from torchtitan.testing.gloo import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +274,10 @@ def tempered(folder, layouts):
 
 def test_temperature_per_sample_and_shared_prefixes_in_all_layouts(folder):
     """The layouts cut rows, pad them, or send them through a pipeline."""
-    (alone,) = run_ranks(tempered, 1, folder, ["one"], timeout_seconds=300)
+    (alone,) = cases.on_ranks(1, tempered, folder, ["one"])
     scores, norm = alone["one"]
     assert scores.keys() == {"log_probs", "entropy", "sum_pi_squared"}
-    ranks = run_ranks(tempered, 2, folder, ["tp", "pp", "cp"], timeout_seconds=300)
+    ranks = cases.on_ranks(2, tempered, folder, ["tp", "pp", "cp"])
     for name in ranks[0]:
         ((other_scores, other_norm),) = [rank[name] for rank in ranks if rank[name][1] is not None]
         assert other_norm == pytest.approx(norm, rel=5e-6), name

@@ -10,9 +10,7 @@ import transformers
 
 from tests.verl import cases
 from tests.verl.test_parity import merged
-from torchtitan.testing.gloo import run_ranks
 
-TIMEOUT_SECONDS = 300
 LORA = dict(lora_rank=4, lora_alpha=8, lora={"merge": True})
 
 
@@ -44,7 +42,7 @@ def records_of(models, layouts):
         model = dict(lora_adapter_path=adapters, lora={"merge": True})
         for layout, kind in layouts:
             worker = cases.make_worker(base, model=model, **cases.LAYOUTS[layout])
-            records[family, layout, kind] = cases.train(worker, kind)
+            records[family, kind, layout] = cases.train(worker, kind)
     return records
 
 
@@ -61,11 +59,10 @@ def records_of(models, layouts):
     ],
 )
 def test_adapters_train_as_in_peft(models, n_ranks, layouts):
-    ranks = run_ranks(records_of, n_ranks, models, layouts, timeout_seconds=TIMEOUT_SECONDS)
-    for family, layout, kind in ranks[0]:
-        n_shares = 2 if layout == "fsdp" else 1
-        record = merged([records[family, layout, kind] for records in ranks], n_shares)
-        cases.assert_same_run(record, cases.reference(models[family][0], kind, models[family][1]))
+    ranks = cases.on_ranks(n_ranks, records_of, models, layouts)
+    for case in ranks[0]:
+        (base, adapters), kind = models[case[0]], case[1]
+        cases.assert_same_run(merged(ranks, case), cases.reference(base, kind, adapters))
 
 
 def test_reference_is_the_actor_without_adapters(alone, models):

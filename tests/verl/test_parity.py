@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.verl import cases
-from torchtitan.testing.gloo import run_ranks
 
 FAMILIES, KINDS = ["qwen3", "llama3"], ["sft", "ppo", "value"]
-TIMEOUT_SECONDS = 300
+LAYOUTS = cases.LAYOUTS | {"ep": {"data_parallel_shard_size": 2, "expert_parallel_size": 2}}
 
 
 def records_of(folders, layouts):
@@ -20,8 +19,8 @@ def records_of(folders, layouts):
     records = {}
     for (family, kind), folder in folders.items():
         model_type = "value_model" if kind == "value" else "language_model"
-        for layout, sizes in layouts.items():
-            worker = cases.make_worker(folder, model_type, **sizes)
+        for layout in layouts:
+            worker = cases.make_worker(folder, model_type, **LAYOUTS[layout])
             records[family, kind, layout] = cases.train(worker, kind)
     return records
 
@@ -42,70 +41,51 @@ def references(folders):
     return {case: cases.reference(folder, case[1]) for case, folder in folders.items()}
 
 
-def merged(records, n_shares=1):
-    """Join the ranks' records; each data-parallel share of the outputs comes once, in order."""
+def merged(ranks, case):
+    """Join the ranks' records of a case; each data-parallel share of the outputs comes once, in order."""
+    records = [records[case] for records in ranks]
     (first, *_) = [record for record in records if record.losses]
     shares = [record.outputs for record in records if record.outputs]
-    assert len(shares) == n_shares
+    assert len(shares) == (2 if case[-1] in ("fsdp", "ep") else 1)
     outputs = {name: [x for share in shares for x in share[name]] for name in first.outputs}
     return cases.Record(first.losses, first.norms, outputs)
 
 
 def test_one_process_trains_as_transformers_does(folders, references):
-    (records,) = run_ranks(records_of, 1, folders, {"one": {}}, timeout_seconds=TIMEOUT_SECONDS)
-    for (family, kind, _), record in records.items():
-        cases.assert_same_run(record, references[family, kind])
+    ranks = cases.on_ranks(1, records_of, folders, ["one"])
+    for case in ranks[0]:
+        cases.assert_same_run(merged(ranks, case), references[case[:2]])
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folders):
-    layouts = {name: sizes for name, sizes in cases.LAYOUTS.items() if sizes}
-    return run_ranks(records_of, 2, folders, layouts, timeout_seconds=TIMEOUT_SECONDS)
+    return cases.on_ranks(2, records_of, folders, ["fsdp", "tp", "pp", "cp"])
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "pp", "cp"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_train_as_transformers_does(on_two_ranks, references, family, kind, layout):
-    records = [records[family, kind, layout] for records in on_two_ranks]
-    cases.assert_same_run(merged(records, 2 if layout == "fsdp" else 1), references[family, kind])
+    record = merged(on_two_ranks, (family, kind, layout))
+    cases.assert_same_run(record, references[family, kind])
 
 
-def test_tied_embeddings_train_as_in_transformers(tmp_path):
-    folder = cases.save_model(str(tmp_path), "qwen3", tie_word_embeddings=True)
-    folders = {("tied", kind): folder for kind in ("sft", "ppo")}
-    layouts = {name: cases.LAYOUTS[name] for name in ("fsdp", "pp")}
-    ranks = run_ranks(records_of, 2, folders, layouts, timeout_seconds=TIMEOUT_SECONDS)
-    for case in ranks[0]:
-        records = [records[case] for records in ranks]
-        n_shares = 2 if case[2] == "fsdp" else 1
-        cases.assert_same_run(merged(records, n_shares), cases.reference(folder, case[1]))
-
-
-def test_mixture_of_experts_trains_as_transformers_does(tmp_path):
-    folders = {
-        ("qwen3_moe", kind): cases.save_model(str(tmp_path), "qwen3_moe") for kind in ("sft", "ppo")
-    }
-    ep = {"data_parallel_shard_size": 2, "expert_parallel_size": 2}
-    (alone,) = run_ranks(records_of, 1, folders, {"one": {}}, timeout_seconds=TIMEOUT_SECONDS)
-    ranks = run_ranks(records_of, 2, folders, {"ep": ep}, timeout_seconds=TIMEOUT_SECONDS)
-    for (family, kind), folder in folders.items():
-        expected = cases.reference(folder, kind)
-        cases.assert_same_run(alone[family, kind, "one"], expected)
-        cases.assert_same_run(
-            merged([records[family, kind, "ep"] for records in ranks], 2), expected
-        )
-
-
-def test_linear_attention_trains_as_in_transformers(tmp_path):
-    folders = {("qwen3_5", "ppo"): cases.save_model(str(tmp_path), "qwen3_5")}
-    layouts = {name: cases.LAYOUTS[name] for name in ("fsdp", "pp")}
-    ranks = run_ranks(records_of, 2, folders, layouts, timeout_seconds=TIMEOUT_SECONDS)
-    for (family, kind), folder in folders.items():
-        expected = cases.reference(folder, kind)
-        for name in layouts:
-            records = [records[family, kind, name] for records in ranks]
-            cases.assert_same_run(merged(records, 2 if name == "fsdp" else 1), expected)
+@pytest.mark.parametrize(
+    ("family", "changes", "kinds", "layouts"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}, ["sft", "ppo"], {2: ["fsdp", "pp"]}),
+        ("qwen3_moe", {}, ["sft", "ppo"], {1: ["one"], 2: ["ep"]}),
+        ("qwen3_5", {}, ["ppo"], {2: ["fsdp", "pp"]}),
+    ],
+    ids=["tied embeddings", "mixture of experts", "linear attention"],
+)
+def test_other_models_train_as_in_transformers(family, changes, kinds, layouts, tmp_path):
+    folder = cases.save_model(str(tmp_path), family, **changes)
+    expected = {kind: cases.reference(folder, kind) for kind in kinds}
+    for n_ranks, own in layouts.items():
+        ranks = cases.on_ranks(n_ranks, records_of, {(family, kind): folder for kind in kinds}, own)
+        for case in ranks[0]:
+            cases.assert_same_run(merged(ranks, case), expected[case[1]])
 
 
 def test_text_model_of_a_multimodal_folder_trains_and_keeps_its_names(tmp_path, monkeypatch):

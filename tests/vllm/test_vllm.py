@@ -22,7 +22,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import build_generator
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.rl.weight_sync import WeightSync
+from torchtitan.rl.weight_sync import push_weights
 from torchtitan.testing.gloo import run_ranks
 
 if importlib.util.find_spec("vllm") is None:  # slow to import, and its ranks are other processes
@@ -210,7 +210,7 @@ def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tm
 def test_server_stops_where_it_is_asked_to_and_repeats_itself(server, tmp_path):
     engine = TrainingEngine(config := toy_config(tmp_path, *server))
     generator = build_generator(config, engine)
-    WeightSync(engine, generator).update()
+    push_weights(engine, generator)
     free = generator.generate(PROMPTS, sampling := SamplingConfig(max_tokens=8, seed=3), 2)
     assert free == generator.generate(PROMPTS, sampling, 2)
     assert {(len(c.token_ids), c.finish_reason) for c in free} == {(8, "length")}

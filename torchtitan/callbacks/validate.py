@@ -125,7 +125,6 @@ class Validator(BaseValidator):
                 self.parallel_dims, self.job_config.parallelism
             ),
             schedule=self.pp_schedule,
-            has_outputs=self.pp_has_last_stage is not False,
             client_inputs=client_inputs,
         )
         with runner.mode(training=False), _measured_apart(self.metrics_processor):

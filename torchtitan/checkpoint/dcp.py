@@ -12,7 +12,10 @@ import operator
 import os
 import pickle
 import re
+import struct
+import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -21,11 +24,12 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import CheckpointException, async_save, save
 from torch.distributed.checkpoint import metadata as torch_metadata
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from torchtitan.checkpoint.folder import DCP_METADATA, in_two_threads, is_plain, path_inside
+from torchtitan.checkpoint.stream import bytes_of
 from torchtitan.distributed.processes.ranks import on_all_ranks
 from torchtitan.tools import storage, torch_parts
 from torchtitan.tools.errors import RunError
@@ -33,8 +37,6 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.unpickling import Names, read_pickle, refusal
 
 __all__ = ["SafeReader", "async_save", "load", "one_error", "save"]
-
-_BYTES_OF_A_NUMBER = 2**11  # a saved number or pair of numbers takes less
 
 
 @contextmanager
@@ -128,20 +130,6 @@ class _EntryView(torch_parts.FileView):
         return super().seek(offset, whence)
 
 
-class _Address(FileSystem):
-    """Lets DCP's file reader read a checkpoint at an address (torch's own leaves errors untranslated)."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        yield storage.RangedFile(path)
-
-    def concat_path(self, path: Any, suffix: str) -> str:
-        return path_inside(path, suffix)
-
-    def init_path(self, path: Any) -> str:
-        return os.fspath(path)
-
-
 class SafeReader(torch_dcp.FileSystemReader):
     """DCP's file reader. Raises ValueError, naming the file, if a file is damaged or hostile.
 
@@ -152,17 +140,14 @@ class SafeReader(torch_dcp.FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        self._harmless: set[bytes] = set()  # small entries that `_slice_file` has accepted
-        if storage.is_address(path):
-            self.fs = _Address()
-            self.path = self.fs.init_path(path)
+        self.path = os.fspath(path)  # torch's would change an address
 
     def read_metadata(self) -> Metadata:
         if self._metadata is not None:
             return self._metadata
-        path = storage.join(str(self.path), DCP_METADATA)
+        path = storage.join(self.path, DCP_METADATA)
         try:
-            with open_file(path_inside(str(self.path), DCP_METADATA), "rb") as file:
+            with open_file(path_inside(self.path, DCP_METADATA), "rb") as file:
                 metadata = read_pickle(file, METADATA_NAMES, path)
             check_chunks(metadata, path)
             for index, info in metadata.storage_data.items():
@@ -178,50 +163,116 @@ class SafeReader(torch_dcp.FileSystemReader):
         self._metadata = metadata
         return metadata
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        """Return one entry's bytes; torch calls this for each entry (`torch_parts.read_entry`). Raises
-        ValueError if the entry would take more memory than it has bytes.
-
-        A zip archive can be compressed, and a pickle can make a bytearray of any length.
-        """
-        entry: Any = _EntryView(file, sinfo.offset, sinfo.length)
-        if isinstance(file, storage.RangedFile):  # one request for the whole entry
-            entry = io.BytesIO(file[sinfo.offset : sinfo.offset + sinfo.length])
-        if sinfo.length < _BYTES_OF_A_NUMBER:
-            entry = io.BytesIO(data := entry.read())
-            if data in self._harmless:
-                return entry
-        if entry.read(4) == b"PK\3\4":  # otherwise a pickle from before torch 1.6, never compressed
-            with zipfile.ZipFile(entry) as archive:
-                parts = archive.infolist()
-                if (n_bytes := sum(part.file_size for part in parts)) > sinfo.length:
-                    raise ValueError(f"an entry of {sinfo.length} bytes unpacks to {n_bytes}")
-                pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
-                if any(b"\nbytearray\n" in archive.read(part) for part in pickles):
-                    raise ValueError(refusal("bytearray"))
-        if sinfo.length < _BYTES_OF_A_NUMBER:
-            self._harmless.add(data)
-        entry.seek(0)
-        return entry
-
     def read_data(self, plan: torch_dcp.LoadPlan, planner: torch_dcp.LoadPlanner) -> Future[None]:
-        """Read file by file, to name the file in an error."""
         items_of_file: dict[str, list[torch_dcp.ReadItem]] = {}
         for item in plan.items:
             name = self.storage_data[item.storage_index].relative_path
             items_of_file.setdefault(name, []).append(item)
 
         def read(name: str) -> None:
-            path, part = path_inside(str(self.path), name), items_of_file[name]
+            path = path_inside(self.path, name)
             try:
-                super(SafeReader, self).read_data(dataclasses.replace(plan, items=part), planner)
-            except Exception as error:  # torch raises many kinds of errors for a damaged entry
+                ranged = storage.is_address(path)
+                with storage.RangedFile(path) if ranged else open_file(path, "rb") as file:
+                    for item in items_of_file[name]:
+                        self._read_item(file, item, planner)
+            except Exception as error:  # a damaged entry raises many kinds of errors
                 raise ValueError(f"{path} cannot be read: {_reason_of(error)}") from error
 
         in_two_threads(read, list(items_of_file))
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_item(self, file: Any, item: torch_dcp.ReadItem, planner: Any) -> None:
+        info = self.storage_data[item.storage_index]
+        entry: Any = _EntryView(file, info.offset, info.length)
+        if isinstance(file, storage.RangedFile):  # one request for the whole entry
+            entry = io.BytesIO(file[info.offset : info.offset + info.length])
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(entry.read()))
+            return
+        target = planner.resolve_tensor(item).detach()
+        numbers = _numbers_in(entry, info.length, None if any(item.storage_offsets) else target)
+        if numbers is not None:
+            entry.seek(numbers)
+            if entry.readinto(bytes_of(target).numpy()) != target.nbytes:
+                raise ValueError("it is cut off")
+        else:
+            entry.seek(0)
+            whole = torch.load(entry, map_location="cpu", weights_only=True)
+            ends = map(operator.add, item.storage_offsets, item.lengths)
+            part = whole[tuple(map(slice, item.storage_offsets, ends))]
+            if part.shape != target.shape:
+                raise ValueError(f"an entry is {list(part.shape)} instead of {list(target.shape)}")
+            target.copy_(part)
+        planner.commit_tensor(item, target)
+
+
+def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> int | None:
+    """Return the place in an entry of its numbers if they can be read into `target` as they are, else None.
+
+    target: None for an entry that is not a tensor. Raises ValueError if the entry would take more memory than
+    its `n_bytes`: a zip archive can be compressed, and a pickle can make a bytearray of any length.
+    """
+    if entry.read(4) != b"PK\3\4":  # a pickle from before torch 1.6, never compressed
+        return None
+
+    def start_of(record: zipfile.ZipInfo) -> int:
+        entry.seek(record.header_offset)
+        name, extra = struct.unpack("<26x2H", entry.read(30))
+        return record.header_offset + 30 + name + extra
+
+    records = zipfile.ZipFile(entry).infolist()
+    unpacked = sum(record.file_size for record in records)
+    if unpacked > n_bytes or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError(f"an entry of {n_bytes} bytes unpacks to {unpacked}")
+    pickles = []
+    for record in records:
+        if record.filename.endswith("/data.pkl"):
+            entry.seek(start_of(record))
+            pickles.append(entry.read(record.file_size))
+    if any(b"\nbytearray\n" in pickled for pickled in pickles):
+        raise ValueError(refusal("bytearray"))
+    folder = records[0].filename.partition("/")[0]  # torch's rule
+    found = {record.filename.removeprefix(f"{folder}/"): record for record in records}
+    numbers, byte_order = found.get("data/0"), found.get("byteorder")
+    if target is None or numbers is None or len(pickles) != 1 or not target.is_cpu:
+        return None
+    if byte_order is not None and byte_order.file_size != len(sys.byteorder):  # little or big
+        return None
+    layout = target.dtype, target.shape, target.stride()
+    is_same = numbers.file_size == target.nbytes and _layout_in(pickles[0]) == layout
+    return start_of(numbers) if is_same else None
+
+
+_STORAGES = (
+    "Float=float32 Double=float64 Half=float16 BFloat16=bfloat16 Long=int64 Int=int32 Short=int16 Char=int8 "
+    "Byte=uint8 Bool=bool"
+)
+# The names in the pickle of a tensor.
+_TENSOR_NAMES: Names = {
+    ("torch._utils", "_rebuild_tensor_v2"): lambda *parts: parts,
+    ("collections", "OrderedDict"): OrderedDict,
+} | {
+    ("torch", f"{kind}Storage"): getattr(torch, dtype)
+    for kind, dtype in (pair.split("=") for pair in _STORAGES.split())
+}
+
+
+@functools.lru_cache(256)  # layers, and their optimizer moments, have equal pickles
+def _layout_in(pickled: bytes) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None:
+    """Return (dtype, shape, stride) of a pickled tensor that is stored contiguously; None for others."""
+    try:
+        reference, offset, size, stride, _, hooks = read_pickle(
+            io.BytesIO(pickled), _TENSOR_NAMES, ""
+        )
+        _, dtype, key, _, n_numbers = reference
+        is_plain = (offset, key, hooks, n_numbers) == (0, "0", {}, math.prod(size))
+        is_plain &= torch.empty(size, device="meta").stride() == stride
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return (dtype, size, stride) if is_plain else None
 
 
 class _SafePlanner(torch_dcp.DefaultLoadPlanner):
@@ -239,8 +290,10 @@ class _SafePlanner(torch_dcp.DefaultLoadPlanner):
         try:
             if (data := value.getvalue()) in self._plain:
                 content = self._plain[data]
-            elif is_plain(content := torch.load(value, weights_only=True)):
-                self._plain[data] = content
+            else:
+                _numbers_in(io.BytesIO(data), len(data), None)
+                if is_plain(content := torch.load(value, weights_only=True)):
+                    self._plain[data] = content
         except pickle.UnpicklingError as error:
             raise ValueError(f"the entry {name}: {_reason_of(error)}") from error
         # int and float may replace each other, and so may list and tuple. A tensor, such as a

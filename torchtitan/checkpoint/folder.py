@@ -14,8 +14,8 @@ marker nor hashes: they count as complete if they hold `.metadata` or safetensor
 are the last object that it writes, and a run's step there counts only if it has them.
 """
 
-import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -29,7 +29,6 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,13 +37,13 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
-from torchtitan.tools import storage
-from torchtitan.tools.files import UNFINISHED, open_file
+from torchtitan.tools import storage, torch_parts
+from torchtitan.tools.files import UNFINISHED, open_descriptor, open_file
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import run_beside
 
 T, U = TypeVar("T"), TypeVar("U")
 
@@ -66,7 +65,7 @@ WEIGHT_FILES = (
 )
 GIB = 1024**3
 _BYTES_FOR_TWO_FILES = 2**25  # in each
-_BYTES_FOR_A_THREAD = 2**18  # fewer are hashed sooner than a thread starts
+_BUFFER, _BYTES_TO_FLUSH = 2**20, 2**20
 
 
 class Contents(Enum):
@@ -349,34 +348,28 @@ def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = N
             os.rmdir(folder)
 
 
-class HashedFile:
-    """A file hashed while it is written: a hash taken from the disk would hide write errors."""
+class HashedFile(io.FileIO):
+    """A new file, hashed while it is written: a hash taken from the disk would hide write errors."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "wb", opener=open_descriptor)
         self._sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        if memoryview(data).nbytes < _BYTES_FOR_A_THREAD:
-            self._sha256.update(data)
-            return self._file.write(data)
-        hashing = run_beside(lambda: self._sha256.update(data))  # without Python's lock
-        try:
-            return self._file.write(data)
-        finally:
-            hashing.result()
+        """Write all of `data`. One system call may write less: at most 2 GiB, or until the disk is full."""
+        left = memoryview(data).cast("B")
+        while left:
+            n_written = super().write(left)
+            if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
+                # Linux then writes to the disk while this thread hashes; fsync alone would do so at the end.
+                start = self.tell() - n_written
+                os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
+            self._sha256.update(left[:n_written])
+            left = left[n_written:]
+        return memoryview(data).nbytes
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
-
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 class _HashingFileSystem(FileSystem):
@@ -386,10 +379,10 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with open_file(path, mode) as file:
-            hashed = HashedFile(file)
+        hashed = HashedFile(path)
+        with io.BufferedWriter(hashed, _BUFFER) as file:
             try:
-                yield hashed
+                yield file
             except RuntimeError as error:
                 # torch's zip writer raises RuntimeError; raise the OSError that caused it instead.
                 if isinstance(error.__context__, OSError):
@@ -463,23 +456,35 @@ class HashingWriter(FileSystemWriter):
                 pickled[key] = planner.resolve_data(item)
             return pickled[key]
 
-        def write(items: list[WriteItem]) -> list[Any]:
-            names = plan.storage_data
-            if items is not parts[0]:  # torch counts the files of a call from 0: `_10.distcp`
-                names = dataclasses.replace(names, prefix=f"{names.prefix}1")
-            part = dataclasses.replace(plan, items=items, storage_data=names)
-            return super(HashingWriter, self).write_data(part, resolver).wait()
+        def write(number: int) -> list[WriteResult]:
+            torch.serialization.set_crc32_options(False)  # the file's SHA-256 covers more
+            name, results = f"{plan.storage_data.prefix}{number}.distcp", []
+            with self.fs.create_stream(os.path.join(self.path, name), "wb") as file:
+                for item in parts[number]:
+                    start, data = file.tell(), resolve(item)
+                    if isinstance(data, torch.Tensor):
+                        data = data.detach().cpu()
+                        is_view = data.untyped_storage().nbytes() != data.nbytes
+                        torch.save(data.clone() if is_view else data, file)
+                    else:
+                        file.write(data.getbuffer())
+                    place = torch_parts.StorageInfo(name, start, file.tell() - start)
+                    results.append(WriteResult(item.index, place.length, place))
+                file.flush()
+                os.fsync(file.fileno())
+            return results
 
-        find, resolver = planner.lookup_object, SimpleNamespace(resolve_data=resolve)
-        parts = _in_two_files(plan.items)
-        if torch.accelerator.is_available():  # a thread has its own current device
-            of_parts = list(map(write, parts))
-        else:
-            of_parts = in_two_threads(write, parts)
-        results = [result for of_part in of_parts for result in of_part]
-        names = {result.storage_data.relative_path for result in results}
+        find, parts = planner.lookup_object, _in_two_files(plan.items)
+        if torch.accelerator.is_available():  # the threads have streams of their own
+            torch.accelerator.synchronize()
+        has_crc32 = torch.serialization.get_crc32_options()
+        try:
+            of_files = in_two_threads(write, [*range(len(parts))])
+        finally:
+            torch.serialization.set_crc32_options(has_crc32)
+        results = [result for of_file in of_files for result in of_file]
         written: Future[Any] = Future()
-        written.set_result((results, {name: self.fs.hashes[name] for name in names}))
+        written.set_result((results, dict(self.fs.hashes)))
         return written
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:

@@ -55,7 +55,7 @@ from torchtitan.protocols.state_dict_adapter import (
     shorten,
     to_template,
 )
-from torchtitan.tools.files import open_file, regular_file
+from torchtitan.tools.files import regular_file
 from torchtitan.tools.logging import logger
 
 _BYTES_PER_PART = 2**28
@@ -372,7 +372,7 @@ class _WeightFile:
             header[name] = {"dtype": dtype, "shape": kind[1], "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._thread, self._file = ThreadPoolExecutor(1), HashedFile(open_file(path, "wb"))
+        self._thread, self._file = ThreadPoolExecutor(1), HashedFile(path)
         self._written = self._thread.submit(
             self._file.write, len(text).to_bytes(8, "little") + text
         )

@@ -4,6 +4,7 @@
 trains, such as vision towers.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,6 @@ from safetensors.torch import _TYPES as DTYPES
 from torchtitan.checkpoint.folder import (
     HF_INDEX,
     HF_SINGLE_FILE,
-    HashedFile,
     hash_file,
     own_share,
     path_inside,
@@ -330,6 +330,6 @@ def write_json(path: Path, content: dict[str, Any]) -> str:
 
 
 def _write(path: Path, content: bytes) -> str:
-    with HashedFile(open_file(path, "wb")) as file:
+    with open_file(path, "wb") as file:
         file.write(content)
-    return file.hexdigest()
+    return hashlib.sha256(content).hexdigest()

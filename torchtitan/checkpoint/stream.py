@@ -96,8 +96,8 @@ class WeightStream:
         self.digest = digest.hexdigest()
 
     @torch.no_grad()
-    def live_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors under our names, cast to the stream's dtype; DTensors if sharded.
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's tensors, not gathered, under our names; DTensors if sharded.
 
         A tensor that needs no cast shares the live parameter's memory.
         """

@@ -2,13 +2,14 @@
 
 import json
 import os
-import re
 import shlex
 import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from textwrap import indent
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from torchtitan.config import JobConfig
 
@@ -81,10 +82,10 @@ class ClusterJob:
             f"--log-dir=outputs/logs/{self.name} --tee=3 --local-ranks-filter=0 --role=rank {of_rank}"
         )
 
-    def filled(self, template: str, parts: dict[str, bool], **values: object) -> str:
-        """Return a template, each @NAME@ replaced by the value, the option or the field of this name.
+    def filled(self, template: str, **values: object) -> str:
+        """Return a Jinja template with the values, the options and this job's fields.
 
-        Dicts and lists become JSON, which is YAML. parts: whether to keep the lines in <name> ... </name>.
+        Dicts and lists become JSON, which is YAML.
         """
         server = (
             f"-m vllm.entrypoints.openai.api_server --host=0.0.0.0 --port={_SERVER_PORT} "
@@ -97,16 +98,16 @@ class ClusterJob:
         # a label, is never an input.
         variables = "-u PYTORCH_ALLOC_CONF VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
         known |= {"server": server, "server_port": _SERVER_PORT, "server_env": variables} | values
+        environment = Environment(
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            keep_trailing_newline=True,
+            comment_start_string="<#",  # Jinja's own is part of Bash's ${#array[@]}
+            comment_end_string="#>",
+            finalize=lambda x: json.dumps(x) if isinstance(x, dict | list) else x,
+        )
         text = files("torchtitan.cluster").joinpath(template).read_text(encoding="utf-8")
-        for part, is_kept in parts.items():
-            kept = r"\1" if is_kept else ""
-            text = re.sub(rf"# <{part}>\n(.*?)# </{part}>\n", kept, text, flags=re.S)
-
-        def write(match: re.Match[str]) -> str:
-            value = known[match[1].lower()]
-            return json.dumps(value) if isinstance(value, dict | list) else str(value)
-
-        return re.sub("@([A-Z_]+)@", write, text)
+        return environment.from_string(text).render(known)
 
 
 def server_arguments(n_servers: int, urls: str) -> list[str]:
@@ -118,45 +119,27 @@ def server_arguments(n_servers: int, urls: str) -> list[str]:
 def jobset(job: ClusterJob, has_trainer: bool = False) -> str:
     """Return a ConfigMap and a JobSet of the trainer's pods and, for RL, the servers' pods."""
     options, name = job.options, job.name
-    mounts = {"shm": "/dev/shm", "config": "/etc/torchtitan"}
-    volumes: dict[str, Any] = {
-        "shm": {"emptyDir": {"medium": "Memory"}},  # a container has 64 MiB, and NCCL needs more
-        "config": {"configMap": {"name": name}},
-    }
-    if options.volume:
-        mounts["work"] = "/work"
-        volumes["work"] = {"persistentVolumeClaim": {"claimName": options.volume}}
     devices = {"nvidia.com/gpu": job.gpus} | NETWORKS[options.network][1] if job.gpus else {}
-    pod = job.filled(
-        "pod.yaml",
-        {},
-        variables=[{"name": key, "value": value} for key, value in job.environment.items()],
-        resources={
-            "requests": {"cpu": str(options.cpus * job.ranks)},
-            "limits": {key: str(count) for key, count in devices.items()},
-        },
-        # RDMA pins memory.
-        security={} if options.network == "tcp" else {"capabilities": {"add": ["IPC_LOCK"]}},
-        mounts=[{"name": key, "mountPath": path} for key, path in mounts.items()],
-        volumes=[{"name": key} | volumes[key] for key in mounts],
-    )
     hosts = [f"http://{name}-server-0-{i}.{name}:{_SERVER_PORT}" for i in range(options.servers)]
     command = job.torchrun(
         f"{name}-node-0-0.{name}:{_PORT}",
-        f"{mounts['config']}/job.toml",
+        "/etc/torchtitan/job.toml",
         _STOPPED_FLAG,
         *server_arguments(options.servers, ",".join(hosts)),
         is_host="$((JOB_COMPLETION_INDEX==0))",
     )
     return job.filled(
         "kubernetes.yaml",
-        {"jobset": not has_trainer, "trainer": has_trainer, "servers": bool(hosts)}
-        | {"elastic": job.min_nodes < job.max_nodes},
-        config=indent(job.config_text.rstrip("\n"), "    "),
+        has_trainer=has_trainer,
+        toml=indent(job.config_text.rstrip("\n"), "    "),
         command=json.dumps("exec " + command),
-        pod=indent(pod, " " * 14).strip(),
         failures=options.max_restarts * job.max_nodes,
         server_failures=options.max_restarts * options.servers,
+        variables=[{"name": key, "value": value} for key, value in job.environment.items()],
+        resources={
+            "requests": {"cpu": str(options.cpus * job.ranks)},
+            "limits": {key: str(count) for key, count in devices.items()},
+        },
     )
 
 
@@ -167,10 +150,6 @@ def train_job(job: ClusterJob) -> str:
 
 def sky_task(job: ClusterJob) -> str:
     """Return a task for SkyPilot's managed jobs. Without an image, the nodes install a clone of this project."""
-    options = job.options
-    # A lost machine does not count as an error. The ranks themselves start again after errors.
-    recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]}
-    accelerators = {"accelerators": f"{options.accelerator}:{job.gpus}"} if job.gpus else {}
     command = job.torchrun(
         f"\"${{SKYPILOT_NODE_IPS%%$'\\n'*}}\":{_PORT}",
         "HOME/torchtitan_job.toml",
@@ -178,13 +157,7 @@ def sky_task(job: ClusterJob) -> str:
         is_host="$((SKYPILOT_NODE_RANK==0))",
         nodes="$SKYPILOT_NUM_NODES",
     ).replace("=HOME/", "=$HOME/")
-    image = {"image_id": f"docker:{options.image}"} if options.image else {}
-    return job.filled(
-        "skypilot.yaml",
-        {"volume": bool(options.volume), "clone": not options.image},
-        resources={"job_recovery": recovery} | accelerators | image,
-        command=f"cd /work && {command}" if options.volume else command,
-    )
+    return job.filled("skypilot.yaml", command=command)
 
 
 def batch_script(job: ClusterJob) -> str:
@@ -193,11 +166,8 @@ def batch_script(job: ClusterJob) -> str:
     command = job.command(sys.executable, job.config_file, *drawing)
     return job.filled(
         "slurm.sbatch",
-        {"servers": job.options.servers > 0, "gpus": job.gpus > 0},
         nodes=job.max_nodes + job.options.servers,
         world_size=job.max_nodes * job.ranks,
-        # Without checkpoints another attempt would begin at step 0.
-        requeue="requeue" if job.config.checkpoint.enable else "no-requeue",
         assignments=_assignments(job),
         command=command.replace("url=URLS", 'url="$urls"'),
         python=sys.executable,

@@ -20,10 +20,6 @@ class Section:
             )
         object.__setattr__(self, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        self.__setattr__(name, None)  # raises if the section is frozen
-        object.__delattr__(self, name)
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__  # without `_job`, so copies are not frozen
 
@@ -93,17 +89,17 @@ class Range:
     def problem(self, value: Any) -> str | None:
         """Return what the value must be, such as "at most 10", if it is not allowed; else None."""
         is_number = isinstance(value, numbers.Real)
-        if value == self.special or not is_number:
-            return "a number" if not is_number else None
+        if not is_number:
+            return "a number"
         # The condition states what is allowed, so nan fails, because all comparisons with nan are false.
-        if self.smallest <= value <= self.largest and value != self.excluded:
+        is_within = self.smallest <= value <= self.largest and value != self.excluded
+        if is_within or value == self.special:
             return None
-        besides = "" if self.special is None else f", or {self.special}"
+        limit, ends = self.smallest, ("at least", "above")
         if value >= self.largest:
-            end = "below" if self.excluded == self.largest else "at most"
-            return f"{end} {self.largest}{besides}"
-        end = "above" if self.excluded == self.smallest else "at least"
-        return f"{end} {self.smallest}{besides}"
+            limit, ends = self.largest, ("at most", "below")
+        besides = "" if self.special is None else f", or {self.special}"
+        return f"{ends[self.excluded == limit]} {limit}{besides}"
 
 
 Positive = Annotated[int, Range(1, 10**9)]

@@ -6,7 +6,6 @@ table. `--help` prints the comment behind or above a field. Annotations must sta
 """
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -239,7 +238,7 @@ class Training(Section):
     defer_gradient_sync: bool = False
     seq_len: Positive = 2048  # Tokens per sequence
     # Clip the gradient norm to this value
-    max_norm: Annotated[float | int, Range(0, 1e38, excluded=0, special=math.inf)] = 1.0
+    max_norm: Annotated[float | int, Range(0, 1e38, excluded=0, special=float("inf"))] = 1.0
     steps: NumSteps = 10000  # Optimizer steps to train for
     # Save and end before the process has run this long; 0 is no limit. Needs checkpoint.enable
     time_limit_minutes: Annotated[float, Range(0, 10**8)] = 0.0
@@ -329,12 +328,10 @@ class Parallelism(Section):
     expert_parallel_degree: Positive = 1  # Ranks that the experts are spread over; 1 is off
     # Tensor parallelism inside the experts: 1, or the same as tensor_parallel_degree
     expert_tensor_parallel_degree: Positive = 1
-    # How tokens are sent to experts: standard is torch's all-to-all; "deepep" is refused
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    expert_parallel_comm_backend: Literal["standard"] = "standard"  # torch's all-to-all
 
     def __post_init__(self) -> None:
-        balancer = self.context_parallel_load_balancer
-        if balancer is not None and not balancer:
+        if self.context_parallel_load_balancer == "":
             raise ValueError(
                 "parallelism.context_parallel_load_balancer must be 'headtail', 'ptrr' or None, got "
                 "''; use None for no load balancing"
@@ -588,8 +585,8 @@ class JobConfig(Section):
     def maybe_log(self) -> None:
         """Log the config if `job.print_config`; rank 0 writes it to `job.save_config_file`, if set."""
         if self.job.print_config:
-            described = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-            logger.info(f"Running with configs: {described}")
+            text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+            logger.info(f"Running with configs: {text}")
         if self.job.save_config_file is None:
             return
         if not torch.distributed.is_initialized():

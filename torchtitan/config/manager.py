@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import io
-import itertools
 import json
 import os
 import re
@@ -25,8 +23,6 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import open_file
 from torchtitan.tools.host import has_peers
 from torchtitan.tools.logging import logger
-
-_FLAGS_SHOWN = 4  # number of suggestions for a mistyped flag
 
 
 class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
@@ -58,7 +54,7 @@ class ConfigManager:
         Raises FileNotFoundError, TOMLDecodeError or ConfigError for the file. For a mistake in the flags,
         prints a message (with several ranks `exit_on_config_error` prints it) and raises SystemExit(2).
         """
-        args = [_as_utf8(arg) for arg in sys.argv[1:]] if args is None else args
+        args = sys.argv[1:] if args is None else args
         toml_values = self._maybe_load_toml(args) if values is None else values
         config_cls = self._maybe_add_custom_config(args, toml_values)
         try:
@@ -126,14 +122,14 @@ class ConfigManager:
     def _maybe_add_custom_config(
         self, args: list[str], toml_values: dict[str, Any] | None
     ) -> type[JobConfig]:
-        # The deprecated key comes last. A value that is not a string is reported later.
-        names = []
-        for section, key in ("job", "custom_config_module"), ("experimental", "custom_args_module"):
+        def value_of(section: str, key: str) -> Any:
             table = (toml_values or {}).get(section)
             in_toml = table.get(key) if isinstance(table, dict) else None
-            names.append(_flag_value(args, section, key) or in_toml)
-        module_name = names[0] or names[1]
-        if not (module_name and isinstance(module_name, str)):
+            return _flag_value(args, section, key) or in_toml
+
+        module_name = value_of("job", "custom_config_module")
+        module_name = module_name or value_of("experimental", "custom_args_module")
+        if not (module_name and isinstance(module_name, str)):  # another type is reported later
             return self.config_cls
         module = import_named("job.custom_config_module", module_name)
         custom_cls = getattr(module, "JobConfig", None)
@@ -148,26 +144,23 @@ class ConfigManager:
     def _merge_configs(base: Any, custom: Any) -> type:
         """Return a dataclass with the fields of both; `custom` overrides `base`. Merges sections, too."""
         base_types, custom_types = (get_type_hints(c, include_extras=True) for c in (base, custom))
-        fields = {f.name: f for c in (base, custom) for f in dataclasses.fields(c)}
         merged: list[tuple[str, Any, Any]] = []
-        for name, field in fields.items():
-            both = base_types.get(name), custom_types.get(name)
-            kind = both[0] if both[1] is None else both[1]
+        for field in dataclasses.fields(custom):
+            base_kind, kind = base_types.get(field.name), custom_types[field.name]
             default: Any = field.default
             factory: Any = field.default_factory
-            if both[0] is not both[1] and all(map(dataclasses.is_dataclass, both)):
-                kind = factory = ConfigManager._merge_configs(*both)
+            if dataclasses.is_dataclass(kind) and dataclasses.is_dataclass(base_kind):
+                kind = factory = ConfigManager._merge_configs(base_kind, kind)
                 default = dataclasses.MISSING
             elif default is dataclasses.MISSING and factory is dataclasses.MISSING:
                 if not dataclasses.is_dataclass(kind):
                     raise ConfigError(
-                        f"every key of a custom config needs a default value, got none for {name!r}; add one"
+                        "every key of a custom config needs a default value, got none for "
+                        f"{field.name!r}; add one"
                     )
                 factory = kind
-            copy = dataclasses.field(
-                default=default, default_factory=factory, metadata=field.metadata
-            )
-            merged.append((name, kind, copy))
+            options = {"default": default, "default_factory": factory, "metadata": field.metadata}
+            merged.append((field.name, kind, dataclasses.field(**options)))
         # A class made here has no source, so the parser takes its help texts from the docstring.
         help_texts = "\n".join(f":param {key}: {text}" for key, text in _help_texts(base).items())
         return dataclasses.make_dataclass(
@@ -232,14 +225,6 @@ class ConfigManager:
             return inline_table if type_info.type == dict[str, Any] else None
 
 
-def _as_utf8(argument: str) -> str:
-    """Return an argument decoded as UTF-8; under LC_ALL=C Python may have read it as ASCII."""
-    try:
-        return os.fsencode(argument).decode()
-    except UnicodeError:  # not UTF-8: the checks report it
-        return argument
-
-
 custom_registry = tyro.constructors.ConstructorRegistry()
 
 
@@ -300,26 +285,19 @@ def _flag_value(args: list[str], section: str, key: str) -> str | None:
 
 
 def _sentence_in(box: str) -> str:
-    """Extract the parser's message about a flag from its frame of help texts, as one line."""
+    """Return the parser's message about a flag, and the flags that it suggests, as one line."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # without colours and title
-    lines = ["" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
-    parts = [list(part) for is_text, part in itertools.groupby(lines, bool) if is_text]
-    problem, *others = parts or [[box]]
-    known = [line for part in others for line in part if line.startswith("--")][:_FLAGS_SHOWN]
-    sentence, is_typo = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", " ".join(problem))
-    typed = sentence.partition(" ")[0].partition("=")[0]
-
-    def nearest(line: str) -> str:
-        """Return the flag in a line such as `--a.enable, --a.no_enable` that is most like the typed flag."""
-        flags = re.findall(r"--[\w.-]+", line)
-        return max(flags, key=lambda flag: difflib.SequenceMatcher(None, typed, flag).ratio())
-
-    hint = f"; usage: {', '.join(known)}" if known else ""
+    lines = ["\n" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
+    problem, _, hints = " ".join(lines).strip().partition("\n")
+    sentence, is_unknown = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", problem.strip())
     if sentence in ("True is unknown", "False is unknown"):
-        hint = "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
-    elif is_typo and known:
-        hint = f", did you mean {', '.join(map(nearest, known))}?"
-    return f"config error: {sentence}{hint} (`{_program()} --help` lists all keys)"
+        sentence += (
+            "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
+        )
+    elif is_unknown and "Perhaps you meant" in hints:
+        flags = re.findall(r"--[a-z][\w.-]+", hints.partition("For full helptext")[0])
+        sentence += f", did you mean {' or '.join(flags[:4])}?"
+    return f"config error: {sentence} (`{_program()} --help` lists all keys)"
 
 
 def _expand_home(section: Any) -> None:
@@ -330,13 +308,6 @@ def _expand_home(section: Any) -> None:
             _expand_home(value)
         elif isinstance(value, str) and is_path(field.name):
             setattr(section, field.name, os.path.expanduser(value))
-            try:
-                os.fsencode(value)
-            except UnicodeEncodeError as error:
-                raise ConfigError(
-                    f"{field.name} = {value!r} cannot be a file's name here, because Python encodes names "
-                    f"in {error.encoding}; set PYTHONUTF8=1, or LC_ALL to a UTF-8 locale"
-                ) from None
 
 
 def _help_texts(section: type) -> dict[str, str]:

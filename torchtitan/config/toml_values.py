@@ -40,45 +40,38 @@ def with_values(instance: Any, table: Any, section: str = "") -> Any:
     hints = get_type_hints(cls, include_extras=True)
     values = {}
     for name, value in table.items():
-        key = f"{section}.{name}" if section else name
-        current, kind = getattr(instance, name), hints[name]
-        members: tuple[Any, ...] = (kind, *get_args(kind))
-        classes = [x for x in members if isinstance(x, type) and dataclasses.is_dataclass(x)]
-        if _is_list_of_tables(kind) and type(value) is list:
-            tables = enumerate(value)
-            values[name] = [with_values(classes[0](), part, f"{key}[{i}]") for i, part in tables]
-        elif classes and not _is_list_of_tables(kind):
-            values[name] = with_values(current or classes[0](), value, key)
-        else:
-            try:
-                values[name] = convert(value, kind)
-            except TypeError as error:
-                where = f"[{section}] {name}" if section else name
-                raise ConfigError(
-                    f"{where} = {value!r}: {error}; the default is {current!r}"
-                ) from None
+        current = getattr(instance, name)
+        try:
+            key = f"{section}.{name}" if section else name
+            values[name] = convert(value, hints[name], key, current)
+        except TypeError as error:
+            where = f"[{section}] {name}" if section else name
+            raise ConfigError(f"{where} = {value!r}: {error}; the default is {current!r}") from None
     try:
         return dataclasses.replace(instance, **values)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"[{section or cls.__name__}] cannot be used: {error}") from error
 
 
-def convert(value: Any, annotation: Any) -> Any:
+def convert(value: Any, annotation: Any, key: str = "", current: Any = None) -> Any:
     """Return a TOML value as type `annotation`; raises TypeError for a value of the wrong type.
 
     Accepts an integer for a float, a list for a tuple, a string for a path. Other classes are not checked.
+    key, current: the dotted name and the present value, for tables; see `with_values`.
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would accept True as an integer
     accepted: dict[Any, tuple[Any, ...]] = {float: (int, float), Path: (str,), type(None): ()}
     accepted |= {plain: (plain,) for plain in (bool, int, str, dict)}
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
+        return with_values(origin() if current is None else current, value, key)
     if origin is Annotated:
         return convert(value, arguments[0])
     if origin in (Union, types.UnionType):
         # Try float last, so 1 stays an integer.
         for member in sorted(arguments, key=lambda a: a is float):
             try:
-                return convert(value, member)
+                return convert(value, member, key, current)
             except TypeError:
                 continue
     elif origin is Literal:
@@ -93,7 +86,8 @@ def convert(value: Any, annotation: Any) -> Any:
                 raise TypeError(f"expected {len(arguments)} items, got {len(value)}")
             return tuple(convert(item, a) for item, a in zip(value, arguments, strict=True))
         if kind is list:
-            return origin(convert(item, arguments[0] if arguments else Any) for item in value)
+            member = arguments[0] if arguments else Any
+            return origin(convert(item, member, f"{key}[{i}]") for i, item in enumerate(value))
     elif origin is dict and kind is dict and arguments:
         return {key: convert(item, arguments[1]) for key, item in value.items()}
     elif origin not in accepted:
@@ -115,12 +109,6 @@ def describe(annotation: Any) -> str:
         return "one of " + ", ".join(f'"{choice}"' for choice in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(a) for a in arguments if a is not type(None))
-    if isinstance(annotation, type) and not arguments:
-        return annotation.__name__
-    if _is_list_of_tables(annotation):
+    if origin is list and dataclasses.is_dataclass(arguments[0]):
         return "a list of tables, each under a heading in double brackets"
-    return str(annotation)
-
-
-def _is_list_of_tables(annotation: Any) -> bool:
-    return get_origin(annotation) is list and dataclasses.is_dataclass(get_args(annotation)[0])
+    return str(annotation) if arguments else getattr(annotation, "__name__", str(annotation))

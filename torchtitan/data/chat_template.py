@@ -124,32 +124,25 @@ class ChatTemplate:
 
         Raises ValueError if the template cannot render them, RunError if time or memory run out.
         """
-        more = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
-        return text_of(self.render_each([(messages, more)], tools=tools)[0])
-
-    def render_each(
-        self, calls: Sequence[tuple[Sequence[Message], Mapping[str, Any]]], *, tools: Tools = None
-    ) -> list[str | CannotRenderError]:
-        """Return, for each (messages, extra variables), the text or the error that `render` raises."""
-        for_all = {"tools": tools, "documents": None}
-        variables = [
-            {**self._variables, **more, **for_all, "messages": messages} for messages, more in calls
-        ]
+        values = {
+            **self._variables,
+            **(variables or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+        }
         try:
-            results = bounded.call("torchtitan.data.rendering:render", self.source, variables)
+            return bounded.call("torchtitan.data.rendering:render", self.source, values)
         except bounded.OutOfBoundsError as error:
             raise RunError(
-                f"{self.name} cannot render {reprlib.repr(calls[0][0])}: {error}; correct the template, or "
+                f"{self.name} cannot render {reprlib.repr(messages)}: {error}; correct the template, or "
                 "name another file"
             ) from error
         except OSError:  # no process could be started
             raise
         except Exception as error:  # pickle raises several types
-            results = [(None, str(error))] * len(calls)
-        return [
-            text if error is None else CannotRenderError(self.name, messages, error)
-            for (text, error), (messages, _) in zip(results, calls, strict=True)
-        ]
+            raise CannotRenderError(self.name, messages, str(error)) from None
 
     def render_with_spans(
         self, messages: Sequence[Message], *, tools: Tools = None, variables: Variables = None
@@ -158,16 +151,12 @@ class ChatTemplate:
 
         Raises ValueError as `render` does, and if the template changes the text of a block afterwards.
         """
-        plain_text = {**(variables or {}), "add_generation_prompt": False}
-        text = ""
-        for _ in range(2):  # a second time if the text contains the characters chosen as marks
-            unused = (mark for mark in map(chr, range(ord(SEAM) + 1, 2**20)) if mark not in text)
-            begin, end = next(unused), next(unused)
-            marks = {"_begin_generation": begin, "_end_generation": end}
-            calls = [(messages, plain_text), (messages, plain_text | marks)]
-            text, marked = map(text_of, self.render_each(calls, tools=tools))
-            if begin not in text and end not in text:
-                break
+        options: Any = {"tools": tools, "add_generation_prompt": False}
+        text = self.render(messages, variables=variables, **options)
+        unused = (mark for mark in map(chr, range(ord(SEAM) + 1, 2**20)) if mark not in text)
+        begin, end = next(unused), next(unused)
+        marks = {"_begin_generation": begin, "_end_generation": end}
+        marked = self.render(messages, variables={**(variables or {}), **marks}, **options)
         spans, begins, plain = [], [], ""
         for part in re.split(f"([{begin}{end}])", marked):
             if part == begin:
@@ -251,10 +240,3 @@ class ChatTemplate:
                     f"{reply['role']!r} follows ({got!r} in place of {start[-80:] + written!r}); set "
                     "rl.task.chat_template to a file with a template that leaves earlier turns unchanged"
                 )
-
-
-def text_of(result: str | CannotRenderError) -> str:
-    """Return the result if it is a text; raise it if it is an error."""
-    if isinstance(result, CannotRenderError):
-        raise result
-    return result

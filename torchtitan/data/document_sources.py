@@ -9,13 +9,14 @@ import hashlib
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Subset
 
 from torchtitan.data.open_document import OpenDocument, Tokens
 from torchtitan.data.tokenizer import BaseTokenizer
@@ -89,52 +90,27 @@ def _mixed(x: Any) -> Any:
     return x ^ x >> 31
 
 
-@dataclass
-class DocumentShare:
-    """The documents of one of S readers, by number: base + reader, base + reader + S, and so on."""
+FeedState = tuple[int, int, list[int]]
+"""Position of one of S readers of an indexed source: (base, number of documents taken, pending).
 
-    reader: int
-    num_readers: int  # S above
-    base: int = 0
-    num_taken: int = 0  # documents read so far, without `pending`
-    # Documents below `base` that an earlier run did not read, ascending; they are read first.
-    pending: deque[int] = field(default_factory=deque)
-
-    @property
-    def next_in_stride(self) -> int:
-        return self.base + self.reader + self.num_taken * self.num_readers
-
-    def peek(self) -> int:
-        return self.pending[0] if self.pending else self.next_in_stride
-
-    def advance(self) -> None:
-        if self.pending:
-            self.pending.popleft()
-        else:
-            self.num_taken += 1
-
-    def state(self) -> tuple[int, int, list[int]]:
-        return self.base, self.num_taken, list(self.pending)
-
-    def resumed(self, state: tuple[int, int, list[int]]) -> "DocumentShare":
-        base, num_taken, pending = state
-        return DocumentShare(self.reader, self.num_readers, base, num_taken, deque(pending))
-
-    def not_taken_below(self, limit: int) -> list[int]:
-        return [*self.pending, *range(self.next_in_stride, limit, self.num_readers)]
+Reader r reads the documents `pending`, which an earlier run left out, and then number base + r,
+base + r + S, and so on.
+"""
 
 
-def deal_again(shares: list[DocumentShare], num_readers: int) -> list[DocumentShare]:
-    """Divide the documents that the old readers did not read among `num_readers` new readers.
+def deal_again(states: Sequence[FeedState], num_readers: int) -> list[FeedState]:
+    """Divide the documents that the readers of `states` did not read among `num_readers` new readers.
 
-    The new `base` is the next document of the furthest old reader; unread ones below become `pending`.
+    The new base is the next document of the furthest old reader; unread ones below become pending.
     """
-    base = max(share.next_in_stride for share in shares)
-    not_taken = sorted(number for share in shares for number in share.not_taken_below(base))
-    return [
-        DocumentShare(reader, num_readers, base, pending=deque(not_taken[reader::num_readers]))
-        for reader in range(num_readers)
-    ]
+    num_saved = len(states)
+    next_numbers = [first + r + n * num_saved for r, (first, n, _) in enumerate(states)]
+    base = max(next_numbers)
+    not_taken: list[int] = []
+    for next_number, (_, _, pending) in zip(next_numbers, states, strict=True):
+        not_taken += [*pending, *range(next_number, base, num_saved)]
+    not_taken.sort()
+    return [(base, 0, not_taken[reader::num_readers]) for reader in range(num_readers)]
 
 
 @dataclass
@@ -162,6 +138,7 @@ class Source:
     counts: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
+        self.again = self.again or f"Dataset {self.name} is being read again from the beginning"
         # The begin- and end-of-text tokens as text; emptied after the warning about them.
         tokens = (getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos"))
         self._separators = sorted({token for token in tokens if token})
@@ -182,7 +159,7 @@ class Source:
         return hasattr(self.data, "__len__")
 
     def leave_out(self, is_empty: NDArray[np.bool_]) -> None:
-        self.data = _Kept(self.data, np.flatnonzero(~is_empty).tolist())
+        self.data = Subset(self.data, np.flatnonzero(~is_empty).tolist())
         self.order = Order(len(self.data), self.order.seed)
         if self.counts is not None:
             self.counts = self.counts[~is_empty]
@@ -191,13 +168,9 @@ class Source:
         n = len(self.data) if self.is_indexed else None
         return {"name": self.name, "num_documents": n, "seed": self.seed}
 
-    def tell_again(self) -> None:
-        if self.limit is None:
-            said = f"Dataset {self.name} is being read again from the beginning"
-            warn_once(logger, self.again or said)
-
-    def feed(self, share: DocumentShare) -> "IndexedFeed | StreamedFeed":
-        return IndexedFeed(self, share) if self.is_indexed else StreamedFeed(self, share)
+    def feed(self, reader: int, num_readers: int) -> "IndexedFeed | StreamedFeed":
+        kind = IndexedFeed if self.is_indexed else StreamedFeed
+        return kind(self, reader, num_readers)
 
     def read(self, number: int) -> OpenDocument:
         index = self.order.index(number)
@@ -230,30 +203,27 @@ class Source:
             if isinstance(content, str):
                 content.encode()  # raises UnicodeEncodeError, as the tokenizer would later
             return content
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise ValueError(
-                f"{self.where(index)}: the text has half of a surrogate pair, {half!r}; mend the document"
-            ) from None
         except ValueError as error:
-            raise ValueError(f"{self.where(index)}: {error}") from error
+            problem = str(error)
+            if isinstance(error, UnicodeEncodeError):
+                half = error.object[error.start]
+                problem = f"the text has half of a surrogate pair, {half!r}; mend the document"
+            raise ValueError(f"{self.where(index)}: {problem}") from error
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
         """Return the document at a saved `OpenDocument.place`."""
-        is_dict = isinstance(place, dict)
-        if ("text" in place and "used" not in place) if is_dict else place[2]:
+        if isinstance(place, dict) and "tokens" in place:
+            trained = place.get("trained")
+            tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
+            return OpenDocument(None, self.tokenizer, tokens=tokens, source=self.number)
+        if isinstance(place, dict) and "used" in place:
+            text, used = place["text"], place["used"]
+            return OpenDocument(None, self.tokenizer, text, used=used, source=self.number)
+        if isinstance(place, dict) or place[2]:
             raise ValueError(
                 "the data position stands within a long document, as an earlier version saved it, and cannot "
                 f"be read; {BEGIN_AGAIN}"
             )
-        if is_dict:
-            tokens, text, used = None, place.get("text"), 0
-            if text is not None:
-                used = place["used"]
-            else:
-                trained = place.get("trained")
-                tokens = Tokens(np.array(place["tokens"], np.int32), trained and np.array(trained))
-            return OpenDocument(None, self.tokenizer, text, tokens, used, self.number)
         _, number, _, used = place
         document = self.read(number)
         if used:
@@ -263,69 +233,62 @@ class Source:
     def where(self, index: int | None) -> str:
         if index is None:
             return f"dataset {self.name!r}"
-        if hasattr(self.data, "where"):
-            return self.data.where(index)
+        data = self.data
+        if isinstance(data, Subset):  # of `leave_out`
+            data, index = data.dataset, data.indices[index]
+        if hasattr(data, "where"):
+            return data.where(index)
         return f"{self.path or f'dataset {self.name!r}'}, document {index} (counted from 0)"
 
 
-@dataclass
-class _Kept:
-    """The documents of a data set that `Source.leave_out` keeps."""
-
-    data: Any
-    indices: list[int]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[self.indices[index]]
-
-    def where(self, index: int) -> str:
-        return self.data.where(self.indices[index])
-
-
 class IndexedFeed:
-    """Reads the documents of a map-style data set that `share` gives one row stream.
+    """Reads one reader's documents of an indexed source; see `FeedState`. num_readers: S.
 
     `StreamedFeed` does this for iterable data sets.
     """
 
-    def __init__(self, source: Source, share: DocumentShare) -> None:
-        self._source, self.share = source, share
-        self._next: OpenDocument | None = None
+    def __init__(self, source: Source, reader: int, num_readers: int) -> None:
+        self._source, self._reader, self._num_readers = source, reader, num_readers
+        self.load((0, 0, []))
 
     def peek(self) -> OpenDocument | None:
         """Return the next document, which `advance` takes; None at the end of the data."""
         if self._next is None:
-            source, number = self._source, self.share.peek()
-            n = len(source.data)
+            source, n = self._source, len(self._source.data)
+            number = self._base + self._reader + self._num_taken * self._num_readers
+            if self._pending:
+                number = self._pending[0]
             if source.limit is not None and number >= source.limit * n:
                 return None
-            if number >= n:
-                source.tell_again()
+            if number >= n and source.limit is None:
+                warn_once(logger, source.again)
             self._next = source.read(number)
         return self._next
 
     def advance(self) -> None:
-        self.share.advance()
+        if self._pending:
+            self._pending.popleft()
+        else:
+            self._num_taken += 1
         self._next = None
 
-    def state(self) -> tuple[int, int, list[int]]:
-        return self.share.state()
+    def state(self) -> FeedState:
+        return self._base, self._num_taken, list(self._pending)
 
-    def load(self, state: tuple[int, int, list[int]]) -> None:
-        self.share, self._next = self.share.resumed(state), None
+    def load(self, state: FeedState) -> None:
+        self._base, self._num_taken, pending = state
+        self._pending = deque(pending)
+        self._next: OpenDocument | None = None
 
 
 class StreamedFeed:
-    """Reads one row stream's share of a `datasets.IterableDataset`: `share.reader` of `share.num_readers`.
+    """Reads one reader's part of a `datasets.IterableDataset`.
 
     With a seed, each pass shuffles the files, and the documents within each block of `STREAM_BLOCK`. A
     position has `datasets`' position at the start of the block, and the number of documents taken since.
     """
 
-    def __init__(self, source: Source, share: DocumentShare) -> None:
+    def __init__(self, source: Source, reader: int, num_readers: int) -> None:
         import datasets.distributed
 
         self.source = source
@@ -333,9 +296,7 @@ class StreamedFeed:
         data = copy.deepcopy(source.data)
         if source.seed is not None:
             data = data.shuffle(seed=source.seed, buffer_size=1)
-        self._data = datasets.distributed.split_dataset_by_node(
-            data, share.reader, share.num_readers
-        )
+        self._data = datasets.distributed.split_dataset_by_node(data, reader, num_readers)
         self._go_to(0, None)
 
     def peek(self) -> OpenDocument | None:
@@ -347,9 +308,10 @@ class StreamedFeed:
                 raise ValueError(
                     f"dataset {self.source.name!r} has no documents for this rank; train on fewer ranks"
                 )
-            if self.source.limit is not None and self._pass + 1 >= self.source.limit:
+            if self.source.limit is None:
+                warn_once(logger, self.source.again)
+            elif self._pass + 1 >= self.source.limit:
                 return None
-            self.source.tell_again()
             self._go_to(self._pass + 1, None)
             return self.peek()
         self._next = self.source.open(self._block[0])

@@ -18,12 +18,12 @@ import sys
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, takewhile
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from torchtitan.tools import storage
 from torchtitan.tools.files import cache_folder, open_file, regular_file
@@ -32,27 +32,8 @@ from torchtitan.tools.logging import logger
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file, for the digest of `record_of`
+_TEXT = ("text",)  # columns of texts
 _ROW_GROUP_BYTES = 2**28  # of Parquet files at addresses, kept by each process; at least one group
-
-
-class SampleRule(NamedTuple):
-    """The form that samples in JSON files must have; each sample is checked when it is read."""
-
-    example: str  # a sample as JSON
-    columns: tuple[str, ...]  # the keys that are read
-    problem_of: Callable[[Any], str | None]  # sample -> what is wrong with it; None: nothing
-
-
-def _problem_of_text(sample: Any) -> str | None:
-    if not isinstance(sample, dict):
-        return f"need an object with a string under 'text', got {type(sample).__name__}"
-    if isinstance(sample.get("text"), str):
-        return None
-    got = f"{sample['text']!r:.80} there" if "text" in sample else f"the keys {sorted(sample)}"
-    return f"need an object with a string under 'text', got {got}"
-
-
-TEXT = SampleRule('{"text": "..."}', ("text",), _problem_of_text)
 
 
 class JoinedDocuments:
@@ -63,7 +44,7 @@ class JoinedDocuments:
         self._ends = list(accumulate(map(len, files)))
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._ends[-1] if self._ends else 0
 
     def _locate(self, index: int) -> tuple[Any, int]:
         """Return (file, index of the document in this file)."""
@@ -98,22 +79,17 @@ class _File:
         try:
             # Not `open_file`, whose check of the file type takes half of a read's time; `__init__`
             # has checked it.
-            file = os.open(self.content, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(self.content, "rb") as file:
+                stat = os.fstat(file.fileno())
+                file.seek(start)
+                content = file.read(end - start)
         except FileNotFoundError:
             now = "has vanished"
         else:
-            try:
-                stat = os.fstat(file)
-                if (stat.st_size, stat.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
-                    parts = []
-                    # A call returns at most 2 GiB, and less in some network file systems.
-                    while start < end and (part := os.pread(file, end - start, start)):
-                        parts.append(part)
-                        start += len(part)
-                    if start == end or start >= stat.st_size:
-                        return b"".join(parts)
-            finally:
-                os.close(file)
+            is_whole = len(content) == max(0, min(end, stat.st_size) - start)
+            found = stat.st_size, stat.st_mtime_ns
+            if is_whole and found == (before.st_size, before.st_mtime_ns):
+                return content
             now = f"has {stat.st_size:,} now, and was written to since"
         raise ValueError(
             f"{self.content} had {before.st_size:,} bytes when the job started, and {now}; do not change "
@@ -124,16 +100,13 @@ class _File:
 class _Lines(_File):
     """A file of JSON lines; blank lines are skipped. unit: the word for a line in messages."""
 
-    def __init__(self, name: str, content: str, rule: SampleRule, unit: str) -> None:
+    def __init__(self, name: str, content: str, unit: str) -> None:
         super().__init__(name, content)
-        self._rule, self._unit = rule, unit
-        self._scan()
-
-    def _scan(self) -> None:
+        self._unit = unit
         # Byte offsets of the lines that are not blank, and the size of the file.
         self._starts = starts = array("Q")
         position = 0
-        with open_file(self.content, "rb") as file:
+        with open_file(content, "rb") as file:
             for line in file:
                 if not line.isspace():
                     starts.append(position)
@@ -143,25 +116,14 @@ class _Lines(_File):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def _line(self, number: int) -> bytes:
-        return self.bytes_at(*self._starts[number : number + 2])
-
-    def read(self, number: int) -> dict[str, Any]:
-        line = self._line(number)
+    def read(self, number: int) -> Any:
+        line = self.bytes_at(*self._starts[number : number + 2])
         try:
-            sample = json.loads(line.rstrip())  # of blank lines, which may have form feeds
+            return json.loads(line.rstrip())  # of blank lines, which may have form feeds
         except (ValueError, RecursionError) as error:
-            problem = (
-                f"not valid JSON ({error}); every line must be one object like {self._rule.example}"
-            )
-        else:
-            try:
-                problem = self._rule.problem_of(sample)
-            except ValueError as error:
-                problem = str(error)
-        if problem:
-            raise ValueError(f"{self.where(number)}: {problem}")
-        return sample
+            raise ValueError(
+                f"{self.where(number)}: not valid JSON ({error}); every line must be one object"
+            ) from None
 
     def where(self, number: int) -> str:
         start = self._starts[number]
@@ -170,43 +132,37 @@ class _Lines(_File):
             return f"{self.name}, {self._unit} {1 + sum(1 for _ in ends)}"
 
 
-class _Rows(_Lines):
-    """The rows of a Parquet file at an address, as JSON lines."""
+class _RowGroup:
+    """The rows of one row group of a Parquet file at an address. first: number of its first row."""
 
-    def _scan(self) -> None:
-        file = _parquet_file(self.content)
-        groups = range(file.metadata.num_row_groups)
-        self._ends = [*accumulate(file.metadata.row_group(group).num_rows for group in groups)]
+    def __init__(self, name: str, columns: tuple[str, ...], group: int, first: int, n: int) -> None:
+        self._key, self.name, self._first, self._n = (name, columns, group), name, first, n
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._n
 
-    def _line(self, number: int) -> bytes:
-        group = bisect_right(self._ends, number)
-        before = self._ends[group - 1] if group else 0
-        return _row_group(self.content, group, self._rule)[number - before]
+    def read(self, number: int) -> Any:
+        return json.loads(_row_group(*self._key)[number])
 
     def where(self, number: int) -> str:
-        return f"{self.name}, {self._unit} {1 + number}"
+        return f"{self.name}, row {1 + self._first + number}"
 
 
-_row_groups: dict[tuple[str, int, SampleRule], tuple[list[bytes], int]] = {}
-"""The lines of the row groups in memory and their bytes; the last read is the last."""
+_row_groups: dict[tuple[str, tuple[str, ...], int], list[bytes]] = {}
+"""The rows, as JSON, of the row groups in memory; the last read is the last."""
 
 
-def _row_group(path: str, group: int, rule: SampleRule) -> list[bytes]:
-    key = path, group, rule
-    if (kept := _row_groups.pop(key, None)) is None:
-        lines = [*_parquet_as_lines(path, rule, [group])]
-        kept = lines, sum(map(sys.getsizeof, lines))
-        others = [(other, n) for other, (_, n) in [*_row_groups.items()]]  # another thread may read
-        too_many = kept[1] + sum(n for _, n in others) - _ROW_GROUP_BYTES
-        for other, n in others:
-            if too_many > 0:
-                _row_groups.pop(other, None)
-                too_many -= n
-    _row_groups[key] = kept
-    return kept[0]
+def _row_group(path: str, columns: tuple[str, ...], group: int) -> list[bytes]:
+    key = path, columns, group
+    if (lines := _row_groups.pop(key, None)) is None:
+        lines = [*_parquet_as_lines(path, columns, [group])]
+        room = _ROW_GROUP_BYTES - sum(map(sys.getsizeof, lines))
+        for other, other_lines in reversed([*_row_groups.items()]):
+            room -= sum(map(sys.getsizeof, other_lines))
+            if room < 0:
+                _row_groups.pop(other, None)  # another thread may have removed it
+    _row_groups[key] = lines
+    return lines
 
 
 class _Text(_File):
@@ -243,13 +199,13 @@ class _Text(_File):
         return nominal - 1 + shift
 
 
-def load_local_documents(path: str, rule: SampleRule = TEXT) -> JoinedDocuments:
+def load_local_documents(path: str, columns: tuple[str, ...] = _TEXT) -> JoinedDocuments:
     """Return the documents of a file, or of all files in and below a folder.
 
-    rule: the form of samples in JSON and Parquet. With a rule other than `TEXT`, plain text is refused.
+    columns: the columns of Parquet files that are read. If others than "text", plain text is refused.
     Raises FileNotFoundError if `path` does not exist, ValueError for files of unknown or several kinds.
     """
-    known = {*_KINDS.values()} - ({"text"} if rule is not TEXT else set())
+    known = {*_KINDS.values()} - ({"text"} if columns != _TEXT else set())
     wanted = f"a data file or a folder with files of one kind ({', '.join(sorted(known))})"
     if not path:
         raise ValueError(f"this training.dataset needs training.dataset_path, {wanted}")
@@ -269,25 +225,31 @@ def load_local_documents(path: str, rule: SampleRule = TEXT) -> JoinedDocuments:
     if len(kinds) != 1 or not kinds <= known:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
         raise ValueError(f"training.dataset_path must be {wanted}, got {path!r} with {found}")
-    return JoinedDocuments([_open(file, rule) for file in paths])
+    return JoinedDocuments([part for file in paths for part in _open(file, columns)])
 
 
-def _open(path: str, rule: SampleRule) -> _File:
+def _open(path: str, columns: tuple[str, ...]) -> Sequence[Any]:
+    """Return the documents of a file, in one or several parts for `JoinedDocuments`."""
     content, unit, ending = path, "line", _ending(path)
-    if ending in _DECOMPRESS:
-        content = _copy_in_cache(path, "", _unpacked(path))
-    elif ending == ".parquet":
-        unit = "row"
-        if not storage.is_address(path):
-            content = _copy_in_cache(path, repr(rule.columns), _parquet_as_lines(path, rule))
-        if rule is not TEXT:
+    if ending == ".parquet":
+        if columns != _TEXT:
             logger.info(
                 f"{path}: keys whose value is null are left out; use JSON lines to keep them"
             )
-    if content == path and unit == "row":
-        return _Rows(path, path, rule, unit)
+        if storage.is_address(path):
+            about = _parquet_file(path).metadata
+            sizes = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
+            firsts = accumulate(sizes, initial=0)
+            return [
+                _RowGroup(path, columns, group, first, n)
+                for group, (first, n) in enumerate(zip(firsts, sizes, strict=False))
+            ]
+        content = _copy_in_cache(path, repr(columns), _parquet_as_lines(path, columns))
+        return [_Lines(path, content, "row")]
+    if ending in _DECOMPRESS:
+        content = _copy_in_cache(path, "", _unpacked(path))
     if _kind_of(path) == "text":
-        return _Text(path, content)
+        return [_Text(path, content)]
     with open_file(content, "rb") as file:
         head = file.read(1024)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -298,7 +260,7 @@ def _open(path: str, rule: SampleRule) -> _File:
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
         unit = "entry"
         content = _copy_in_cache(path, unit, _entries_as_lines(content, path))
-    return _Lines(path, content, rule, unit)
+    return [_Lines(path, content, unit)]
 
 
 # ---- cached copies ----
@@ -309,21 +271,17 @@ def _copy_in_cache(path: str, options: str, content: Iterator[bytes]) -> str:
     found = storage.stat(path)
     key = repr((storage.resolved(path), found.st_size, found.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    unfinished = copy.with_suffix(".unfinished")
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        while not copy.exists():
-            with open_file(unfinished, "ab") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # one process of the machine writes, others wait
-                if copy.exists():
-                    unfinished.unlink(missing_ok=True)
-                    break
-                file.truncate(0)  # a killed process may have left a part
+        with open_file(f"{copy}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the machine writes, others wait
+            if not copy.exists():
                 if storage.is_address(path):
                     _check_room(path, copy.parent)
                 logger.info(f"copying {path} as plain text to {copy}")
-                file.writelines(content)
-                file.flush()
+                unfinished = copy.with_suffix(".unfinished")
+                with open_file(unfinished, "wb") as file:
+                    file.writelines(content)
                 unfinished.replace(copy)
     except storage.StorageError:
         raise
@@ -390,18 +348,21 @@ def _parquet_file(path: str) -> Any:
 
 
 def _parquet_as_lines(
-    path: str, rule: SampleRule, row_groups: list[int] | None = None
+    path: str, columns: tuple[str, ...], row_groups: list[int] | None = None
 ) -> Iterator[bytes]:
     import pyarrow  # slow
 
-    number, columns = 0, []
+    number = 0
     try:
         file = _parquet_file(path)
         names = file.schema_arrow.names
-        columns += [name for name in rule.columns if name in names]
-        if not columns:
-            raise ValueError(f"{path}: {rule.problem_of(dict.fromkeys(names))}")
-        for batch in file.iter_batches(1024, row_groups, columns):
+        read = [name for name in columns if name in names]
+        if not read:
+            raise ValueError(
+                f"{path} needs one of the columns {', '.join(columns)}, got {names}; rename a column, or "
+                "name yours in training.chat_keys if these are chats"
+            )
+        for batch in file.iter_batches(1024, row_groups, read):
             for row in batch.to_pylist():
                 number += 1
                 yield json.dumps(_without_none(row), ensure_ascii=False).encode() + b"\n"
@@ -411,7 +372,7 @@ def _parquet_as_lines(
         raise ValueError(f"{path} cannot be read as Parquet: {error}; fetch it again") from None
     except TypeError as error:  # JSON has no dates, bytes, ...
         raise ValueError(
-            f"{path}, row {number}: {error} (columns: {', '.join(columns)}); write such values as texts"
+            f"{path}, row {number}: {error} (columns: {', '.join(read)}); write such values as texts"
         ) from None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.data.chats import ChatTokens
-from torchtitan.data.document_sources import BEGIN_AGAIN, DocumentShare, Source, deal_again
+from torchtitan.data.document_sources import BEGIN_AGAIN, Source, deal_again
 from torchtitan.data.row_plan import Plan, PlannedStream, count_tokens
 from torchtitan.data.row_streams import Packing, Row, RowStream
 from torchtitan.tools.errors import ConfigError
@@ -230,18 +230,17 @@ class PackedDataset(IterableDataset):
         if not plan:
             return saved, num_saved
         end = sum(plan[1])
-        is_over = all(base + n * num_saved >= end for _, [(base, n, _)], _ in saved.values())
-        if not is_over and num_saved == self._num_streams:
-            return saved, num_saved
-        places = {(base, n, len(left)) for _, [(base, n, left)], _ in saved.values()}
-        if not is_over and len(places) > 1:
-            raise ValueError(
-                "the data position is within a step: resume with the same training.global_batch_size, "
-                f"or {BEGIN_AGAIN}"
-            )
+        places = {first + n * num_saved for _, [(first, n, _)], _ in saved.values()}
+        if min(places) < end:
+            if num_saved == self._num_streams:
+                return saved, num_saved
+            if len(places) > 1:
+                raise ValueError(
+                    "the data position is within a step: resume with the same training.global_batch_size, "
+                    f"or {BEGIN_AGAIN}"
+                )
         # Another global batch size resumes after the last step; more passes resume after the last row.
-        base, n, _ = next(iter(places))
-        row = min(base + n * num_saved, end)  # beyond `end`, the last step was padding
+        row = min(*places, end)  # beyond `end`, the last step was padding
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:
@@ -261,13 +260,9 @@ class PackedDataset(IterableDataset):
             *(saved[number] for number in range(num_saved)), strict=False
         )
         places = [place for open_places in all_places for place in open_places]
-        feeds: list[list[Any]] = [[] for _ in range(n)]
-        for of_source in zip(*all_feeds, strict=True):
-            shares = [
-                DocumentShare(number, num_saved).resumed(state)
-                for number, state in enumerate(of_source)
-            ]
-            for number, share in enumerate(deal_again(shares, n)):
-                feeds[number].append(share.state())
+        by_source = [deal_again(states, n) for states in zip(*all_feeds, strict=True)]
         num_tokens = [sum(tokens) // n for tokens in zip(*all_tokens, strict=True)]
-        return {i: (places[i::n], feeds[i], list(num_tokens)) for i in range(n)}
+        return {
+            i: (places[i::n], [states[i] for states in by_source], list(num_tokens))
+            for i in range(n)
+        }

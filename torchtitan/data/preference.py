@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from torchtitan.data.chats import PAIR_COLUMNS, REFERENCE_KEYS, ChatEncoder, ChatTokens, renamed
-from torchtitan.data.local_files import SampleRule, load_local_documents
+from torchtitan.data.chat_samples import REFERENCE_KEYS, renamed
+from torchtitan.data.chats import ChatEncoder, ChatTokens
 from torchtitan.data.open_document import Tokens, join
 
 
@@ -29,9 +28,8 @@ class PairTokens(ChatTokens):
         self.key = f"pairs {self.key}"
 
     def _read(self, sample: Mapping[str, Any]) -> tuple[Tokens, int]:
-        if problem := _problem_of(sample, self.encoder.keys):
-            raise ValueError(problem)
         sample = renamed(sample, self.encoder.keys)
+        _check_pair(sample)
         prompt, *answers = _prompt_and_answers(sample)
         shared = {key: sample.get(key) for key in ("tools", "chat_template_kwargs")}
         shared["prompt"] = prompt
@@ -53,16 +51,16 @@ class PairTokens(ChatTokens):
         return pair, num_tokens
 
 
-def _problem_of(sample: Any, keys: Mapping[str, str] | None = None) -> str | None:
-    sample = renamed(sample, keys)
+def _check_pair(sample: Any) -> None:
     is_object = isinstance(sample, Mapping)
-    if is_object and all(isinstance(sample.get(x), str | list) for x in ("chosen", "rejected")):
-        return None
-    got = f"the keys {sorted(sample)}" if is_object else type(sample).__name__
-    return (
-        f"need an object with 'chosen' and 'rejected', texts or lists of messages, got {got}; convert the "
-        "data, or name yours in training.chat_keys"
-    )
+    if not (
+        is_object and all(isinstance(sample.get(x), str | list) for x in ("chosen", "rejected"))
+    ):
+        got = f"the keys {sorted(sample)}" if is_object else type(sample).__name__
+        raise ValueError(
+            f"need an object with 'chosen' and 'rejected', texts or lists of messages, got {got}; convert the "
+            "data, or name yours in training.chat_keys"
+        )
 
 
 def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -86,10 +84,3 @@ def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             f"that begin with {n} equal entries; correct it"
         )
     return chosen[:n], chosen[n:], rejected[n:]
-
-
-def load_pairs(path: str, keys: Mapping[str, str] | None = None) -> Any:
-    """Return the samples in local files. keys: see `renamed`."""
-    example = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
-    rule = SampleRule(example, (*PAIR_COLUMNS, *(keys or ())), partial(_problem_of, keys=keys))
-    return load_local_documents(path, rule)

@@ -6,12 +6,10 @@ template gets no date and no random numbers, so a prompt is always rendered the 
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, ext, nodes, sandbox
-
-from torchtitan.tools import bounded
 
 _MOST_CHARACTERS = 2**24  # per rendered text; a million tokens need about a quarter of this
 
@@ -71,22 +69,11 @@ def marks_generation(source: str) -> bool:
     return hasattr(_compiled(source).environment, "marks_generation")
 
 
-def render(
-    source: str, calls: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, None] | tuple[None, str]]:
-    """Return, for the variables of each call, (rendered text, None) or (None, error message)."""
-    template, results = _compiled(source), []
-    for variables in calls:
-        bounded.restart_clock()
-        try:
-            text = template.render(variables)
-            if len(text) > _MOST_CHARACTERS:
-                raise ValueError(
-                    f"its output has {len(text):,} characters; the limit is {_MOST_CHARACTERS:,}"
-                )
-            results.append((text, None))
-        except MemoryError:
-            raise
-        except Exception as error:  # expressions in a template may raise any exception
-            results.append((None, str(error) or type(error).__name__))
-    return results
+def render(source: str, variables: Mapping[str, Any]) -> str:
+    """Return the text that a template makes of its variables; raises whatever its expressions raise."""
+    text = _compiled(source).render(variables)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(
+            f"its output has {len(text):,} characters; the limit is {_MOST_CHARACTERS:,}"
+        )
+    return text

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.document_sources import DocumentShare, Source
+from torchtitan.data.document_sources import Source
 from torchtitan.data.local_files import record_of
 from torchtitan.data.open_document import PIECE_CHARACTERS, OpenDocument, Tokens
 from torchtitan.data.row_streams import Packing, Row
@@ -185,27 +185,26 @@ class PlannedStream:
 
     def __init__(self, plan: Plan, packing: Packing, number: int, num_lanes: int) -> None:
         self._plan, self._packing = plan, packing
-        self._share = DocumentShare(number, num_lanes)
+        self._number, self._num_lanes = number, num_lanes
+        self._first = 0  # index of the next step's first row
 
     def next_row(self) -> Row | None:
         """Return the next row: padding after the plan's last row, None after the last step."""
         if self.num_steps_left() == 0:
             return None
-        row = self._share.peek()
-        self._share.advance()
+        row = self._first + self._number
+        self._first += self._num_lanes
         return self._packing.row(*self._plan.pieces(row))
 
     def num_steps_left(self) -> int:
-        share = self._share
-        first = share.next_in_stride - share.reader  # index of the step's first row
-        steps = -(-(self._plan.num_rows - first) // share.num_readers)
-        return len(share.pending) + max(0, steps)
+        return max(0, -(-(self._plan.num_rows - self._first) // self._num_lanes))
 
     def state(self) -> tuple[Any, ...]:
-        return [], [self._share.state()], []
+        return [], [(self._first, 0, [])], []
 
     def load(self, state: tuple[Any, ...]) -> None:
-        self._share = self._share.resumed(state[1][0])
+        first, num_steps, _ = state[1][0]
+        self._first = first + num_steps * self._num_lanes
 
 
 # ---- token counts, cached for later runs ----

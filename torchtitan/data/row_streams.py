@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX, PADDING, SAMPLE_IDS
-from torchtitan.data.document_sources import DocumentShare, Source
+from torchtitan.data.document_sources import Source
 from torchtitan.data.open_document import OpenDocument, Tokens, join
 
 # After this many consecutive documents without a token, the dataset is reported as empty.
@@ -113,7 +113,7 @@ class RowStream:
     ) -> None:
         self._packing = packing
         self._sources = sources
-        self.feeds = [source.feed(DocumentShare(number, num_streams)) for source in sources]
+        self.feeds = [source.feed(number, num_streams) for source in sources]
         self.num_tokens = [0] * len(sources)  # tokens of the documents opened so far, by source
         self._phase = (number + 0.5) / num_streams
         self._window = min(WINDOW, max(3, MOST_IN_WINDOWS // num_streams))

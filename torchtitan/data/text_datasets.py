@@ -1,7 +1,7 @@
 """The registry of datasets, and the dataloaders that read them as packed token sequences."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,14 @@ from torchtitan.config.checks.common import guess
 from torchtitan.config.job_config import MixtureSource, Training
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.data import DatasetConfig
-from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
+from torchtitan.data.chat_samples import load_chats, load_pairs, parse_keys
+from torchtitan.data.chats import ChatEncoder, ChatTokens
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import Encoder, Source
 from torchtitan.data.local_files import load_local_documents
 from torchtitan.data.open_document import Tokens
 from torchtitan.data.packed_dataset import PackedDataset
-from torchtitan.data.preference import PairTokens, load_pairs
+from torchtitan.data.preference import PairTokens
 from torchtitan.data.python_docs import PythonDocs
 from torchtitan.data.row_streams import Packing
 from torchtitan.data.token_files import TokenDocuments
@@ -50,12 +51,13 @@ def _load_python_docs(path: str, split: str) -> Any:
 
 
 def _text_of(sample: Any) -> str:
-    if "text" not in sample:
-        raise ValueError(
-            f"a document needs the column 'text', got {sorted(sample)}; register a dataset with a "
-            "sample_processor for other columns"
-        )
-    return sample["text"]
+    if isinstance(sample, Mapping) and "text" in sample:
+        return sample["text"]
+    got = f"the keys {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
+    raise ValueError(
+        f"need an object with a string under 'text', got {got}; register a dataset with a "
+        "sample_processor for other keys"
+    )
 
 
 def _encode_tokens(data: TokenDocuments, tokenizer: BaseTokenizer, _: Training) -> Encoder:
@@ -78,19 +80,19 @@ def _encode_chats(
 
 # Looked up when a dataset is built, so entries may be added and removed until then.
 DATASETS: dict[str, DatasetConfig] = {
-    name: DatasetConfig(path, loader, _text_of)
-    for name, path, loader in [
+    name: DatasetConfig(path, loader, _text_of, *make_encoder)
+    for name, path, loader, *make_encoder in [
         ("c4", "allenai/c4", partial(_load_c4, split="train")),
         ("c4_test", "tests/assets/c4_test", lambda path: load_local_documents(find_shipped(path))),
         ("c4_validation", "allenai/c4", partial(_load_c4, split="validation")),
         ("local", "", load_local_documents),
         ("python_docs", "", partial(_load_python_docs, split="train")),
         ("python_docs_validation", "", partial(_load_python_docs, split="validation")),
+        ("chat", "", load_chats, partial(_encode_chats, ChatTokens)),
+        ("preference", "", load_pairs, partial(_encode_chats, PairTokens)),
+        ("tokens", "", TokenDocuments, _encode_tokens),
     ]
 }
-DATASETS["chat"] = DatasetConfig("", load_chats, _text_of, partial(_encode_chats, ChatTokens))
-DATASETS["preference"] = DatasetConfig("", load_pairs, _text_of, partial(_encode_chats, PairTokens))
-DATASETS["tokens"] = DatasetConfig("", TokenDocuments, _text_of, _encode_tokens)
 
 
 def _validate_dataset(
@@ -216,7 +218,6 @@ def _build(
     # Validation with steps = -1 reads its data once.
     epochs = training.epochs if is_training else None if infinite else 1.0
     parts = [MixtureSource(section.dataset, section.dataset_path, epochs=epochs)]
-    fields = {} if is_training else {"again": _VALIDATION_AGAIN}
     if training.mixture and is_training:
         parts = training.mixture
     sources = [
@@ -228,7 +229,7 @@ def _build(
             weight=part.weight,
             limit=part.epochs,
             seed=training.data_seed if is_training and training.shuffle else None,
-            **fields,
+            again="" if is_training else _VALIDATION_AGAIN,
         )
         for part in parts
     ]

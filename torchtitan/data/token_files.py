@@ -48,7 +48,7 @@ _AGAIN = (
 
 
 class TokenDocuments(JoinedDocuments):
-    """Documents of token ids: `documents[i]` is a view [n] of the mapped file, n being its length.
+    """Documents of token ids: `documents[i]` are the ids [n] of document i.
 
     path: a folder of pairs; or a pair's `.bin` file, `.idx` file, or path without these endings.
     num_ids: documents with ids outside 0 to num_ids - 1 are refused; `check_tokenizer` may set it.
@@ -143,7 +143,7 @@ class Pair:
 
     def __init__(self, prefix: str, has_sums: bool = False) -> None:
         self.prefix, self._seed, self._sums = prefix, _seed_of(prefix), None
-        files = [prefix + ".idx", prefix + ".bin", *[prefix + SUMS] * has_sums]
+        files = [prefix + ending for ending in (".idx", ".bin", SUMS)[: 2 + has_sums]]
         missing = [file for file in files if not storage.exists(file)]
         if missing:
             lack = f"{' and '.join(missing)}: missing"
@@ -155,29 +155,27 @@ class Pair:
                 "`torchtitan tokenize`, or correct the path"
             )
         self._map_index(files[0])
-        self._data, last_byte = _mapped(files[1]), 0
-        if len(self._lengths):
-            last_byte = int(self._pointers[-1]) + int(self._lengths[-1]) * self._type.itemsize
+        self._data = _mapped(files[1])
         self.num_tokens = len(self._data) // self._type.itemsize
-        sums = _mapped(files[2]) if has_sums else b""
-        if isinstance(sums, storage.RangedFile):
-            sums = sums[:]
-        sizes = {files[1]: (self._data, last_byte), prefix + SUMS: (sums, has_sums * 4 * len(self))}
-        for file, (data, size) in sizes.items():
-            if len(data) != size:
-                raise ValueError(
-                    f"{file} has {len(data)} bytes, and its index lists {size}: one of the two files was cut "
-                    f"off, or they are of different pairs; {_AGAIN}"
-                )
-        self._sums = np.frombuffer(sums, "<u4") if has_sums else None
+        ends = self._pointers[-1:] + self._lengths[-1:].astype(np.int64) * self._type.itemsize
+        self._check_size(files[1], self._data, int(ends.sum()))
+        if has_sums:
+            sums = _mapped(files[2], whole=True)
+            self._check_size(files[2], sums, 4 * len(self))
+            self._sums = np.frombuffer(sums, "<u4")
 
     def __len__(self) -> int:
         return len(self._documents) - 1
 
+    def _check_size(self, file: str, content: Any, size: int) -> None:
+        if len(content) != size:
+            raise ValueError(
+                f"{file} has {len(content)} bytes, and its index lists {size}: one of the two files was cut "
+                f"off, or they are of different pairs; {_AGAIN}"
+            )
+
     def _map_index(self, path: str) -> None:
-        index = _mapped(path)
-        if isinstance(index, storage.RangedFile):
-            index = index[:]
+        index = _mapped(path, whole=True)
         header = index[: _HEADER.size].ljust(_HEADER.size, b"\0")
         magic, version, code, num_sequences, num_starts = _HEADER.unpack(header)
         expected = _HEADER.size + 12 * num_sequences + 8 * num_starts
@@ -220,10 +218,7 @@ class Pair:
             start, end = ends[0], ends[-1]
             problem = f"sequences at bytes {begins[:5]} for {start} to {end} of {len(self._data)}"
             if 0 <= start <= end <= len(self._data) and begins == ends[:-1]:
-                data, begin = self._data, start
-                if isinstance(data, storage.RangedFile):
-                    data, begin = data[start:end], 0
-                ids = np.frombuffer(data, self._type, (end - start) // size, begin)
+                ids = np.frombuffer(self._data[start:end], self._type)
                 if self._sums is None or zlib.crc32(ids, self._seed) == self._sums[number]:
                     return ids
                 problem += ", or the ids differ from those that were written"
@@ -234,7 +229,9 @@ class Pair:
 
     def check(self) -> None:
         """Raise ValueError if a file differs from the one that `write_pair` wrote."""
-        if _mapped(f"{self.prefix}.idx")[:] != b"".join(_index(self._lengths, self._type)):
+        if _mapped(f"{self.prefix}.idx", whole=True)[:] != b"".join(
+            _index(self._lengths, self._type)
+        ):
             raise ValueError(f"{self.prefix}.idx is damaged; {_AGAIN}")
         for number in range(len(self)):
             self.read(number)
@@ -251,10 +248,10 @@ class Pair:
         return f"{self.prefix}.bin, document {number} (counted from 0)"
 
 
-def _mapped(path: str) -> mmap.mmap | bytes | storage.RangedFile:
-    """Return a file's bytes without reading all of them."""
+def _mapped(path: str, whole: bool = False) -> Any:
+    """Return a file's bytes, which are read when they are used; whole: those at an address at once."""
     if storage.is_address(path):
-        return storage.RangedFile(path)
+        return storage.RangedFile(path)[:] if whole else storage.RangedFile(path)
     with open_file(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""

@@ -125,9 +125,9 @@ class _Job:
             self._write_about(finished=False, parts=[])
             logger.info(f"{len(missing)} parts to write, {num_parts - len(missing)} are whole")
         started, num_tokens = time.monotonic(), 0
-        in_turn = ((part, self.write_part(part)) for part in missing)
-        is_shared = missing and self.processes > 1
-        written = _written_in_processes(self, missing) if is_shared else in_turn
+        written: Any = ((part, self.write_part(part)) for part in missing)
+        if missing and self.processes > 1:
+            written = _written_in_processes(self, missing)
         try:
             with contextlib.closing(written):
                 for number, (part, tokens) in enumerate(written, 1):
@@ -188,11 +188,12 @@ class _Job:
 def _plan(options: argparse.Namespace) -> _Job:
     if options.custom_import:
         import_named("--custom_import", options.custom_import)
-    chosen = {"bos_token": options.bos_token, "eos_token": options.eos_token}
     folder = Path(storage.require_disk("OUT", options.out))
     storage.require_disk("--tokenizer", options.tokenizer)
     try:
-        tokenizer = HuggingFaceTokenizer(options.tokenizer, **chosen)
+        tokenizer = HuggingFaceTokenizer(
+            options.tokenizer, bos_token=options.bos_token, eos_token=options.eos_token
+        )
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"--tokenizer: {error}") from None
     if tokenizer.eos_id is None:

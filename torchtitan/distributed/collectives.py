@@ -1,15 +1,16 @@
-"""Collectives that take less CPU time than gloo's own, and an all-to-all with a gradient.
+"""Collectives with gradients, and collectives that take less CPU time than gloo's own.
 
 For a few MB, gloo's all-gather takes twice the CPU time of one broadcast per rank, and gloo's
 reduce-scatter twice the time of an all-to-all followed by a sum (torch 2.13, 2 and 4 ranks on one
 host). The replacements send no more bytes. docs/measured.md has the figures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, library
 
 from torchtitan.tools import torch_parts
@@ -83,6 +84,76 @@ _library.impl(
 )
 
 
+# ---- of a dimension that ranks share ----
+
+
+def all_gather(
+    shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
+) -> Tensor:
+    if overlap:
+        gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(shard.contiguous(), size, group))
+        whole = torch.cat(gathered.chunk(size), dim)
+        # No `narrow` to the full length: the compiler would not recognise the pattern, and products
+        # could not begin before all rows have arrived.
+        return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
+    gathered = OPS.wait_tensor(start_all_gather(shard, size, group))
+    # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy if B is 1.
+    by_rank = gathered.unflatten(0, (size, -1)).movedim(0, dim)
+    return by_rank.flatten(dim, dim + 1).narrow(dim, 0, length)
+
+
+def reduce_scatter(
+    partial_sum: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
+) -> Tensor:
+    padded = _pad(partial_sum, dim, size)
+    if overlap:
+        by_rank = torch.cat(padded.chunk(size, dim))
+        return OPS.wait_tensor(OPS.reduce_scatter_tensor(by_rank, "sum", size, group))
+    by_rank = padded.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
+    return OPS.wait_tensor(start_reduce_scatter(by_rank, size, group))
+
+
+def _own_rows(
+    whole: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool
+) -> Tensor:
+    padded = _pad(whole, dim, size)
+    n_rows = padded.shape[dim] // size
+    # Copy, because a view would keep the whole tensor alive.
+    return padded.narrow(dim, rank * n_rows, n_rows).clone(memory_format=torch.contiguous_format)
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """Append zeros along `dim` until `size` divides it."""
+    missing = -x.shape[dim] % size
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+# ---- with gradients ----
+
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "own_rows": _own_rows,
+    "sum": lambda x, group: OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group)),
+    "wait": OPS.wait_tensor,  # for a collective that has begun
+    "keep": lambda x, *_: x.view_as(x),
+}
+
+
+class Collective(torch.autograd.Function):
+    """Apply the operation `forward` to x, and `backward` to its gradient; names are of OPERATIONS."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: str, backward: str, x: Tensor, *where: Any) -> Tensor:
+        ctx.operation, ctx.where = backward, where
+        return OPERATIONS[forward](x, *where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        grad = OPERATIONS[ctx.operation](grad, *ctx.where)
+        return None, None, grad, *[None] * len(ctx.where)
+
+
 class AllToAll(torch.autograd.Function):
     """`all_to_all` with a backward, which sends gradients to the ranks that the rows came from."""
 
@@ -96,16 +167,3 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
-
-
-class SumOverRanks(torch.autograd.Function):
-    """Sum x over a group; every rank uses the sum, so backward sums the gradients over the group, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return OPS.wait_tensor(OPS.all_reduce(grad.contiguous(), "sum", ctx.group)), None

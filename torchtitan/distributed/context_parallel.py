@@ -13,24 +13,24 @@ into equal chunks, and each rank holds the same number of chunks: a batch [B, T]
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.context_layout import PTRR_CHUNK, sequence_multiple
 from torchtitan.distributed.collectives import (
     OPS,
     AllToAll,
+    Collective,
     start_all_gather,
     start_reduce_scatter,
 )
 from torchtitan.distributed.sequence_parallel import join_shards
 from torchtitan.tools.host_copy import to_device
-from torchtitan.tools.lazy_names import load_on_access
+from torchtitan.tools.lazy_names import load_on_access, not_available
 
 # torchtitan 0.2.x has these two functions here. Ours need `batch.mask`, which imports this module.
 __getattr__ = load_on_access(
@@ -189,7 +189,7 @@ class ContextPart:
         reduce-scatter in backward with the backward of that computation.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
-        packed = _WaitForGradient.apply(packed)
+        packed = Collective.apply("keep", "wait", packed)
         shards = self.shards
         gathered = start_all_gather(packed.detach(), shards.cp, shards.group_name)
         return ContextPart(shards, self.rotate_method, self.keys, gathering=(packed, gathered))
@@ -279,14 +279,11 @@ def _cumulative(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def apply_cp_to_attention_module(
-    attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
-) -> None:
-    raise NotImplementedError(
-        "attention modules need no change for context parallelism here; drop this call, and give "
-        "the model the tokens and attention_masks that prepare_context_parallel_input(inputs, "
-        "labels, extra_kwargs, cp_mesh, device, load_balancer) returns"
-    )
+apply_cp_to_attention_module = not_available(
+    "attention modules need no change for context parallelism here; drop this call, and give the model "
+    "the tokens and attention_masks that prepare_context_parallel_input(inputs, labels, extra_kwargs, "
+    "cp_mesh, device, load_balancer) returns"
+)
 
 
 # ---- collectives with gradients ----
@@ -295,7 +292,7 @@ def apply_cp_to_attention_module(
 class _GatheredRows(torch.autograd.Function):
     """Wait for `gathered`, the started all-gather of x: [n, ...] on each rank -> [cp * n, ...].
 
-    Backward starts the reduce-scatter of the gradient; `_WaitForGradient` waits for it.
+    Backward starts the reduce-scatter of the gradient; `start_gathering` waits for it.
     """
 
     @staticmethod
@@ -306,15 +303,3 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return start_reduce_scatter(grad, ctx.size, ctx.group), None, None, None
-
-
-class _WaitForGradient(torch.autograd.Function):
-    """Return x; in backward, wait for its gradient, which a collective may still be computing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return OPS.wait_tensor(grad)

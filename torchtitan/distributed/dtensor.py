@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.distributed.collectives import Collective
 from torchtitan.tools import torch_parts
 
 
@@ -95,21 +96,8 @@ def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Te
     local = parameter.to_local()
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
-            local = _SumGradient.apply(local, parameter.device_mesh.get_group(axis).group_name)
+            group = parameter.device_mesh.get_group(axis).group_name
+            local = Collective.apply("keep", "sum", local, group)
             if added_once:
                 local = local / parameter.device_mesh.size(axis)
     return local
-
-
-class _SumGradient(torch.autograd.Function):
-    """Return x; in backward, sum its gradient over a group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ops = torch_parts.collective_operators
-        return ops.wait_tensor(ops.all_reduce(grad.contiguous(), "sum", ctx.group)), None

@@ -3,35 +3,25 @@
 The schedule DualPipeV runs without that overlap.
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
-from torchtitan.distributed.expert_parallel import ExpertParallel
+from torchtitan.tools.lazy_names import not_available
+
+DualPipeExpertParallel = HookCoordinator = overlap_callback = not_available(
+    "overlap of experts with another microbatch is not available; set "
+    "parallelism.pipeline_parallel_schedule = 'DualPipeV', which runs without this, and use "
+    "ExpertParallel() for the experts"
+)
+
+
+class SyncHook:
+    apply = overlap_callback
 
 
 def get_dual_pipe_v_flag(job_config: Any, parallel_dims: Any) -> bool:
     return False
-
-
-def overlap_callback(*args: Any, **kwargs: Any) -> NoReturn:
-    raise NotImplementedError(
-        "overlap of experts with another microbatch is not available; set "
-        "parallelism.pipeline_parallel_schedule = 'DualPipeV', which runs without this, and use "
-        "ExpertParallel() for the experts"
-    )
-
-
-class DualPipeExpertParallel(ExpertParallel):
-    __init__ = overlap_callback
-
-
-class HookCoordinator:
-    __init__ = overlap_callback
-
-
-class SyncHook:
-    apply = staticmethod(overlap_callback)
 
 
 def _count_moe_modules(model: nn.Module) -> int:

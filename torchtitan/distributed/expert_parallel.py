@@ -173,8 +173,7 @@ class ReordererSequenceParallel(ParallelStyle):
         return distribute_module(module, device_mesh, input_fn=own_tokens, output_fn=number_in_all)
 
 
-class DeepEPExpertParallel(ExpertParallel):
-    __init__ = dispatch_tokens
+DeepEPExpertParallel = dispatch_tokens
 
 
 def _split(

@@ -24,9 +24,9 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import amax_to_scale
 
-from torchtitan.distributed.collectives import OPS
+from torchtitan.distributed.collectives import OPS, all_gather, reduce_scatter
 from torchtitan.distributed.dtensor import local_parameter
-from torchtitan.distributed.sequence_parallel import SequenceShards, all_gather, reduce_scatter
+from torchtitan.distributed.sequence_parallel import SequenceShards
 
 
 def has_one_scale_per_tensor(linear: Float8Linear) -> bool:

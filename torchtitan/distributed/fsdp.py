@@ -30,8 +30,6 @@ from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
-_BUCKET_BYTES = 100 * 2**20
-
 
 class _Communication:
     def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
@@ -92,24 +90,17 @@ def apply_fsdp(
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": MixedPrecisionPolicy(**dtypes)}
     if cpu_offload and dp_mesh.device_type == "cpu":
-        logger.info(
-            "training.enable_cpu_offload has no effect: the parameters are on the CPU already"
-        )
+        logger.info("training.enable_cpu_offload has no effect: parameters are on the CPU already")
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     elif dp_mesh.size() == 1:
         # FSDP would copy frozen weights that need neither a gather nor a cast.
-        is_final = {param_dtype, torch.uint8}
-        frozen = {p for p in model.parameters() if not p.requires_grad and p.dtype in is_final}
-        options["ignored_params"] = frozen
+        final = param_dtype, torch.uint8
+        frozen = (p for p in model.parameters() if not p.requires_grad)
+        options["ignored_params"] = {p for p in frozen if p.dtype in final}
 
     keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
     policies = {"default": not keeps, "always": True, "never": False}
-    if reshard_after_forward_policy not in policies:
-        raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward must be one of {', '.join(policies)}, got "
-            f"{reshard_after_forward_policy!r}"
-        )
     reshard = policies[reshard_after_forward_policy]
     # Backward begins with the last unit: freeing it after forward would only cost another all-gather.
     reshard_last = reshard_after_forward_policy == "always"
@@ -123,16 +114,15 @@ def apply_fsdp(
     elif embeddings is not None:
         fully_shard(embeddings, reshard_after_forward=reshard, **options)
     # No cast of a block's inputs: hidden states are in param_dtype, and RoPE tables must stay in fp32.
-    block_options = options | {
-        "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    }
+    no_cast = {"mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)}
+    block_options = options | no_cast
     blocks = list(model.layers.values())
     exact = [x for block in blocks for x in block.modules() if getattr(x, "keeps_fp32", False)]
     if exact:
         # A unit of their own, because FSDP casts all parameters of a unit to one dtype. Compiled blocks
         # can't call its hooks: the model's forward gathers it, and the end of backward reduces it.
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        fully_shard(exact, reshard_after_forward=False, **(options | {"mp_policy": policy}))
+        in_fp32 = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+        fully_shard(exact, reshard_after_forward=False, **(options | in_fp32))
     for block in blocks:
         if ep_degree > 1 and block.moe_enabled:
             experts = block.moe.experts
@@ -168,7 +158,7 @@ def _choose_collectives(
         for mesh in (dp_mesh, edp_mesh):
             if mesh is not None:
                 group = mesh.get_group(mesh.ndim - 1)
-                torch.distributed.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+                dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
         for unit in _units_of(model):
             unit.set_allocate_memory_from_process_group_for_comm(True)
 
@@ -210,7 +200,8 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
         # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
-        if any(torch_parts.fsdp_mesh(x).mesh.size() > 1 for x in _param_groups([unit])):
+        groups = torch_parts.fsdp_groups_of(torch_parts.fsdp_state(unit))
+        if any(torch_parts.fsdp_mesh(group).mesh.size() > 1 for group in groups):
             unit.set_gradient_divide_factor(1.0)
         # Otherwise the collective would apply the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
@@ -224,7 +215,7 @@ def reshard_model(model: nn.Module) -> None:
     for unit in _units_of(model):
         unit.reshard()
     # Backward prefetches by the recorded forwards: clear forwards that had no backward (torch 2.13).
-    for group in _param_groups(_units_of(model)):
+    for group in _param_groups(model):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
         if forwards is not None:  # set by the first forward
@@ -234,7 +225,7 @@ def reshard_model(model: nn.Module) -> None:
 
 def bytes_to_keep_gathered(model: nn.Module) -> int:
     """Return the extra bytes this rank would hold if forwards didn't free what they gather."""
-    groups = _param_groups(_units_of(model))
+    groups = _param_groups(model)
     freed = [group for group in groups if torch_parts.fsdp_forward_mesh(group) is not None]
     total = 0
     for parameter in (p for group in freed for p in torch_parts.fsdp_params(group)):
@@ -249,7 +240,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, each unit stays gathered after its first forward; all are freed at the end."""
     # `set_reshard_after_forward` would forget the mesh after forward.
-    groups, field = _param_groups(_units_of(model)), torch_parts.attribute("fsdp_forward_mesh")
+    groups, field = _param_groups(model), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
     for group in groups:
         setattr(group, field, None)
@@ -261,8 +252,8 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
             setattr(group, field, mesh)
 
 
-def _param_groups(units: list[FSDPModule]) -> list[Any]:
-    states = map(torch_parts.fsdp_state, units)
+def _param_groups(model: nn.Module) -> list[Any]:
+    states = map(torch_parts.fsdp_state, _units_of(model))
     return [group for state in states for group in torch_parts.fsdp_groups_of(state)]
 
 
@@ -300,7 +291,7 @@ def accumulate_gradients(model: nn.Module) -> None:
 
 def store_gradients(model: nn.Module) -> None:
     """Add gradients to the sums in reduce_dtype, after a backward that ran no hook of FSDP."""
-    for group in _param_groups(_units_of(model)):
+    for group in _param_groups(model):
         torch_parts.fsdp_post_backward(group)
 
 
@@ -316,7 +307,7 @@ def reduce_accumulated_gradients(model: nn.Module) -> None:
         return
     # The same calls as FSDP's hooks make at the end of a full backward (torch 2.13).
     model.set_is_last_backward(True)
-    for group in _param_groups(_units_of(model)):
+    for group in _param_groups(model):
         torch_parts.fsdp_post_backward(group)
     torch_parts.fsdp_end_backward(torch_parts.fsdp_state(model))
 
@@ -328,9 +319,7 @@ def recover_model(model: nn.Module) -> None:
     # Before the first forward nothing is gathered, and FSDP does not know its root unit yet.
     if torch_parts.fsdp_is_root(torch_parts.fsdp_state(model)) is None:
         return
-    parameters = [
-        p for group in _param_groups(_units_of(model)) for p in torch_parts.fsdp_params(group)
-    ]
+    parameters = [p for x in _param_groups(model) for p in torch_parts.fsdp_params(x)]
     shards = [torch_parts.fsdp_shard(p) for p in parameters]
     reduced = [shard.grad for shard in shards]
     torch_parts.reset_fsdp(model)
@@ -371,19 +360,7 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero."""
-    buckets: list[list[Tensor]] = []  # of one dtype each
-    open_buckets: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = local_tensor(parameter.grad)
-        bucket = open_buckets.get(grad.dtype)
-        if bucket is None or sum(x.nbytes for x in bucket) + grad.nbytes > _BUCKET_BYTES:
-            bucket = open_buckets[grad.dtype] = []
-            buckets.append(bucket)
-        bucket.append(grad)
-    for bucket in buckets:
-        flat = torch.cat([grad.flatten() for grad in bucket])
-        torch.distributed.all_reduce(flat, group=mesh.get_group())
-        for grad, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            grad.copy_(summed.view_as(grad))
+        dist.all_reduce(local_tensor(parameter.grad), group=mesh.get_group())

@@ -54,7 +54,6 @@ class ParallelDims:
 
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
     _global_meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
-    _world_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "cp", "tp", "pp", "ep", "etp"):
@@ -121,8 +120,7 @@ class ParallelDims:
                 )
             loss_mesh = torch_parts.join_mesh(cuts["dataloading"]["batch", "cp"], "loss_mesh")
 
-        self._world_mesh = world_mesh
-        self._global_meshes = cuts | {"loss": loss_mesh}
+        self._global_meshes = cuts | {"world": world_mesh}
         # Take each axis from the first cut that has the axis.
         cut_of = {name: cut for cut, axes in reversed(_AXES_OF_CUT.items()) for name in axes}
         self._meshes = {
@@ -190,9 +188,7 @@ class ParallelDims:
     @property
     def world_mesh(self) -> DeviceMesh:
         """The 1-D mesh of all ranks."""
-        if self._world_mesh is None:
-            self.build_mesh()
-        return self._world_mesh
+        return self._global_meshes["world"] if self._meshes else self.build_mesh()
 
     dp_replicate_enabled = _is_above_one("dp_replicate")
     dp_shard_enabled = _is_above_one("dp_shard")

@@ -26,18 +26,13 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.profiler import record_function
 
-from torchtitan.distributed import tied_copies
-from torchtitan.distributed.fsdp import reshard_model, sum_gradients
-from torchtitan.distributed.pipeline_order import (
-    Action,
-    Order,
-    compute_order,
-    rank_of_stages,
-    select,
-    with_messages,
-    with_reductions,
-    with_resharding,
+from torchtitan.distributed import pipeline_order, tied_copies
+from torchtitan.distributed.fsdp import (
+    reduce_accumulated_gradients,
+    reshard_model,
+    sum_gradients,
 )
+from torchtitan.distributed.pipeline_order import Action
 from torchtitan.distributed.pipeline_stage import ContextFactory, InputShape, PipelineStage
 from torchtitan.tools import torch_parts
 
@@ -80,7 +75,8 @@ class PipelineSchedule:
         self.has_last_stage = any(stage.is_last for stage in self.stages)
         self._is_connected = False
         # If torch's schedule refuses these stages, it raises here.
-        self.rank_of = rank_of_stages(self._compute_order(n_microbatches))
+        self.rank_of = pipeline_order.rank_of_stages(self._order(n_microbatches))
+        self._rank = self.stages[0].group_rank
         ours = sorted(stage for stage, rank in self.rank_of.items() if rank == self._rank)
         held = [stage.stage_index for stage in self.stages]
         if ours != held:
@@ -235,8 +231,7 @@ class PipelineSchedule:
         return [(rows, tokens) for rows, tokens in shapes.tolist()]
 
     def _global_rank_of(self, stage: int) -> int:
-        group = self.group or dist.group.WORLD
-        return dist.get_global_rank(group, self.rank_of[stage])
+        return dist.get_global_rank(self.group or dist.group.WORLD, self.rank_of[stage])
 
     @contextmanager
     def _summed(self, forward_only: bool) -> Iterator[None]:
@@ -245,8 +240,7 @@ class PipelineSchedule:
         Gradients of earlier `step` calls are summed already, so they are set aside and added at the end.
         """
         parts = [stage.submod for stage in self.stages]
-        copies = tied_copies.trained_copies_in(parts)
-        parameters = copies
+        parameters = copies = tied_copies.trained_copies_in(parts)
         if self.replicas is not None:
             parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
         if forward_only or not parameters:
@@ -261,8 +255,7 @@ class PipelineSchedule:
                 sum_gradients(parameters, self.replicas)
             if copies:
                 other = self.num_stages - 1 if self.has_first_stage else 0
-                other_rank = self.rank_of[other]
-                tied_copies.sum_gradients(copies, self.group, other_rank)
+                tied_copies.sum_gradients(copies, self.group, self.rank_of[other])
         except BaseException:
             # Drop the gradients of the failed call, and keep those of the calls before it.
             for parameter, gradient in zip(parameters, earlier, strict=True):
@@ -274,40 +267,33 @@ class PipelineSchedule:
 
     # ---- the order of actions ----
 
-    @property
-    def _rank(self) -> int:
-        return self.stages[0].group_rank
-
     def _make_actions(self, n: int, forward_only: bool) -> list[Action]:
-        """Return this rank's actions for n microbatches.
+        """Return this rank's actions for n microbatches."""
+        order = pipeline_order.select(self._order(n), n, forward_only)
+        order[self._rank] = pipeline_order.with_reductions(order[self._rank])
+        actions = pipeline_order.with_messages(order, self.rank_of)[self._rank]
+        return pipeline_order.with_resharding(actions)
 
-        Torch's table may be for more microbatches; the actions of the extra microbatches are removed.
-        """
-        order = select(self._compute_order(n), n, forward_only)
-        order[self._rank] = with_reductions(order[self._rank])
-        return with_resharding(with_messages(order, self.rank_of)[self._rank])
-
-    def _compute_order(self, n: int) -> Order:
-        planned = self._num_to_plan_for(n)
-        order = compute_order(self.schedule_class, self.stages, planned, self.csv_path)
-        if self.csv_path:
-            ordered = 1 + max((a.microbatch for row in order.values() for a in row), default=-1)
-            if n > ordered:
-                raise ValueError(
-                    f"parallelism.pipeline_parallel_schedule_csv = {self.csv_path!r} orders "
-                    f"{ordered} microbatches, got {n}; give fewer, or a longer file"
-                )
-        return order
-
-    def _num_to_plan_for(self, n: int) -> int:
-        """Return the smallest number of microbatches, n or more, that torch's schedule accepts."""
+    def _order(self, n: int) -> pipeline_order.Order:
+        """Return the order of n microbatches, or of the next larger number that torch's schedule accepts."""
+        planned = n
         if issubclass(self.schedule_class, ScheduleDualPipeV):
-            return max(n, self.num_stages)
+            planned = max(n, self.num_stages)
         if issubclass(self.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble):
             # Torch runs microbatches in equal rounds of about one microbatch per rank.
             num_ranks = self.stages[0].group_size
-            return n if n % max(1, n // num_ranks) == 0 else -(-n // num_ranks) * num_ranks
-        return n
+            if n % max(1, n // num_ranks):
+                planned = -(-n // num_ranks) * num_ranks
+        order = pipeline_order.compute_order(
+            self.schedule_class, self.stages, planned, self.csv_path
+        )
+        ordered = 1 + max((a.microbatch for row in order.values() for a in row), default=-1)
+        if n > ordered:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_schedule_csv = {self.csv_path!r} orders {ordered} "
+                f"microbatches, got {n}; give fewer, or a longer file"
+            )
+        return order
 
 
 @dataclass
@@ -363,7 +349,7 @@ class _Call:
             case "W":
                 stage.backward_weight(microbatch)
             case "REDUCE":
-                stage.reduce_gradients()
+                reduce_accumulated_gradients(stage.submod)
             case "RESHARD":
                 reshard_model(stage.submod)
             case "SEND_F" | "SEND_B":

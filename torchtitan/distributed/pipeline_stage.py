@@ -14,11 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from torchtitan.distributed.fsdp import (
-    accumulate_gradients,
-    reduce_accumulated_gradients,
-    store_gradients,
-)
+from torchtitan.distributed.fsdp import accumulate_gradients, store_gradients
 
 InputShape = tuple[int, int]
 """(B, T) of a microbatch's input"""
@@ -81,7 +77,6 @@ class PipelineStage:
             accumulate_gradients(self.submod)
 
     def end_step(self) -> None:
-        """Release all tensors."""
         self._forwards.clear()
         self._weight_halves.clear()
         self._postponed.clear()
@@ -160,10 +155,6 @@ class PipelineStage:
             for half in sorted(halves, key=lambda half: -len(half.arrived)):
                 _backward_weight(half)
         store_gradients(self.submod)
-
-    def reduce_gradients(self) -> None:
-        """Reduce the gradients accumulated since `begin_step` over FSDP's ranks."""
-        reduce_accumulated_gradients(self.submod)
 
 
 class _Forward(NamedTuple):

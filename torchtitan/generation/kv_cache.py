@@ -23,30 +23,31 @@ from torchtitan.numerics.document_conv import conv_tail, document_conv
 
 
 class _Store:
-    """Tensors [B, _, max_length, _] with an entry per cached token; allocated in the first call.
+    """Tensors [B, ...] that continue the rows; allocated in the first call.
 
-    Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens, and `end`, the
-    number of filled slots after the call.
+    Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens; `end`, the number of
+    filled slots after the call; and `counts` [B], the number of new tokens of each row, without padding.
+    max_length: the size of dim 2, which has an entry per cached token; 0: no dim has.
     """
 
-    max_length: int
+    max_length = 0
     stored: list[Tensor]  # a list, because buffers would appear in a model's state dict
     slots: Tensor
+    counts: Tensor
     end = 0
 
     def put_rows(self, places: Tensor, other: "_Store", rows: Tensor) -> None:
         """Overwrite the rows at `places` with `rows` of another store; allocate this store first if empty."""
         self.stored = self.stored or [
-            x.new_zeros(len(places), x.shape[1], self.max_length, x.shape[3]) for x in other.stored
+            x.new_zeros(len(places), x.shape[1], self.max_length or x.shape[2], *x.shape[3:])
+            for x in other.stored
         ]
         for stored, given in zip(self.stored, other.stored, strict=True):
-            stored[places, :, : other.end] = given[rows, :, : other.end]
+            stored[places, :, : given.shape[2]] = given[rows]
         self.end = max(self.end, other.end)
 
     def keep_rows(self, rows: Tensor) -> None:
-        for i, x in enumerate(self.stored):
-            self.stored[i] = x.new_zeros(len(rows), *x.shape[1:])
-            self.stored[i][:, :, : self.end] = x[:, :, : self.end][rows]
+        self.stored = [x[rows] for x in self.stored]
 
 
 class CachedAttention(_Store, nn.Module):
@@ -116,10 +117,7 @@ class CachedDeltaRule(_Store, DeltaRule):
     """Replaces a layer's `DeltaRule`: rows continue from the state and the convolution's last inputs.
 
     stored: the state of the delta rule, and the last inputs of the three convolutions, [B, ...] each.
-    counts: [B], set before each call: the number of new tokens of each row, without padding.
     """
-
-    counts: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,14 +156,6 @@ class CachedDeltaRule(_Store, DeltaRule):
         ended = end_rows(self.counts, g, beta, continued)
         out, self.stored[0] = gated_delta_rule(q, k, v, *ended, state, return_state=True)
         return out
-
-    def put_rows(self, places: Tensor, other: _Store, rows: Tensor) -> None:
-        self.stored = self.stored or [x.new_zeros(len(places), *x.shape[1:]) for x in other.stored]
-        for stored, given in zip(self.stored, other.stored, strict=True):
-            stored[places] = given[rows]
-
-    def keep_rows(self, rows: Tensor) -> None:
-        self.stored = [x[rows] for x in self.stored]
 
 
 class ExpertRecord(_Store):
@@ -264,19 +254,16 @@ class CachedForward:
             lambda mask: replace(mask, lowered=mask(zero, zero, slots[:, None, :, None], keys)),
             self._masks,
         )
+        n_new = torch.tensor(counts, device=self._device)
         for store in self._stores:
-            store.slots, store.end = slots, end
-        if delta_rules := [x for x in self.kernels if isinstance(x, CachedDeltaRule)]:
-            n_new = torch.tensor(counts, device=self._device)
-            for kernel in delta_rules:
-                kernel.counts = n_new
+            store.slots, store.end, store.counts = slots, end, n_new
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
             if layer.inner_attention is not kernel:  # a second cache may have put its kernel there
                 layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         with ExitStack() as hooks:
             if last_only and width > 1 and self._parts[-1].output is not None:
-                hooks.callback(self._only_last(counts).remove)
+                hooks.callback(self._only_last(n_new - 1).remove)
             if self.experts is not None:
                 hooks.enter_context(self.experts.recording(n_rows))
             return self._run(tokens, attention_masks=masks, positions=slots)
@@ -305,12 +292,11 @@ class CachedForward:
         for store in self._stores:
             store.keep_rows(index)
 
-    def _only_last(self, counts: Sequence[int]) -> Any:
+    def _only_last(self, last: Tensor) -> Any:
         """Pass only each row's last hidden state to the output, because logits of all tokens are large."""
 
         def keep_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             h, *head = args
-            last = torch.tensor(counts, device=h.device) - 1
             return h[torch.arange(len(h), device=h.device), last][:, None], *head
 
         return self._parts[-1].output.register_forward_pre_hook(keep_last)

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torchtitan.integrations.openai_servers import LostServerError, Servers
 from torchtitan.integrations.vllm_lane import WeightLane
 from torchtitan.rl.foreign_generator import ForeignGenerator
 from torchtitan.rl.generator import Prompts
+from torchtitan.rl.job_config import RLGenerator
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import WeightMismatchError
 from torchtitan.rl.weight_transport import Pairs, PolicyWeights, buckets_of, copied
@@ -57,50 +58,38 @@ class OpenAIGenerator(ForeignGenerator):
     is left out until the next update, or until no other is left.
 
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
-    Arguments are those of `[rl.generator]`, and:
-
+    settings: `[rl.generator]`. dtype: of the weights in the files; None keeps the trainer's.
     folder: gets a subfolder per weight version; each update removes the other subfolders.
     hf_assets_path: folder whose config.json and tokenizer are copied to each version's folder.
-    dtype: of the weights in the files; None keeps the trainer's.
-    timeout_seconds: limit for one try of a request, which is tried three times.
     vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
     delta: with `weight_transfer` = "gloo", send only the changes since the last update.
-    records_experts: the server must be vLLM, started with --enable-return-routed-experts.
     """
 
     engine_name = "the server"
 
     def __init__(
         self,
-        url: str,
-        model: str,
-        reload_url: str,
+        settings: RLGenerator,
         folder: str,
         hf_assets_path: str,
         *,
         dtype: torch.dtype | None = None,
         seed: int = 0,
-        max_requests: int = 64,
-        timeout_seconds: float = 600.0,
         vocab_size: int | None = None,
-        weight_transfer: Literal["", "nccl", "gloo"] = "",
         delta: bool = False,
-        adapters: bool = False,
-        records_experts: bool = False,
     ):
-        super().__init__(dtype, seed, folder, adapters, records_experts)
-        self._weight_transfer, self._delta = weight_transfer, delta and weight_transfer == "gloo"
-        self._lane: WeightLane | None = None
-        if not reload_url:
-            self.remedy = _HOW_VLLM_RELOADS["transfer" if weight_transfer else self.weight_names]
-        # Drawn per run, because the server may hold adapters of an earlier run.
-        self._run = from_rank_zero(lambda: secrets.token_hex(4)) if adapters else ""
-        self._adapter = ""  # name of the adapters that the server has
+        super().__init__(dtype, seed, folder, settings.adapters, settings.replay_experts)
+        self._settings, self._hf_assets_path = settings, hf_assets_path
         self._vocab_size = vocab_size
-        self._servers = Servers(url, timeout_seconds)
-        self._model, self._reload_url = model, reload_url
-        self._hf_assets_path = hf_assets_path
-        self._max_requests, self._timeout_seconds = max_requests, timeout_seconds
+        self._delta = delta and settings.weight_transfer == "gloo"
+        self._lane: WeightLane | None = None
+        if not settings.reload_url:
+            way = "transfer" if settings.weight_transfer else self.weight_names
+            self.remedy = _HOW_VLLM_RELOADS[way]
+        # Drawn per run, because the server may hold adapters of an earlier run.
+        self._run = from_rank_zero(lambda: secrets.token_hex(4)) if settings.adapters else ""
+        self._adapter = ""  # name of the adapters that the server has
+        self._servers = Servers(settings.url, settings.timeout_seconds)
 
     def _complete_all(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, seeds: Sequence[int]
@@ -126,7 +115,7 @@ class OpenAIGenerator(ForeignGenerator):
             for i, seed in enumerate(seeds)
         ]
         self._servers.forget_restarted()
-        threads = ThreadPoolExecutor(self._max_requests, "completions")
+        threads = ThreadPoolExecutor(self._settings.max_requests, "completions")
         try:
             futures = [threads.submit(self._complete, request, sampling) for request in requests]
             return [future.result() for future in futures]
@@ -137,7 +126,7 @@ class OpenAIGenerator(ForeignGenerator):
     def _complete(self, request: dict[str, Any], sampling: SamplingConfig) -> Completion:
         def ask(server: str) -> tuple[str, Any]:
             url = f"{server}/v1/completions"
-            return url, _post(url, request, self._timeout_seconds)
+            return url, _post(url, request, self._settings.timeout_seconds)
 
         url, answer = self._servers.call(ask)
         try:
@@ -174,7 +163,7 @@ class OpenAIGenerator(ForeignGenerator):
             super().update_weights(weights, check_digest=check_digest)
         except WeightMismatchError as error:  # of rank 0; the other ranks wait in `share`
             failure = error
-        if self._weight_transfer and failure is None:
+        if self._settings.weight_transfer and failure is None:
             self._servers.trust(self._servers.addresses())
         self._servers.share()
         if failure is not None:
@@ -182,7 +171,7 @@ class OpenAIGenerator(ForeignGenerator):
 
     def _load(self, pairs: Pairs, version: int) -> None:
         is_sender = not dist.is_initialized() or dist.get_rank() == 0
-        if self._weight_transfer:
+        if self._settings.weight_transfer:
             if is_sender:
                 self._send(pairs, version)
             return self._servers.update(_has_no_files, now=False)
@@ -199,10 +188,8 @@ class OpenAIGenerator(ForeignGenerator):
     def _load_on(self, server: str, version: int, previous: str) -> None:
         """Have a server load the files of a version. previous: name of adapters that it may have."""
         folder = self._folder_of(version)
-        if self._reload_url:
-            # A path is that of each server.
-            url = self._reload_url
-            url = f"{server}{url}" if url.startswith("/") else url
+        if url := self._settings.reload_url:
+            url = f"{server}{url}" if url.startswith("/") else url  # a path is that of each server
             self._command(url, {"path": folder, "version": version})
         elif self._run:
             lora = {"lora_name": self._name_of(version), "lora_path": folder}
@@ -223,15 +210,14 @@ class OpenAIGenerator(ForeignGenerator):
 
     def _send(self, pairs: Pairs, version: int) -> None:
         (server,) = self._servers.addresses()
+        settings, seconds = self._settings, self._settings.timeout_seconds
 
         def call(name: str, message: dict[str, Any] | None) -> Any:
             # No retries, because a second transfer would find no sender.
-            return _post(f"{server}/{name}", message, self._timeout_seconds, tries=1)
+            return _post(f"{server}/{name}", message, seconds, tries=1)
 
         if self._lane is None:
-            self._lane = WeightLane(
-                self._weight_transfer, call, server, self._timeout_seconds, self._delta
-            )
+            self._lane = WeightLane(settings.weight_transfer, call, server, seconds, self._delta)
         try:
             self._lane.send(pairs, version)
         except BaseException:  # part of the update may be in transit: do not reuse the connection
@@ -241,13 +227,15 @@ class OpenAIGenerator(ForeignGenerator):
         call("reset_prefix_cache", {})
 
     def _command(self, url: str, message: dict[str, Any]) -> None:
-        answer = _post(url, message, self._timeout_seconds, is_json=not self._run)
+        seconds = self._settings.timeout_seconds
+        answer = _post(url, message, seconds, is_json=not self._run)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
 
     def _name_of(self, version: int) -> str:
         """Return the name under which the server has a version of the policy."""
-        return f"{self._model}-{self._run}-{version}" if self._run else self._model
+        model = self._settings.model
+        return f"{model}-{self._run}-{version}" if self._run else model
 
 
 def _array(text: Any) -> np.ndarray | None:

@@ -86,13 +86,13 @@ class Servers:
     def forget_restarted(self) -> None:
         """Leave out servers whose process ended after the last update. Call it before a draw."""
         with self._lock:
-            closed = [address for address, idle in self._ready.items() if idle.is_closed()]
-            for address in closed:
-                started = self._ready[address].started
+            for address, idle in list(self._ready.items()):
+                if not idle.is_closed():
+                    continue
                 again = None
                 with suppress(OSError):
                     again = _Connection(address)
-                if again and started and again.started == started:
+                if again and idle.started and again.started == idle.started:
                     self._forget([address])
                     self._ready[address] = again
                 else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.rl.foreign_generator import ForeignGenerator
 from torchtitan.rl.generator import Prompts
+from torchtitan.rl.job_config import RLGenerator
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.tools import host
 from torchtitan.tools.errors import ConfigError, RunError
@@ -20,15 +21,11 @@ from torchtitan.tools.errors import ConfigError, RunError
 class VLLMGenerator(ForeignGenerator):
     """Samples with a vLLM engine inside this process; each rank has an engine on its own device.
 
-    Arguments are those of `[rl.generator]`, and:
-
+    settings: `[rl.generator]`. folder: each rank writes adapters to a subfolder of it.
     hf_assets_path: folder with the model's config.json and tokenizer. Its weights are read only if
         updates bring adapters; otherwise all weights come from `update_weights`.
     dtype: of vLLM's weights; None takes config.json's, and sends weights without a cast.
-    folder: each rank writes the adapters to a subfolder of it.
-    adapter_rank: the largest LoRA rank of the adapters that updates bring; 0: whole weights.
-    records_experts: record each token's experts; vLLM refuses dense models and some layouts.
-    options: further arguments of `vllm.LLM`.
+    seq_len: the length limit if the settings have none. lora_rank: the largest of the adapters.
 
     Raises ImportError if vLLM is not installed, ConfigError if tensor_parallel_degree does not
     divide the number of ranks.
@@ -42,37 +39,35 @@ class VLLMGenerator(ForeignGenerator):
 
     def __init__(
         self,
+        settings: RLGenerator,
         hf_assets_path: str,
+        folder: str = "",
         *,
         dtype: torch.dtype | None = None,
         seed: int = 0,
-        memory_share: float = 0.4,
-        tensor_parallel_degree: int = 1,
-        max_seq_len: int | None = None,
-        folder: str = "",
-        adapter_rank: int = 0,
-        records_experts: bool = False,
-        **options: Any,
+        seq_len: int | None = None,
+        lora_rank: int = 0,
     ):
-        n_ranks = num_ranks()
-        if n_ranks % tensor_parallel_degree:
+        n_ranks, degree = num_ranks(), settings.tensor_parallel_degree
+        if n_ranks % degree:
             raise ConfigError(
                 f"rl.generator.tensor_parallel_degree must divide the number of ranks that "
-                f"generate, got {tensor_parallel_degree} with {n_ranks} ranks; change one of them"
+                f"generate, got {degree} with {n_ranks} ranks; change one of them"
             )
+        options: dict[str, Any] = {}
         if n_ranks > 1:
             # With this executor vLLM reads torchrun's RANK and LOCAL_RANK and joins our process
             # group. With its default executor, every process would start at the machine's first device.
             options["distributed_executor_backend"] = "external_launcher"
-        if max_seq_len is not None:
-            options["max_model_len"] = max_seq_len
-        if adapter_rank:
+        if max_len := settings.max_seq_len or seq_len:
+            options["max_model_len"] = max_len
+        if settings.adapters:
             choices = (8, 16, 32, 64, 128, 256, 320)  # vLLM allows these ranks, and 512
-            rank = next((n for n in choices if n >= adapter_rank), 512)
+            rank = next((n for n in choices if n >= lora_rank), 512)
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-        if records_experts:
+        if settings.replay_experts:
             options["enable_return_routed_experts"] = True
-        self.ranks_per_copy = tensor_parallel_degree
+        self.ranks_per_copy = degree
         # Run vLLM's engine in this process, so that it can read our tensors without a copy.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
@@ -84,15 +79,15 @@ class VLLMGenerator(ForeignGenerator):
             ) from error
         # Each rank writes the adapters by itself, because draws ahead of training must not communicate.
         folder = os.path.join(folder, f"rank-{dist.get_rank() if n_ranks > 1 else 0}")
-        super().__init__(dtype, seed, folder, adapter_rank > 0, records_experts)
+        super().__init__(dtype, seed, folder, settings.adapters, settings.replay_experts)
         self._vllm = vllm
         self._adapters: Any = None  # a LoRARequest
         self._llm = vllm.LLM(
             model=hf_assets_path,
             dtype="auto" if dtype is None else dtype,
-            load_format="auto" if adapter_rank else "dummy",
-            gpu_memory_utilization=memory_share,
-            tensor_parallel_size=tensor_parallel_degree,
+            load_format="auto" if settings.adapters else "dummy",
+            gpu_memory_utilization=settings.memory_share,
+            tensor_parallel_size=degree,
             seed=seed,  # equal on all ranks: engines that split a model must draw the same tokens
             logprobs_mode="processed_logprobs",
             # vLLM reads a prompt once for all its samples. `update_weights` empties the cache.

@@ -12,7 +12,7 @@ operator, so that torch.compile and activation checkpointing see one node whatev
 import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,23 +51,13 @@ def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
     return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
 
-class _Call(NamedTuple):
-    """One call of the kernel.
-
-    mask: numbers added to the scores [queries, keys]; None: causal, with as many queries as keys.
-    keys_again: an earlier call may have used these keys, so backward adds to their gradients.
-    """
-
-    queries: slice
-    keys: slice
-    mask: Tensor | None = None
-    keys_again: bool = False
-
-
 def _calls(
     cu_seq_q: Tensor, cu_seq_k: Tensor, window: int | None, dtype: torch.dtype
-) -> Iterator[_Call]:
-    """Yield the calls for all documents of two or more keys."""
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Yield (queries, keys, mask) of each call of the kernel, for documents of two or more keys.
+
+    mask: numbers added to the scores [queries, keys]; None: causal, with as many queries as keys.
+    """
     bounds = zip(*(pairwise(x.tolist()) for x in (cu_seq_q, cu_seq_k)), strict=True)
     for (start, end), (first_key, end_key) in bounds:
         if end == start or end_key - first_key < 2:
@@ -76,21 +66,18 @@ def _calls(
         is_windowed = window is not None and n_keys > window
         is_split = end - start < n_keys or SHORTEST_SPLIT <= n_keys <= LONGEST_SPLIT
         if not is_windowed and not is_split:
-            yield _Call(slice(start, end), slice(first_key, end_key))
+            yield slice(start, end), slice(first_key, end_key), None
             continue
         reach = window if is_windowed else n_keys
         size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
         # Masks of long documents are large, and used once.
         make_mask = _cached_mask if is_windowed or n_keys <= LONGEST_SPLIT else _window_mask
-        # Last piece first: without a window it sees all keys, and writes all their gradients.
         for last in range(end, start, -size):
             first = max(last - size, start)
             last_key = end_key - (end - last)
             seen_from = max(first_key, last_key - (last - first) - reach + 1)
             mask = make_mask(last - first, last_key - seen_from, reach, dtype)
-            yield _Call(
-                slice(first, last), slice(seen_from, last_key), mask, is_windowed or last < end
-            )
+            yield slice(first, last), slice(seen_from, last_key), mask
 
 
 def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
@@ -110,24 +97,9 @@ def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
-    """[N, heads, D] -> [n_rows, heads, N / n_rows, D], the layout of the kernel; a view."""
-    return x.unflatten(0, (n_rows, -1)).transpose(1, 2)
-
-
-def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return the number of rows for one call of the kernel, and where documents end in each row.
-
-    If the document lengths repeat with some period, as in rows without packing, each period is a
-    row. Otherwise all documents are one row.
-    """
-    lengths = torch.stack((cu_seq_q.diff(), cu_seq_k.diff()))
-    n_documents = lengths.shape[1]
-    for n in range(1, n_documents // 2 + 1):
-        repeats = n_documents % n == 0 and torch.equal(lengths[:, n:], lengths[:, :-n])
-        if repeats and cu_seq_q[n] > 0 and cu_seq_k[n] > 0:
-            return n_documents // n, cu_seq_q[: n + 1], cu_seq_k[: n + 1]
-    return 1, cu_seq_q, cu_seq_k
+def _as_kernel_input(x: Tensor) -> Tensor:
+    """[N, heads, D] -> [1, heads, N, D], the layout of the kernel; a view."""
+    return x.transpose(0, 1)[None]
 
 
 def _forward(
@@ -164,10 +136,8 @@ def _forward(
         out[lone] = _for_queries(v[lone_keys], q.shape[1])
         keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
-    n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
-    packed = q, k, v, out, lse.unsqueeze(-1)
-    qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
-    for queries, keys, mask, _ in _calls(*ends, window, dtype):
+    qs, ks, vs, outs, lses = map(_as_kernel_input, (q, k, v, out, lse.unsqueeze(-1)))
+    for queries, keys, mask in _calls(cu_seq_q, cu_seq_k, window, dtype):
         # `F.scaled_dot_product_attention` calls this operator on a CPU but does not return the
         # log-sum-exp.
         operands = qs[:, :, queries], ks[:, :, keys], vs[:, :, keys]
@@ -202,11 +172,8 @@ def _backward(
     each head gets one more number: 1 in the values, grad_lse in grad_out, and 0 in out.
     """
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
-    # If the calls below write the gradients of all keys, no memory has to be zeroed first.
-    writes_all = window is None and not len(lone) and bool((cu_seq_q.diff() > 0).all())
-    make = torch.empty if writes_all else torch.zeros
     # Several calls may see the same key, and bf16 is too coarse for the sum of its gradients.
-    grads = [make(x.shape, dtype=lse.dtype) for x in (q, k, v)]
+    grads = [torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v)]
     n_kv_heads = k.shape[1]
     if len(lone):
         grads[2][lone_keys] = grad_out[lone].unflatten(1, (n_kv_heads, -1)).sum(dim=2).to(lse.dtype)
@@ -216,14 +183,12 @@ def _backward(
             to_keys = (factor * q[lone]).unflatten(1, (n_kv_heads, -1)).sum(dim=2)
             grads[1][lone_keys] = to_keys.to(lse.dtype)
     packed = grad_out, q, k, v, out, lse.unsqueeze(-1)
-    n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
-    go, qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
+    go, qs, ks, vs, outs, lses = map(_as_kernel_input, packed)
     if grad_lse is not None:
-        grad_lses = _as_kernel_input(grad_lse.unsqueeze(-1), n_rows)
-    targets = [_as_kernel_input(x, n_rows) for x in grads]
+        grad_lses = _as_kernel_input(grad_lse.unsqueeze(-1))
+    targets = list(map(_as_kernel_input, grads))
     head_dim = q.shape[-1]
-    calls = _calls(*ends, window, lse.dtype)
-    for queries, keys, mask, keys_again in calls:
+    for queries, keys, mask in _calls(cu_seq_q, cu_seq_k, window, lse.dtype):
         g_part, q_part, o_part = (x[:, :, queries].to(lse.dtype) for x in (go, qs, outs))
         k_part, v_part = (x[:, :, keys].to(lse.dtype) for x in (ks, vs))
         if grad_lse is not None:
@@ -235,10 +200,7 @@ def _backward(
             *operands, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         for target, part, place in zip(targets, parts, (queries, keys, keys), strict=True):
-            if place is keys and keys_again:
-                target[:, :, place] += part[..., :head_dim]
-            else:
-                target[:, :, place] = part[..., :head_dim]
+            target[:, :, place] += part[..., :head_dim]
     grad_q, grad_k, grad_v = (x.to(q.dtype) for x in grads)
     return grad_q, grad_k, grad_v
 

@@ -19,7 +19,12 @@ from torchtitan.models.decoder import Attention, Decoder
 from torchtitan.models.gated_delta import GatedDeltaNet
 from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.norm import head_norm, whole_norm
-from torchtitan.models.rope import RoPEArgs, apply_rotary_emb_to_halves, rotate_columns
+from torchtitan.models.rope import (
+    RoPEArgs,
+    apply_rotary_emb_to_halves,
+    query_factors,
+    rotate_columns,
+)
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan.numerics import delta_rule_fla
 from torchtitan.numerics.delta_rule import multiplications_per_token
@@ -208,25 +213,24 @@ class CausalLM(Decoder):
         return attention
 
     def _rotation_of(self, name: str, kind: LayerKind) -> Any:
-        args, sizes = self.model_args, self._table_sizes()
-        size = sizes.get(name)
-        if len(sizes) == 1 and size == args.head_dim_of(kind) and not args.query_scale:
+        columns, query_scale = self._rope_columns(), self.model_args.query_scale
+        first, size = columns.get(name, (0, None))
+        if len(columns) == 1 and size == self.model_args.head_dim_of(kind) and not query_scale:
             return apply_rotary_emb_to_halves  # the whole table
-        if size is None and not args.query_scale:
+        if size is None and not query_scale:
             return None
-        names = list(sizes)
-        first = sum(2 * sizes[before] for before in names[: names.index(name)]) if size else 0
-        scale_column = sum(2 * n for n in sizes.values()) if args.query_scale else None
+        scale_column = -1 if query_scale else None
         return functools.partial(rotate_columns, first=first, size=size, scale_column=scale_column)
 
-    def _table_sizes(self) -> dict[str, int]:
-        """Return kind -> R, for the kinds of layers with RoPE."""
-        args = self.model_args
-        return {
-            name: kind.rope.size(args.head_dim_of(kind))
-            for name, kind in args.layer_kinds.items()
-            if kind.rope is not None
-        }
+    def _rope_columns(self) -> dict[str, tuple[int, int]]:
+        """Return kind -> (its first column in the RoPE table, R), for the kinds of layers with RoPE."""
+        columns, first = {}, 0
+        for name, kind in self.model_args.layer_kinds.items():
+            if kind.rope is not None:
+                size = kind.rope.size(self.model_args.head_dim_of(kind))
+                columns[name] = first, size
+                first += 2 * size
+        return columns
 
     def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
@@ -236,11 +240,9 @@ class CausalLM(Decoder):
             for kind in args.layer_kinds.values()
             if kind.rope is not None
         ]
-        if args.query_scale and parts[0].device.type == "meta":
-            parts.append(parts[0].new_empty(length, 1))
-        elif args.query_scale:
-            steps = torch.arange(length, dtype=torch.float32).div(args.query_scale_length).floor()
-            parts.append(torch.log1p(steps).mul(args.query_scale).add(1)[:, None])
+        if args.query_scale:
+            positions = torch.arange(length)
+            parts.append(query_factors(positions, args.query_scale, args.query_scale_length))
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def check_rows(self, attention_masks: Any, row_len: int) -> None:

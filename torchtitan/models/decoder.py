@@ -39,6 +39,7 @@ from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention import AttentionMasksType, attend, build_inner_attention
 from torchtitan.models.feed_forward import PROJECTION_STD, FeedForward, init_linear
 from torchtitan.models.moe import build_moe
+from torchtitan.models.moe.replay import check_replay
 from torchtitan.models.norm import build_norm
 from torchtitan.models.rope import (
     RoPEScalingArgs,
@@ -307,8 +308,7 @@ class Decoder(ModelProtocol):
             torch.empty(model_args.vocab_size, model_args.dim), freeze=False
         )
         # Not saved: the table is computed from the args, and a later run may need another length.
-        rope_table = self.build_rope_table(model_args.max_seq_len)
-        self.register_buffer(self.rope_buffer_name, rope_table, persistent=False)
+        self.register_buffer(self.rope_buffer_name, self._new_rope_table(), persistent=False)
         self.layers = nn.ModuleDict()
         for i in range(model_args.n_layers):
             parts = self.build_attention(i), self.build_feed_forward(i), self.is_moe_layer(i)
@@ -447,39 +447,10 @@ class Decoder(ModelProtocol):
             or in each layer; k times -1 for a token whose experts the router chooses. Values on an
             accelerator are not read.
         """
-        name = "the batch's 'routed_experts'"
-        if not self.moe_layers:
-            raise ValueError(
-                f"{name} are for a mixture of experts, and this model is dense; leave them out"
-            )
-        args, n_moe = self.model_args.moe_args, len(self.moe_layers)
-        shape, got = (*tokens.shape[:2], n_moe, args.top_k), tuple(routed_experts.shape)
-        if got not in (shape, (*shape[:2], self.n_layers, args.top_k)):
-            layers = "" if n_moe == self.n_layers else f", or {self.n_layers} layers of any kind"
-            raise ValueError(
-                f"{name} must be [rows, tokens, mixtures of experts, experts per token] = {shape}"
-                f"{layers}, got {got}; take them from a generator with the same model and tokens"
-            )
-        if routed_experts.dtype.is_floating_point or routed_experts.dtype is torch.bool:
-            raise ValueError(
-                f"{name} must be integers, got {routed_experts.dtype}; give torch.int16"
-            )
-        experts = on_host(routed_experts)
-        if experts.device.type != "cpu" or not experts.numel():
-            return
-        smallest, largest = (x.item() for x in experts.aminmax())
-        if not -1 <= smallest <= largest < args.num_experts:
-            raise ValueError(
-                f"{name} must be expert ids in [0, {args.num_experts}), or -1 where the router "
-                f"chooses, got {smallest} to {largest}; take them from a generator with the same model"
-            )
-        in_order = experts.sort(dim=-1).values
-        chosen = in_order[..., -1] >= 0
-        if ((in_order.diff(dim=-1) == 0).any(dim=-1) | (in_order[..., 0] < 0))[chosen].any():
-            raise ValueError(
-                f"{name} must name {args.top_k} different experts for a token, or {args.top_k} times -1, "
-                "got an expert twice or a part of them; mark tokens without known experts by -1"
-            )
+        n_moe = len(self.moe_layers)
+        check_replay(
+            tokens, routed_experts, n_moe, self.n_layers, n_moe and self.model_args.moe_args
+        )
 
     def _routed_experts_of(self, layer_id: int, routed_experts: Tensor | None) -> Tensor | None:
         """Return a layer's part [B, T, k] of routed_experts [B, T, L, k]; None for a dense layer."""
@@ -488,6 +459,16 @@ class Decoder(ModelProtocol):
         is_per_layer = routed_experts.shape[2] == self.n_layers
         slot = layer_id if is_per_layer else self.moe_layers.index(layer_id)
         return routed_experts[:, :, slot]
+
+    def _new_rope_table(self) -> Tensor:
+        """Return `build_rope_table` for the args; on the meta device, where arange would load torch's
+        compiler, only its shape."""
+        length = self.model_args.max_seq_len
+        if torch.get_default_device().type != "meta":
+            return self.build_rope_table(length)
+        with torch.device("cpu"):
+            row = self.build_rope_table(1)
+        return row.new_empty((length, *row.shape[1:]), device="meta")
 
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
         """Return the RoPE table; replace it by a longer table if positions go beyond its end.
@@ -583,8 +564,7 @@ class Decoder(ModelProtocol):
         """Fill parameters and the RoPE table in place, as the module's docstring lists."""
         buffer = getattr(self, self.rope_buffer_name)
         with torch.device(buffer_device or buffer.device):
-            table = self.build_rope_table(self.model_args.max_seq_len)
-        setattr(self, self.rope_buffer_name, table)
+            setattr(self, self.rope_buffer_name, self._new_rope_table())
         # `to_empty` has untied the embedding and the output: each has its own tensor now.
         self._tie_weights()
         embedding, output = self.tok_embeddings, self.output

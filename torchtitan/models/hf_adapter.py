@@ -28,17 +28,8 @@ OUTPUT = "output.weight"
 TOK_EMBEDDINGS = "tok_embeddings.weight"
 # The value head has the same names here and in HF files.
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
+CORRECTION_BIAS = {"model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias"}
 
-# The linear layers of a block: HF name -> ours.
-HF_LINEARS = {
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-}
 # The norms of a block by `norm_placement`: HF name -> ours.
 HF_NORMS = {
     "before": {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
@@ -104,18 +95,28 @@ HF_EXPERTS: HFKeyMap = {
 }
 
 
-def block_hf_key_map(names: Mapping[str, str], kind: str = "weight") -> HFKeyMap:
-    """Return the table for parameter `kind` of modules in every block. names: HF's module -> ours."""
+def block_hf_key_map(names: Mapping[str, str], *kinds: str) -> HFKeyMap:
+    """Return the table for modules in every block. names: HF's module -> ours. kinds: "weight" unless given."""
     return {
-        f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}" for hf, ours in names.items()
+        f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}"
+        for kind in kinds or ("weight",)
+        for hf, ours in names.items()
     }
 
 
-def dense_hf_key_map(biased: Collection[str] = (), norms: str = "before") -> HFKeyMap:
-    """Return the table for files with Llama's names.
+def feed_forward_names(hf: str, ours: str) -> dict[str, str]:
+    """Return HF's linear layers of a gated feed-forward -> ours."""
+    return {
+        f"{hf}.{a}_proj": f"{ours}.{b}" for a, b in {"gate": "w1", "up": "w3", "down": "w2"}.items()
+    }
 
-    biased: keys of `HF_LINEARS` with a bias. norms: a key of `HF_NORMS`.
-    """
+
+def hf_key_map(args: Any) -> HFKeyMap:
+    """Return the table of a decoder with Llama's names, from the facts in its args."""
+
+    def fact(name: str) -> Any:
+        return getattr(args, name, False)
+
     table: HFKeyMap = {
         "model.embed_tokens.weight": TOK_EMBEDDINGS,
         "model.norm.weight": "norm.weight",
@@ -125,10 +126,32 @@ def dense_hf_key_map(biased: Collection[str] = (), norms: str = "before") -> HFK
         # Old files contain RoPE's frequencies, which are computed from the config.
         "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
     }
-    with_bias = {hf: ours for hf, ours in HF_LINEARS.items() if hf in biased}
-    return (
-        table | block_hf_key_map(HF_NORMS[norms] | HF_LINEARS) | block_hf_key_map(with_bias, "bias")
-    )
+    qkv = {f"self_attn.{name}_proj": f"attention.w{name}" for name in "qkv"}
+    output, mlp = {"self_attn.o_proj": "attention.wo"}, feed_forward_names("mlp", "feed_forward")
+    table |= block_hf_key_map(HF_NORMS[args.norm_placement] | qkv | output | mlp)
+    for names, has_bias in (
+        (qkv, fact("qkv_bias") or fact("attention_bias")),
+        (output, fact("output_bias") or fact("attention_bias")),
+        (mlp, fact("mlp_bias")),
+    ):
+        table |= block_hf_key_map(names, "bias") if has_bias else {}
+    if fact("qk_norm"):
+        table |= block_hf_key_map({f"self_attn.{n}_norm": f"attention.{n}_norm" for n in "qk"})
+    if fact("attention_gate"):
+        for kind in ("weight", "bias") if fact("qkv_bias") else ("weight",):
+            parts = tuple(f"layers.{{}}.attention.{name}.{kind}" for name in ("wq", "wg"))
+            queries = Fused(parts, n_groups=args.n_heads)
+            table[f"model.layers.{{}}.self_attn.q_proj.{kind}"] = queries
+    if not getattr(args, "moe_enabled", hasattr(args, "moe_args")):
+        return table
+    table |= HF_EXPERTS
+    if args.moe_args.num_shared_experts:
+        has_gate = args.moe_args.shared_expert_gate  # Qwen's; these have another name
+        module = "mlp.shared_expert" if has_gate else "mlp.shared_experts"
+        table |= block_hf_key_map(feed_forward_names(module, "moe.shared_experts"))
+        if has_gate:
+            table |= block_hf_key_map({f"{module}_gate": "moe.shared_gate"})
+    return table
 
 
 class KeyMapAdapter(StateDictAdapter):
@@ -333,6 +356,16 @@ class KeyMapAdapter(StateDictAdapter):
     def holds_untrained_part(self, hf_key: str) -> bool:
         patterns = (*self.ignored_hf_keys, *self._mtp_layers)
         return any(re.match(pattern, hf_key) for pattern in patterns)
+
+
+class HFAdapter(KeyMapAdapter):
+    """The adapter of a decoder whose names follow from its args, after the family's `own_names`."""
+
+    own_names: HFKeyMap = {}
+
+    def __init__(self, model_args: Any, hf_assets_path: str | None) -> None:
+        super().__init__(model_args, hf_assets_path)
+        self.name_text_model({**self.own_names, **hf_key_map(model_args), **self.own_names})
 
 
 def _mtp_layers(hf_names: Iterable[str]) -> tuple[str, ...]:

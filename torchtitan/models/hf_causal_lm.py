@@ -4,17 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLMArgs, LayerKind
-from torchtitan.models.hf_adapter import (
-    HF_EXPERTS,
-    HF_LINEARS,
-    Fused,
-    HFKeyMap,
-    KeyMapAdapter,
-    block_hf_key_map,
-    dense_hf_key_map,
-)
-from torchtitan.models.hf_config import hf_types
+from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs, LayerKind
+from torchtitan.models.family import build_decoder_train_spec
+from torchtitan.models.hf_adapter import CORRECTION_BIAS, HFAdapter, HFKeyMap
+from torchtitan.models.hf_config import args_of, hf_types
 from torchtitan.models.hf_fields import (
     COUNT,
     KV_HEADS,
@@ -23,6 +16,7 @@ from torchtitan.models.hf_fields import (
     TOP_K,
     Config,
     Field,
+    HFType,
     Row,
     check_kind,
     read_rope,
@@ -32,6 +26,7 @@ from torchtitan.models.hf_fields import (
     write_rope,
 )
 from torchtitan.models.rope import LongRoPE, RoPEArgs
+from torchtitan.protocols.train_spec import TrainSpec
 
 SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
 NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
@@ -275,41 +270,45 @@ BLOCK_SPARSE_MOE: HFKeyMap = {
 }
 
 
-class CausalLMAdapter(KeyMapAdapter):
-    """The names that follow from the args, and those of the args' `hf_type`, which come first."""
+class CausalLMAdapter(HFAdapter):
+    """The names that follow from the args, and those of the args' `hf_type`."""
 
     def __init__(self, model_args: CausalLMArgs, hf_assets_path: str | None):
-        super().__init__(model_args, hf_assets_path)
-        args, (_, hf_type) = model_args, hf_types()[model_args.hf_type]
+        _, hf_type = hf_types()[model_args.hf_type]
+        names = hf_type.names
+        self.own_names = dict(names(model_args) if callable(names) else names)
+        if model_args.moe_args.score_func == "sigmoid":
+            self.own_names |= CORRECTION_BIAS
         self.text_prefixes, self.ignored_hf_keys = hf_type.prefixes, hf_type.left_out
-        is_biased = {"self_attn.o_proj": args.output_bias}
-        is_biased |= {f"self_attn.{name}_proj": args.qkv_bias for name in "qkv"}
-        biased = [hf for hf in HF_LINEARS if is_biased.get(hf, args.mlp_bias)]
-        table = dense_hf_key_map(biased, args.norm_placement)
-        if args.qk_norm:
-            norms = {f"self_attn.{norm}": f"attention.{norm}" for norm in ("q_norm", "k_norm")}
-            table |= block_hf_key_map(norms)
-        if args.attention_gate:
-            for kind in ("weight", "bias") if args.qkv_bias else ("weight",):
-                parts = tuple(f"layers.{{}}.attention.{name}.{kind}" for name in ("wq", "wg"))
-                queries = Fused(parts, n_groups=args.n_heads)
-                table[f"model.layers.{{}}.self_attn.q_proj.{kind}"] = queries
-        if args.moe_enabled:
-            table |= HF_EXPERTS | self._shared_experts(args)
-            if args.moe_args.score_func == "sigmoid":
-                bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
-                table[bias] = "layers.{}.moe.expert_bias"
-        own = hf_type.names(args) if callable(hf_type.names) else hf_type.names
-        self.name_text_model({**own, **table, **own})
+        super().__init__(model_args, hf_assets_path)
 
-    @staticmethod
-    def _shared_experts(args: CausalLMArgs) -> HFKeyMap:
-        if not args.moe_args.num_shared_experts:
-            return {}
-        has_gate = args.moe_args.shared_expert_gate  # Qwen's; these have another name
-        module = "mlp.shared_expert" if has_gate else "mlp.shared_experts"
-        names = {
-            f"{module}.{hf}_proj": f"moe.shared_experts.{ours}"
-            for hf, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items()
-        }
-        return block_hf_key_map(names | ({f"{module}_gate": "moe.shared_gate"} if has_gate else {}))
+
+# ---- families ----
+
+
+def sizes(
+    dim: int, n_layers: int, hidden_dim: int, n_heads: int, n_kv_heads: int, **others: Any
+) -> dict[str, Any]:
+    """Return the fields of a config.json with these sizes, and the others."""
+    return {
+        "hidden_size": dim,
+        "num_hidden_layers": n_layers,
+        "intermediate_size": hidden_dim,
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": n_kv_heads,
+        **others,
+    }
+
+
+SMALL: dict[str, Any] = {"vocab_size": 2048, "head_dim": 32}  # of flavors for tests
+
+
+def train_spec_of(
+    types: Mapping[str, HFType], configs: Mapping[str, Config]
+) -> Callable[[], TrainSpec]:
+    """Return a family's `get_train_spec`. configs: flavor -> the fields of its config.json."""
+    flavors = {
+        flavor: args_of(config, types[config["model_type"]], CausalLMArgs)
+        for flavor, config in configs.items()
+    }
+    return lambda: build_decoder_train_spec(CausalLM, flavors, CausalLMAdapter)

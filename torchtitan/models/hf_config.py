@@ -12,7 +12,7 @@ import importlib
 import operator
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torchtitan import models
 from torchtitan.models.args import DecoderArgs
@@ -30,6 +30,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.files import read_json_object
 from torchtitan.tools.logging import logger, warn_once
 
+Args = TypeVar("Args", bound=DecoderArgs)
 _CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")  # suffixes of class names
 
 
@@ -70,14 +71,29 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
     if not isinstance(model_type, str) or model_type not in types:
         raise refusal(config, "model_type", f"known are {', '.join(sorted(types))}")
     family, hf_type = types[model_type]
-    config = {**hf_type.defaults, **config}
-    flavors, rows = get_train_spec(family).model_args, (*ALL_TYPES, *hf_type.rows)
+    flavors = get_train_spec(family).model_args
+    args_cls = type(next(iter(flavors.values())))
+    model_args = args_of({**config, "model_type": model_type}, hf_type, args_cls)
+    known = NOT_READ.union(*(row.fields for row in (*ALL_TYPES, *hf_type.rows)))
+    unknown = [name for name in config if name not in known and name[:1] != "_" and config[name]]
+    if unknown:
+        warn_once(
+            logger,
+            f"The config.json of a {model_type} has fields that are not read: {', '.join(unknown)}; "
+            "the model here is right only if they change nothing",
+        )
+    same = [name for name, args in flavors.items() if not differing(args, model_args)]
+    return HFMatch(family, same[0] if same else None, model_args)
+
+
+def args_of(config: Config, hf_type: HFType, args_cls: type[Args]) -> Args:
+    """Return new args for a config of this type. Raises ValueError like `from_hf_config`."""
+    config, rows = {**hf_type.defaults, **config}, (*ALL_TYPES, *hf_type.rows)
     try:
         eos = config.get("eos_token_id")
         values = {"value_head": _has_value_head(config), **hf_type.args, **take(config, rows)}
-        args_cls = type(next(iter(flavors.values())))
         if hasattr(args_cls, "hf_type"):
-            values["hf_type"] = model_type
+            values["hf_type"] = config["model_type"]
         if eos is not None:
             values["eos_id"] = eos[0] if isinstance(eos, list) else eos
         experts = {k.removeprefix(MOE): v for k, v in values.items() if k.startswith(MOE)}
@@ -96,17 +112,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
         raise refusal(
             config, "num_key_value_heads", f"it must divide the {model_args.n_heads} query heads"
         )
-    known = NOT_READ.union(*(row.fields for row in rows))
-    if unknown := [
-        name for name in config if name not in known and name[:1] != "_" and config[name]
-    ]:
-        warn_once(
-            logger,
-            f"The config.json of a {model_type} has fields that are not read: {', '.join(unknown)}; "
-            "the model here is right only if they change nothing",
-        )
-    same = [name for name, args in flavors.items() if not differing(args, model_args)]
-    return HFMatch(family, same[0] if same else None, model_args)
+    return model_args
 
 
 def hf_types() -> dict[str, tuple[str, HFType]]:

@@ -92,6 +92,8 @@ class Field(Row):
             if is_given(config, name):
                 check_kind(config, name, self.kind)
                 return {self.ours: self.from_hf(config[name], config)}
+        if self.default is _REQUIRED:
+            raise ValueError(f"The Hugging Face config lacks {self.hf}; add it")
         return {self.ours: self.default(config) if callable(self.default) else self.default}
 
     def write(self, args: Any) -> dict[str, Any]:
@@ -196,18 +198,7 @@ ROUTER_GROUPS = (
 
 def take(config: Config, rows: Iterable[Row]) -> dict[str, Any]:
     """Return our field -> value from a config. Raises ValueError for missing or impossible values."""
-    values: dict[str, Any] = {}
-    missing: list[str] = []
-    for row in rows:
-        is_field = isinstance(row, Field)
-        is_present = is_field and any(is_given(config, name) for name in row.names)
-        if is_field and row.default is _REQUIRED and not is_present:
-            missing.append(row.hf)
-        elif is_present or not missing:  # defaults may need the fields that are missing
-            values |= row.read(config)
-    if missing:
-        raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add them")
-    return values
+    return {name: value for row in rows for name, value in row.read(config).items()}
 
 
 def give(args: Any, rows: Iterable[Row]) -> dict[str, Any]:

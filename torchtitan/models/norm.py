@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchtitan.distributed.collectives import SumOverRanks
+from torchtitan.distributed.collectives import Collective
 from torchtitan.distributed.dtensor import is_dtensor, local_parameter
 from torchtitan.models.args import DecoderArgs
 from torchtitan.numerics.norm import RMSNorm
@@ -43,7 +43,8 @@ class WholeNorm(RMSNorm):
             return self.normalize(x, weight)
         numbers = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = numbers.square().sum(-1, keepdim=True)
-        total = SumOverRanks.apply(squares, self.weight.device_mesh.get_group().group_name)
+        group = self.weight.device_mesh.get_group().group_name
+        total = Collective.apply("sum", "sum", squares, group)
         numbers = numbers * (total / self.normalized_shape[0] + self.eps).rsqrt()
         if self.kind == "late":
             return numbers.to(x.dtype) * weight

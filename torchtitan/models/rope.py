@@ -158,7 +158,7 @@ class RoPEArgs:
             scaling = scaling.for_length(max_seq_len)
         theta = theta if self.theta is None else self.theta
         table = precompute_rope_cache(size, length, theta, scaling, self.magnitude)
-        if self.proportional and table.device.type != "meta":
+        if self.proportional:
             is_still = torch.arange(size // 2) >= int(self.share * head_dim // 2)
             cos, sin = table.view(length, 2, 2, size // 2).unbind(1)
             cos.masked_fill_(is_still, self.magnitude)
@@ -189,8 +189,6 @@ def precompute_freqs_cis(
 ) -> Tensor:
     """Return the RoPE table complex64 [end, dim/2]: entry [p, i] rotates dimensions 2i and 2i + 1 at
     position p. dim: the head size."""
-    if torch.get_default_device().type == "meta":  # arange there would load torch's compiler
-        return torch.empty((end, dim // 2), dtype=torch.complex64)
     angles = _angles(dim, end, theta, scaling_args)
     return torch.polar(torch.ones_like(angles), angles)
 
@@ -267,8 +265,6 @@ def precompute_rope_cache(
     magnitude: float = 1.0,
 ) -> Tensor:
     """Return the table fp32 [max_seq_len, 2 * dim] of two halves, times `magnitude`."""
-    if torch.get_default_device().type == "meta":
-        return torch.empty(max_seq_len, 2 * dim, dtype=torch.float32)
     angles = _angles(dim, max_seq_len, base, scaling_args)
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos, sin, sin), dim=-1)
@@ -315,6 +311,12 @@ def rotate_columns(
     if scale_column is not None:
         xq = (xq * rows[..., scale_column, None, None]).to(xq.dtype)
     return xq, xk
+
+
+def query_factors(positions: Tensor, scale: float, step: float) -> Tensor:
+    """Return the queries' factor 1 + scale * ln(1 + floor(p / step)) at positions p [L], fp32 [L, 1]."""
+    steps = positions.float().div(step).floor()
+    return torch.log1p(steps).mul(scale).add(1)[:, None]
 
 
 # ---- for `numerics.batch_invariant`: operations that round a number alike at every place of a tensor ----

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchtitan import distributed
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import Optimizer as OptimizerConfig
-from torchtitan.config.checks.layout import early_step_with
+from torchtitan.config.checks.layout import early_step
 from torchtitan.distributed import ParallelDims, tied_copies
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.optim.adam import RoundedAdam
@@ -242,7 +242,7 @@ def build_optimizers(
     if not config.early_step_in_backward:
         by_part = [groups.of_part(part, optimizer_kwargs["betas"]) for part in model_parts]
         return OptimizersContainer(model_parts, optimizer_cls, optimizer_kwargs, by_part)
-    for problem in early_step_with(config, parallel_dims.pp, parallel_dims.ep):
+    for problem in early_step(config, parallel_dims.pp, parallel_dims.ep):
         raise NotImplementedError(problem)
     logger.warning(
         "optimizer.early_step_in_backward frees every gradient at once: training.max_norm and "

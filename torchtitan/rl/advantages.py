@@ -57,7 +57,7 @@ class AdvantageEstimator:
             groups.setdefault(group, []).append(reward)
         if self.name == "none":
             return list(map(float, rewards))
-        shift_and_scale: dict[Hashable, tuple[float, float]] = {}
+        mean_and_scale = {}
         for group, own in groups.items():
             n = len(own)
             # Equal rewards must give exactly 0, so their mean must not be rounded.
@@ -66,9 +66,9 @@ class AdvantageEstimator:
             if self.std:
                 std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in own) / n)
                 scale = scale / std if std > _SMALLEST_STD else 0.0
-            shift_and_scale[group] = mean, scale
-        pairs = zip(rewards, (shift_and_scale[group] for group in group_ids), strict=True)
-        return [(reward - shift) * scale for reward, (shift, scale) in pairs]
+            mean_and_scale[group] = mean, scale
+        pairs = zip(rewards, (mean_and_scale[group] for group in group_ids), strict=True)
+        return [(reward - mean) * scale for reward, (mean, scale) in pairs]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ split into rows, microbatches and ranks. B rows, T slots per row.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,16 +97,15 @@ class Batcher:
 
         wanted, logprobs = joined("loss_mask") != 0, joined("logprobs")
         mask = wanted & logprobs.isfinite()
-        for name in _OTHER_LOGPROBS:
-            if has[name]:
-                mask &= joined(name).isfinite()
+        for name in filter(has.get, _OTHER_LOGPROBS):
+            mask &= joined(name).isfinite()
         if num_dropped := int(wanted.sum() - mask.sum()):
             logger.warning("%d tokens without a finite log-prob are left out", num_dropped)
-        masks = mask.split(lengths) if lengths else []
         denominator = None
         if has["weights"]:
             weights = joined("weights") * mask
         else:
+            masks = mask.split(lengths) if lengths else ()
             weights, denominator = self._weights(masks, [sample.group_id for sample in fitting])
         labels = joined("labels", torch.int64)
         values = {
@@ -116,9 +116,8 @@ class Batcher:
             "generator_logprobs": logprobs.masked_fill(~mask, 0),
             "advantages": joined("advantages").masked_fill(~mask, 0),
         }
-        for name in (*_OTHER_LOGPROBS, *_OF_CRITIC):
-            if has[name]:
-                values[name] = joined(name).masked_fill(~mask, 0)
+        for name in filter(has.get, (*_OTHER_LOGPROBS, *_OF_CRITIC)):
+            values[name] = joined(name).masked_fill(~mask, 0)
         if has["routed_experts"] and kept:
             values["routed_experts"] = _joined_experts(fitting)
         in_rows = list(range(len(kept)))  # indices into `kept`
@@ -152,27 +151,24 @@ class Batcher:
         kept = [i for i, sample in enumerate(samples) if len(sample) <= self.seq_len]
         if len(kept) < len(samples):
             logger.warning(
-                "%d of %d samples do not fit rl.batch.seq_len = %d and are left out, the longest "
-                "has %d tokens; raise seq_len, or lower rl.sampling.max_tokens",
-                len(samples) - len(kept),
-                len(samples),
-                self.seq_len,
-                max(map(len, samples)),
+                f"{len(samples) - len(kept)} of {len(samples)} samples do not fit rl.batch.seq_len = "
+                f"{self.seq_len} and are left out, the longest has {max(map(len, samples))} tokens; raise "
+                "seq_len, or lower rl.sampling.max_tokens"
             )
         return kept
 
     def _weights(
         self, masks: Sequence[Tensor], prompt_ids: Sequence[int]
     ) -> tuple[Tensor, float | None]:
-        per_sample: Any = aggregation_weights(
-            masks,
-            self.agg_mode,
-            norm=self.norm,
-            prompt_ids=prompt_ids,
-            normalize=not self.deferred,
-            count_empty=self.count_empty,
+        options: Any = {
+            "norm": self.norm,
+            "prompt_ids": prompt_ids,
+            "count_empty": self.count_empty,
+        }
+        found: Any = aggregation_weights(
+            masks, self.agg_mode, normalize=not self.deferred, **options
         )
-        per_sample, denominator = per_sample if self.deferred else (per_sample, None)
+        per_sample, denominator = found if self.deferred else (found, None)
         return torch.cat([*per_sample, torch.zeros(0)]), denominator
 
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
@@ -184,10 +180,9 @@ class Batcher:
         if not self.bucketing or not row_lengths:
             n_groups = max(1, -(-len(row_lengths) // (self._most_rows(n_slots) * self.dp_size)))
             n_rows = max(1, -(-len(row_lengths) // (n_groups * self.dp_size)))
-            rows = range(len(row_lengths))
-            of_group = [
-                [i for i in rows if i // self.dp_size % n_groups == g] for g in range(n_groups)
-            ]
+            of_group: list[list[int]] = [[] for _ in range(n_groups)]
+            for row in range(len(row_lengths)):
+                of_group[row // self.dp_size % n_groups].append(row)
             return [(own, n_rows, n_slots) for own in of_group]
         groups: list[tuple[list[int], int, int]] = []
         in_order = sorted(range(len(row_lengths)), key=lambda row: -row_lengths[row])
@@ -227,22 +222,20 @@ class Batcher:
             rows = fill_rows(sizes, self.seq_len, of_trees)
         groups = self._groups_of([sum(sizes[i] for i in row) for row in rows])
         shapes = [(self.dp_size, n_rows, n_slots) for _, n_rows, n_slots in groups]
-        slots: list[list[list[Slot]]] = [[[] for _ in range(self.dp_size)] for _ in groups]
-        models_of_rows = [
-            [[max(models, default=0)] * n_rows for _ in range(self.dp_size)]
-            for _, n_rows, _ in groups
-        ]
+        # By (group, rank): the slots of its samples, and the model of each row with samples.
+        slots: dict[tuple[int, int], list[Slot]] = defaultdict(list)
+        models_of_rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         nothing = torch.empty(0, dtype=torch.int64)
         slots_of_sample, number_in_row = [nothing] * len(lengths), [0] * len(lengths)
         first_of_group = 0
         for group, (of_group, n_rows, n_slots) in enumerate(groups):
             for n, row in enumerate(sorted(of_group, key=lambda row: of_trees[rows[row][0]])):
                 rank, row_of_cell = n % self.dp_size, n // self.dp_size
-                models_of_rows[group][rank][row_of_cell] = of_trees[rows[row][0]]
+                models_of_rows[group, rank].append(of_trees[rows[row][0]])
                 first_of_row = first_of_group + (rank * n_rows + row_of_cell) * n_slots
                 of_samples = columns_of((trees[i] for i in rows[row]), lengths)
                 for number, (place, columns) in enumerate(of_samples.items()):
-                    slots[group][rank].append(Slot(indices[place], row_of_cell, columns, number))
+                    slots[group, rank].append(Slot(indices[place], row_of_cell, columns, number))
                     slots_of_sample[place] = first_of_row + columns
                     number_in_row[place] = number
             first_of_group += math.prod(shapes[group])
@@ -279,10 +272,11 @@ class Batcher:
         def microbatch(group: int, rank: int) -> TrainingMicrobatch:
             inputs: Any = {name: parts[group][rank] for name, parts in of_groups.items()}
             if any(models):
-                inputs["models"] = models_of_rows[group][rank]
+                own = models_of_rows[group, rank]
+                inputs["models"] = own + [max(models)] * (len(inputs["labels"]) - len(own))
             if is_shared:
                 inputs["document_ids"], inputs[PARENT_IDS] = ids_of_branches(inputs["positions"])
-            return TrainingMicrobatch(inputs, tuple(slots[group][rank]))
+            return TrainingMicrobatch(inputs, tuple(slots[group, rank]))
 
         ranks = range(self.dp_size)
         return tuple(tuple(microbatch(i, rank) for rank in ranks) for i in range(len(groups)))

@@ -18,7 +18,7 @@ from torchtitan.config.checks.common import (
 from torchtitan.config.checks.values import single_values
 from torchtitan.config.mask_types import reads_positions
 from torchtitan.rl.advantages import AdvantageEstimator
-from torchtitan.rl.job_config import RL, JobConfig, RLServe, batch_seq_len
+from torchtitan.rl.job_config import RL, JobConfig, RLServe, batch_seq_len, longest_episode
 from torchtitan.rl.jsonl_task import chat_variables
 from torchtitan.rl.losses import check_context_parallel, loss_class, loss_from_config
 from torchtitan.rl.tasks import find_function, task_builder
@@ -33,42 +33,28 @@ def check_rl_config(job_config: JobConfig) -> None:
     The other sections are checked when the engine is built.
     """
     check_trainer_config(job_config)
-    refuse(
-        _rewards(job_config),
-        _critic(job_config),
-        _task(job_config),
-        _sampling(job_config),
-    )
+    refuse(_loop(job_config), _critic(job_config), _task(job_config), _sampling(job_config))
     check_generator(job_config)
 
 
 def check_generator(job_config: JobConfig) -> None:
     """As `check_rl_config`, for what draws completions. Reads no files of the job."""
     refuse(
-        _batch_invariance(job_config),
-        _generator(job_config),
-        weight_sharing(job_config.rl),
-        rescoring(job_config.rl),
+        _batch_invariance(job_config), _generator(job_config), weights_of_generator(job_config.rl)
     )
 
 
 def check_trainer_config(job_config: JobConfig) -> None:
     """As `check_rl_config`, for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
-    refuse(
-        single_values(job_config),
-        _loss(job_config),
-        _rows(job_config),
-        _batch_invariance(job_config),
-    )
+    rules = single_values(job_config), _loss(job_config), _rows(job_config)
+    refuse(*rules, _batch_invariance(job_config))
     check_gradients_add_up(job_config)
 
 
 def check_server_config(job_config: JobConfig) -> None:
     """As `check_rl_config`, for the keys that `torchtitan.rl.serve` reads."""
     check_trainer_config(job_config)
-    why = "for clients, which send a loss of their own; take the section out"
-    without_teacher = no_effect(job_config, ("rl.teacher.",), why)
-    refuse(_serve(job_config), without_teacher, weight_sharing(job_config.rl))
+    refuse(_serve(job_config), weights_of_generator(job_config.rl))
 
 
 def check_not_divided(job_config: JobConfig) -> None:
@@ -100,23 +86,22 @@ def _at_most(key: str, value: int, limit_key: str, limit: int) -> Iterator[str]:
 
 
 def _serve(job_config: JobConfig) -> Iterator[str]:
-    serve = job_config.rl.serve
-    try:
-        ipaddress.ip_address(serve.host)
-    except ValueError:
+    rl, serve = job_config.rl, job_config.rl.serve
+    if problem_in(ipaddress.ip_address, serve.host):
         yield f"rl.serve.host must be an IP address, got {serve.host!r}; 127.0.0.1 is this machine"
-    if wrong := [name for name in serve.names if not re.fullmatch(r"[a-z0-9._-]+", name)]:
-        yield (
-            f"rl.serve.names must be host names in lower case, without ports, got {wrong[0]!r}; "
-            "write it like 'trainer.example.org'"
-        )
-    api_key(serve)
-    of_loop = ("rescore", "in_flight", "replay_experts")
-    for key in (*(f"generator.{name}" for name in of_loop), "async_steps"):
-        if value := value_of(job_config.rl, key):
+    for name in serve.names:
+        if not re.fullmatch(r"[a-z0-9._-]+", name):
             yield (
-                f"rl.{key} is for the loop of torchtitan.rl.train, and clients of a server choose the order "
-                f"of their requests, got {value}; turn it off"
+                f"rl.serve.names must be host names in lower case, without ports, got {name!r}; write it "
+                "like 'trainer.example.org'"
+            )
+    api_key(serve)
+    keys = ("generator.rescore", "generator.in_flight", "generator.replay_experts", "async_steps")
+    for key in (*keys, "teacher.folder"):
+        if value := value_of(rl, key):
+            yield (
+                f"rl.{key} is for the loop of torchtitan.rl.train, and clients of a server send requests and "
+                f"losses of their own, got {value!r}; take it out"
             )
 
 
@@ -168,7 +153,7 @@ def _loss(job_config: JobConfig) -> Iterator[str]:
 
 
 def _rows(job_config: JobConfig) -> Iterator[str]:
-    batch, loss, training = job_config.rl.batch, job_config.rl.loss, job_config.training
+    rl, batch, training = job_config.rl, job_config.rl.batch, job_config.training
     seq_len, limit = batch_seq_len(job_config), batch.max_tokens_per_microbatch
     # training.seq_len is the length of the model's RoPE table.
     yield from _at_most("rl.batch.seq_len", seq_len, "training.seq_len", training.seq_len)
@@ -179,14 +164,11 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
         yield from clash(key, "sets the rows of a microbatch", others)
         yield from _at_most("the tokens of a row, rl.batch.seq_len,", seq_len, key, limit)
     if batch.skip_zero_advantage:
+        terms = ("loss.kl_coef", "loss.entropy_coef", "teacher.folder")
         yield from clash(
             "rl.batch.skip_zero_advantage",
-            "leaves out samples whose policy loss is 0, with their KL and entropy terms",
-            {
-                "rl.loss.kl_coef": loss.kl_coef,
-                "rl.loss.entropy_coef": loss.entropy_coef,
-                "rl.teacher.folder": job_config.rl.teacher.folder,
-            },
+            "leaves out samples whose policy loss is 0, with their other terms of the loss",
+            {f"rl.{key}": value_of(rl, key) for key in terms},
         )
     if batch.share_prefixes and not batch.packing:
         yield (
@@ -206,7 +188,6 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
     if not generator.exact:
         return
     degrees = ("tensor_parallel_degree", "context_parallel_degree")
-    split = {f"parallelism.{n}": d for n in degrees if (d := getattr(parallelism, n)) > 1}
     yield from clash(
         "rl.generator.exact",
         "has the trainer's own modules generate, uncompiled and unsplit, in the trainer's type",
@@ -217,7 +198,7 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
             "rl.generator.rescore": generator.rescore,
             "rl.batch.share_prefixes": job_config.rl.batch.share_prefixes,
             "compile.enable": job_config.compile.enable,
-            **split,
+            **{f"parallelism.{n}": d for n in degrees if (d := getattr(parallelism, n)) > 1},
         },
     )
     if (device := get_device_type()) != "cpu":
@@ -227,24 +208,19 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
 # ---- the loop ----
 
 
-def _rewards(job_config: JobConfig) -> Iterator[str]:
+def _loop(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
     if not job_config.has_critic:
         yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
-    # With one completion per prompt, the advantage is always 0 and every prompt is drawn again.
-    compares = {
-        f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
-        f"rl.redraws = {rl.redraws}": rl.redraws > 0,
-    }
-    if rl.num_samples_per_prompt < 2:
-        for setting in (
-            setting for setting, compares_completions in compares.items() if compares_completions
-        ):
-            yield (
-                f"{setting} compares completions of one prompt, got rl.num_samples_per_prompt = "
-                f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.advantage.name to 'none' or "
-                "'gae' and rl.redraws to 0"
-            )
+    if rl.num_samples_per_prompt < 2 and (
+        rl.advantage.name in ("group_mean", "rloo") or rl.redraws
+    ):
+        # The advantage would always be 0, and every prompt would be drawn again.
+        yield (
+            f"rl.advantage.name = {rl.advantage.name!r} or rl.redraws = {rl.redraws} compares completions of "
+            f"one prompt, got rl.num_samples_per_prompt = {rl.num_samples_per_prompt}; set it to 2 or more, "
+            "or rl.advantage.name to 'none' or 'gae' and rl.redraws to 0"
+        )
     prompts = rl.num_prompts_per_step  # a minibatch has whole prompts
     yield from _at_most("rl.minibatches", rl.minibatches, "rl.num_prompts_per_step", prompts)
     if not loss_class(rl.loss.name).has_generator:
@@ -261,13 +237,11 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
         why = f"with rl.advantage.name = {rl.advantage.name!r}; set that to 'gae'"
         yield from no_effect(job_config, keys, why)
         return
+    # `advantage.whiten` divides by the standard deviation over all tokens instead.
     yield from clash(
         "rl.advantage.name = 'gae'",
         "has a critic that learns from all samples, without comparing the rewards of a prompt",
-        {
-            "rl.advantage.std": rl.advantage.std,  # `whiten` divides by the std over all tokens instead
-            "rl.batch.skip_zero_advantage": rl.batch.skip_zero_advantage,
-        },
+        {f"rl.{k}": value_of(rl, k) for k in ("advantage.std", "batch.skip_zero_advantage")},
     )
     path = rl.critic.initial_load_path
     if path and not os.path.isdir(path):
@@ -303,7 +277,7 @@ def _task(job_config: JobConfig) -> Iterator[str]:
 
 def _sampling(job_config: JobConfig) -> Iterator[str]:
     """The loss needs log-probs under the distribution that tokens were sampled from."""
-    sampling, seq_len = job_config.rl.sampling, batch_seq_len(job_config)
+    rl, sampling = job_config.rl, job_config.rl.sampling
     for key, keeps_all in (("top_p", 1.0), ("top_k", 0)):
         if getattr(sampling, key) != keeps_all:
             yield (
@@ -316,9 +290,10 @@ def _sampling(job_config: JobConfig) -> Iterator[str]:
             f"{sampling.stop_strings} and {sampling.stop_token_ids}; take these out"
         )
     n, key = sampling.max_tokens, "rl.sampling.max_tokens"
-    yield from _at_most("rl.overlong_tokens", job_config.rl.overlong_tokens, key, n)
-    # The row also has to hold the prompt.
-    yield from _at_most(key, n, "the row length - 1", seq_len - 1)
+    yield from _at_most("rl.overlong_tokens", rl.overlong_tokens, key, n)
+    # An episode also has a prompt, of at least one token.
+    longest = longest_episode(job_config)
+    yield from _at_most(key, n, "the longest episode - 1", longest - 1)
 
 
 # ---- the generator ----
@@ -438,42 +413,36 @@ def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
         )
 
 
-def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> list[str]:
-    """Return the reasons why the generator cannot use the trainer's own weights; empty if it can.
+def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> dict[str, str]:
+    """Return setting -> why the generator cannot use the trainer's own weights; empty if it can.
 
     trainer_dtype: dtype of the trainer's matrix products; None if not known yet.
     """
     generator = rl.generator
-    has_other_type = trainer_dtype and generator.dtype not in (None, trainer_dtype)
     reasons = {
-        f"rl.generator.backend = {generator.backend!r} has weights of its own": generator.backend
-        != "local",
-        f"rl.generator.ranks = {generator.ranks} generates on separate ranks": generator.ranks,
-        f"rl.async_steps = {rl.async_steps} draws while the trainer changes its weights": rl.async_steps,
-        f"rl.generator.dtype = {generator.dtype!r} is not the trainer's": has_other_type,
+        "generator.backend": ("has weights of its own", generator.backend != "local"),
+        "generator.ranks": ("generates on separate ranks", generator.ranks),
+        "async_steps": ("draws while the trainer changes its weights", rl.async_steps),
+        "generator.dtype": (
+            "is not the trainer's",
+            trainer_dtype and generator.dtype not in (None, trainer_dtype),
+        ),
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    return {key: why for key, (why, is_so) in reasons.items() if is_so}
 
 
-def weight_sharing(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
-    for reason in (
-        reasons_not_to_share(rl, trainer_dtype) if rl.weight_sync.mode == "reference" else ()
-    ):
-        yield (
-            f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {reason}; set it to "
-            "'auto' or 'broadcast'"
-        )
-
-
-def rescoring(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
-    has_other_type = trainer_dtype and rl.generator.dtype not in (None, trainer_dtype)
-    if rl.generator.rescore:
-        yield from clash(
-            "rl.generator.rescore",
-            "would hide how far the generator differs from the trainer's policy, as every ratio would be 1",
-            {
-                "rl.async_steps": rl.async_steps,  # samples drawn with earlier weights
-                "rl.generator.backend": rl.generator.backend.removeprefix("local"),
-                "rl.generator.dtype": rl.generator.dtype if has_other_type else None,
-            },
-        )
+def weights_of_generator(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
+    """Rules of `rl.weight_sync.mode` and `rl.generator.rescore`; trainer_dtype: as above."""
+    for key, why in reasons_not_to_share(rl, trainer_dtype).items():
+        given = f"rl.{key} = {value_of(rl, key)!r}"
+        if rl.weight_sync.mode == "reference":
+            yield (
+                f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {given} {why}; set it "
+                "to 'auto' or 'broadcast'"
+            )
+        # Separate ranks may have the same weights in the same precision.
+        if rl.generator.rescore and key != "generator.ranks":
+            yield (
+                "rl.generator.rescore would hide how far the generator differs from the trainer's policy, as "
+                f"every ratio would be 1, got {given}; change one of the two"
+            )

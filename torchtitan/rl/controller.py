@@ -15,7 +15,6 @@ from typing import Any
 
 from torchtitan.callbacks.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.checkpoint.run_record import record_of_task
-from torchtitan.config.checks import ConfigError
 from torchtitan.config.checks.common import value_of
 from torchtitan.distributed.processes.stop import StopRequest
 from torchtitan.engine import TrainingEngine
@@ -90,11 +89,7 @@ class Controller:
                 remote.take_policy(PolicyModel.from_engine(engine))
                 self.generator = draws = remote
             else:
-                ahead = self.config.async_steps > 0
-                try:
-                    generator = build_generator(job_config, engine)
-                except ImportError as error:
-                    raise ConfigError(str(error)) from error
+                generator, ahead = build_generator(job_config, engine), self.config.async_steps > 0
                 if ahead:
                     in_flight = self.config.generator.in_flight
                     generator = BufferedGenerator(generator, in_flight=in_flight)
@@ -117,11 +112,8 @@ class Controller:
                 self.checkpointer.states["rl_reference"] = self.reference
             if self.critic is not None:
                 self.checkpointer.states["rl_critic"] = self.critic
-        for key in (
-            "training.global_batch_size",
-            "validation.enable",
-            "debug.check_document_isolation_freq",
-        ):
+        keys = ("debug.check_document_isolation_freq", "validation.enable")
+        for key in ("training.global_batch_size", *keys):
             if value_of(job_config, key) > 0:
                 logger.warning("%s is ignored in RL; take it out", key)
 
@@ -143,9 +135,8 @@ class Controller:
         if self.reference is not None and not self.reference.is_loaded:
             if self.step > 0:
                 logger.warning(
-                    "the checkpoint of step %d has no rl_reference: the KL term compares with the "
-                    "policy of this step",
-                    self.step,
+                    f"the checkpoint of step {self.step} has no rl_reference: the KL term compares with "
+                    "the policy of this step"
                 )
             self.reference.take()
         if self.critic is not None:
@@ -171,9 +162,8 @@ class Controller:
                     save_and_stop(self.trainer.engine, str(error))
                 except LostGeneratorError:
                     logger.warning(
-                        "step %d is not saved, because episodes that were drawn ahead are lost; the "
-                        "same command goes on from the newest checkpoint",
-                        self.step,
+                        f"step {self.step} is not saved, because episodes that were drawn ahead are lost; "
+                        "the same command goes on from the newest checkpoint"
                     )
             raise
 
@@ -239,22 +229,18 @@ class Controller:
         metrics = {}
         if updates:  # empty while only the critic learns
             merged = metrics_of_updates([update.metrics for update in updates])
-            metrics = {
-                "loss": merged.pop("loss"),
-                # `describe` returns the advantage metrics of all episodes.
-                **{f"loss/{n}": x for n, x in merged.items() if not n.startswith("advantage_")},
-                "grad_norm": fmean(update.grad_norm for update in updates),
-                "lr": updates[-1].lr,
-            }
-        metrics |= {
-            **{f"rl/{name}": value for name, value in describe(episodes).items()},
-            "rl/policy_version": self.trainer.policy_version,
-            **measured,
-            "time/generate(s)": generated - started,
-            "time/train(s)": trained - generated,
-            "time/update_generator(s)": finished - trained,
-            "time/step(s)": finished - started,
-        }
+            metrics["loss"] = merged.pop("loss")
+            # `describe` returns the advantage metrics of all episodes.
+            metrics |= {f"loss/{n}": x for n, x in merged.items() if not n.startswith("advantage_")}
+            metrics["grad_norm"] = fmean(update.grad_norm for update in updates)
+            metrics["lr"] = updates[-1].lr
+        metrics |= {f"rl/{name}": value for name, value in describe(episodes).items()}
+        metrics["rl/policy_version"] = self.trainer.policy_version
+        metrics |= measured
+        metrics["time/generate(s)"] = generated - started
+        metrics["time/train(s)"] = trained - generated
+        metrics["time/update_generator(s)"] = finished - trained
+        metrics["time/step(s)"] = finished - started
         self.reporter.step(self.step, metrics, episodes, self.step + 1 - first_step)
         return metrics
 
@@ -295,7 +281,7 @@ class Controller:
             rescored = [self.trainer.rescore(batch) for batch in batches]
             batches = [batch for batch, _ in rescored]
             measured["rl/rescore_diff_max"] = max(difference for _, difference in rescored)
-        if self.updates_per_batch > 1 and self.trainer.loss.guard.is_on:
+        if self.updates_per_batch > 1 and self.trainer.loss.corrects:
             batches = [self.trainer.with_old_logprobs(batch) for batch in batches]
         steps_left = self.job_config.training.steps - self.step
         updates, critic_updates = [], []
@@ -323,15 +309,15 @@ class Controller:
 
     def _with_reference(self, episodes: list[Episode]) -> list[Episode]:
         """Return the episodes with log-probs under the reference policy."""
-        with_logprobs = []
+        found = []
         samples = [TrainingSample.from_episode(episode) for episode in episodes]
         scores = self.reference.logprobs(self.batcher.batch(samples))
         for episode, values in zip(episodes, scores, strict=True):
             logprobs = episode.token_log_probs  # placeholder for an episode that fits no row
             if values is not None:
                 logprobs = tuple(values[-len(episode.token_ids) :].tolist())
-            with_logprobs.append(replace(episode, ref_logprobs=logprobs))
-        return with_logprobs
+            found.append(replace(episode, ref_logprobs=logprobs))
+        return found
 
     # ---- evaluation ----
 
@@ -345,7 +331,7 @@ class Controller:
     def _evaluate_if_due(self, before: int) -> None:
         """Evaluate every `rl.eval_every` steps. before: the step at the previous call."""
         every, is_last = self.config.eval_every, self.step == self.job_config.training.steps
-        if not every or not (is_last or _passes(every, before, self.step)):
+        if not every or not (is_last or self.step // every > before // every):
             return
         metrics: dict[str, float] = {}
         for kind, greedy in (("greedy", True), ("sampled", False)):
@@ -386,8 +372,3 @@ def _check(job_config: JobConfig) -> JobConfig:
     if resolved.has_critic:
         critic_config(resolved)
     return resolved
-
-
-def _passes(every: int, before: int, step: int) -> bool:
-    """Return True if a multiple of `every` is above `before` and at most `step`."""
-    return step // every > before // every

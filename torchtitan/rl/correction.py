@@ -21,91 +21,76 @@ from torch import Tensor
 
 from torchtitan.rl.types import LossInputs
 
-CORRECTIONS = ("none", "token", "sequence")
-_NAMES = f"one of {', '.join(CORRECTIONS)}"
-
 
 @dataclass(frozen=True)
 class ImportanceCorrection:
-    """Token weights and masks from the ratio of the trainer's old policy to the generator's policy.
+    """The settings of the correction, which every policy loss has. Raises ValueError if out of range."""
 
-    Raises ValueError for values out of range.
-    """
-
-    weighting: str = "none"
-    cap: float = 2.0  # the largest weight, at least 1
-    max_token: float = math.inf  # tokens are masked if |m| is above it, in nats
+    max_log_ratio: float = 10.0  # log-ratios are clamped to plus and minus this, so exp is finite
+    correction: str = "none"  # the weights: none, token or sequence
+    correction_cap: float = 2.0  # the largest weight, at least 1
+    max_token_mismatch: float = math.inf  # tokens are masked if |m| is above it, in nats
     # Sequences are masked if |mean m of their tokens in the loss| is above it, in nats.
-    max_sequence: float = math.inf
+    max_sequence_mismatch: float = math.inf
 
     def __post_init__(self) -> None:
-        for key, value, is_allowed, rule in (
-            ("correction", self.weighting, self.weighting in CORRECTIONS, _NAMES),
-            ("correction_cap", self.cap, 1 <= self.cap < math.inf, "at least 1 and finite"),
-            ("max_token_mismatch", self.max_token, self.max_token > 0, "above 0 nats"),
-            ("max_sequence_mismatch", self.max_sequence, self.max_sequence > 0, "above 0 nats"),
-        ):
-            if not is_allowed:
+        rules = {
+            "correction": (("none", "token", "sequence").__contains__, "none, token or sequence"),
+            "correction_cap": (lambda cap: 1 <= cap < math.inf, "at least 1 and finite"),
+            "max_token_mismatch": (lambda nats: nats > 0, "above 0 nats"),
+            "max_sequence_mismatch": (lambda nats: nats > 0, "above 0 nats"),
+        }
+        for name, (is_allowed, rule) in rules.items():
+            if not is_allowed(value := getattr(self, name)):
                 raise ValueError(
-                    f"rl.loss.{key} must be {rule}, got {value!r}; correct it or leave it out"
+                    f"rl.loss.{name} must be {rule}, got {value!r}; correct it or leave it out"
                 )
 
     @property
     def masks(self) -> bool:
-        return min(self.max_token, self.max_sequence) < math.inf
+        return min(self.max_token_mismatch, self.max_sequence_mismatch) < math.inf
 
     @property
-    def is_on(self) -> bool:
-        return self.masks or self.weighting != "none"
+    def corrects(self) -> bool:
+        """True if the loss weighs or masks tokens by the ratio of the two policies."""
+        return self.masks or self.correction != "none"
 
     @property
     def needs_whole_sequences(self) -> bool:
-        return self.weighting == "sequence" or self.max_sequence < math.inf
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        names = {
-            "mismatch_mean": self.is_on,
-            "mismatch_max": self.is_on,
-            "correction_mean": self.weighting != "none",
-            "correction_truncated_frac": self.weighting != "none",
-            "truncated_sequences_count": self.weighting == "sequence",
-            "masked_frac": self.masks,
-            "masked_sequences_count": self.max_sequence < math.inf,
-        }
-        return tuple(name for name, is_measured in names.items() if is_measured)
+        """True if the loss of a token depends on other tokens of its sequence."""
+        return self.correction == "sequence" or self.max_sequence_mismatch < math.inf
 
     @torch.no_grad()
-    def __call__(
-        self, old_logprobs: Tensor, batch: LossInputs, max_log_ratio: float
+    def weights_and_mask(
+        self, old_logprobs: Tensor, batch: LossInputs
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return (weights of the policy loss [B, T], mask of tokens to leave out of all loss terms [B, T],
-        metrics as in `LossOutput`).
-
-        old_logprobs: [B, T] of the labels. max_log_ratio: clamps log-ratios so exp can't overflow.
+        metrics as in `LossOutput`). old_logprobs: [B, T] of the labels.
         """
-        in_loss = batch["loss_mask"] != 0
+        in_loss, log_cap = batch["loss_mask"] != 0, math.log(self.correction_cap)
         m = (old_logprobs - batch["generator_logprobs"]).masked_fill(~in_loss, 0)
-        is_masked = m.abs() > self.max_token
+        is_masked = m.abs() > self.max_token_mismatch
         of_weight = m
         measured = {"mismatch_mean": m.abs().sum(), "mismatch_max": m.abs().max()}
         if self.needs_whole_sequences:
             sums, counts, index = sequence_sums(m, in_loss, batch["sequence_ids"])
-            is_far = (sums / counts.clamp(min=1)).abs() > self.max_sequence
+            is_far = (sums / counts.clamp(min=1)).abs() > self.max_sequence_mismatch
             is_masked = is_masked | (is_far.gather(1, index) & in_loss)
-            measured["masked_sequences_count"] = is_far.sum()
-            is_truncated = (counts > 0) & (sums > math.log(self.cap))
-            measured["truncated_sequences_count"] = is_truncated.sum()
-            if self.weighting == "sequence":
+            if self.max_sequence_mismatch < math.inf:
+                measured["masked_sequences_count"] = is_far.sum()
+            if self.correction == "sequence":
                 of_weight = sums.gather(1, index).masked_fill(~in_loss, 0)
-        measured["masked_frac"] = is_masked.sum()
+                is_truncated = (counts > 0) & (sums > log_cap)
+                measured["truncated_sequences_count"] = is_truncated.sum()
+        if self.masks:
+            measured["masked_frac"] = is_masked.sum()
         weights = torch.ones_like(m)
-        if self.weighting != "none":
-            largest = min(math.log(self.cap), max_log_ratio)
-            weights = of_weight.clamp(-max_log_ratio, largest).exp()
+        if self.correction != "none":
+            largest = min(log_cap, self.max_log_ratio)
+            weights = of_weight.clamp(-self.max_log_ratio, largest).exp()
             measured["correction_mean"] = (weights * in_loss).sum()
-            measured["correction_truncated_frac"] = (of_weight > math.log(self.cap)).sum()
-        return weights, is_masked, {name: measured[name] for name in self.metric_names}
+            measured["correction_truncated_frac"] = (of_weight > log_cap).sum()
+        return weights, is_masked, measured
 
 
 def sequence_sums(

@@ -44,12 +44,12 @@ class ValueLoss:
 
     def check(self, batch: LossInputs) -> None:
         """Raise ValueError if a microbatch lacks a tensor that the loss reads."""
-        missing = [name for name in ("old_values", "returns") if batch.get(name) is None]
-        if missing:
-            raise ValueError(
-                "a critic learns from old_values and returns in the samples, got no "
-                f"{' and no '.join(missing)}; add them with Critic.with_advantages"
-            )
+        for name in ("old_values", "returns"):
+            if batch.get(name) is None:
+                raise ValueError(
+                    f"a critic learns from {name} in the samples, got none; add it with "
+                    "Critic.with_advantages"
+                )
 
     def __call__(self, values: Tensor, batch: LossInputs) -> LossOutput:
         """Return the loss of one microbatch and its metrics. values: [B, T]."""
@@ -126,13 +126,11 @@ class Critic(Learner):
 
         # Samples that fit no row get zeros: all samples of a batch must have the same tensors.
         names = ("advantages", "old_values", "returns")
-        found = [
-            replace(sample, **{name: torch.zeros(len(sample)) for name in names})
-            for sample in samples
-        ]
+        zeros: Any = [{name: torch.zeros(len(sample)) for name in names} for sample in samples]
         for i, mask, *of_tokens in zip(fitting, sampled, advantages, old, returns, strict=True):
             for name, entries in zip(names, of_tokens, strict=True):
-                getattr(found[i], name)[mask] = entries.float()
+                zeros[i][name][mask] = entries.float()
+        found = [replace(sample, **own) for sample, own in zip(samples, zeros, strict=True)]
         return found, _fit_of_values(old, returns)
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
@@ -151,18 +149,15 @@ class Critic(Learner):
 
     # ---- state ----
 
-    def _states(self) -> dict[str, Any]:
-        states = self.engine.checkpointer.states
-        return {name: state for name, state in states.items() if state is not None}
-
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, schedule and counters."""
-        return {name: state.state_dict() for name, state in self._states().items()}
+        states = self.engine.checkpointer.states
+        return {name: state.state_dict() for name, state in states.items() if state is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.is_loaded = True
-        for name, state in self._states().items():
-            state.load_state_dict(state_dict[name])
+        for name, state in state_dict.items():
+            self.engine.checkpointer.states[name].load_state_dict(state)
         follow_own_schedule(self.engine.lr_schedulers)
 
 

@@ -7,14 +7,14 @@ at most, V vocabulary.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from torchtitan.distributed.dtensor import whole_tensor
+from torchtitan.distributed.processes.ranks import all_ranks
 from torchtitan.engine import TrainingEngine
 from torchtitan.generation.kv_cache import CachedForward, kv_cache
 from torchtitan.generation.sampling import Drawn, draw
@@ -114,14 +114,18 @@ class LocalDecoder:
         )
         return whole_tensor(outputs[0]) if outputs else None
 
-    def of_all_ranks(self, own: Tensor) -> Tensor:
-        """Return the tensors of the group's ranks, concatenated in rank order, on the host. Collective."""
-        if self.group is None:
-            return own.cpu()
-        data = own.contiguous().view(torch.uint8)  # no backend gathers int16
-        shares = [torch.empty_like(data) for _ in range(self.group.size())]
-        dist.all_gather(shares, data, group=self.group)
-        return torch.cat(shares).view(own.dtype).cpu()
+
+class DrawnRow(NamedTuple):
+    """The new tokens of a row, n, and what is known of each.
+
+    logprobs: under the distribution that the token was drawn from, in nats. versions: of the weights that
+    drew it. experts: int16 [prompt + n - 1, layers, k], see `Completion`; None if not recorded.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: list[int]
+    experts: Tensor | None
 
 
 def continue_prompts(
@@ -134,12 +138,8 @@ def continue_prompts(
     next_version: Callable[[], int] = lambda: 0,
     records_experts: bool = False,
     on_rows: Callable[[list[int]], None] = lambda _: None,
-) -> tuple[Tensor, list[list[int]], Tensor | None]:
-    """Return (drawn tokens, versions, experts) of all rows. Collective over the decoder's group.
-
-    Drawn tokens: fp64 [N, L, N_FIELDS], the fields of `Drawn`. Versions: for each row, the weight version
-    of each drawn token; a row's further entries in L are unused. Experts: int16 [N, longest row - 1,
-    layers, k], see `Completion`; None without `records_experts`.
+) -> list[DrawnRow]:
+    """Return what was drawn for each row. Collective over the decoder's group.
 
     prompt_of_row: the index of each row's prompt; rows of one prompt are consecutive.
     uniform: random numbers in [0, 1), fp64 [N, L], one for each token that may be drawn.
@@ -154,32 +154,29 @@ def continue_prompts(
     per_rank = -(-n_rows // n_ranks)
     # All ranks have to make the same number of forwards: a rank without rows continues row 0.
     own = [row if row < n_rows else 0 for row in range(rank * per_rank, (rank + 1) * per_rank)]
-    longest = max(map(len, prompts)) + uniform.shape[1] - 1
-    with decoder.ready():
-        own_prompts = [prompt_of_row[row] for row in own]
-        max_length = max(len(prompts[i]) for i in own_prompts) + uniform.shape[1] - 1
-        parts = decoder.runner.model_parts
-        with kv_cache(parts, max_length, decoder.run, records_experts) as forward:
-            rows = _Rows(decoder, forward, prompts, own_prompts, next_version, on_rows, sampling)
-            n_wanted = max(0, min(per_rank, n_rows - rank * per_rank))
-            rows.draw_all(uniform[own].to(decoder.runner.device), n_wanted, max_rows or per_rank)
-        counts = rows.drawn.new_tensor([len(versions) for versions in rows.versions])
-        share = torch.cat((counts[:, None], rows.drawn.flatten(1)), dim=1)
-        packed = decoder.of_all_ranks(share)[:n_rows]
-        experts = None
+    own_prompts = [prompt_of_row[row] for row in own]
+    max_length = max(len(prompts[i]) for i in own_prompts) + uniform.shape[1] - 1
+    parts = decoder.runner.model_parts
+    with decoder.ready(), kv_cache(parts, max_length, decoder.run, records_experts) as forward:
+        rows = _Rows(decoder, forward, prompts, own_prompts, next_version, on_rows, sampling)
+        n_wanted = max(0, min(per_rank, n_rows - rank * per_rank))
+        rows.draw_all(uniform[own].to(decoder.runner.device), n_wanted, max_rows or per_rank)
+        drawn, experts = rows.drawn.cpu(), rows.experts
         if records_experts:
-            experts = torch.stack(
-                [F.pad(x, (0, 0, 0, 0, 0, longest - len(x)), value=-1) for x in rows.experts]
-            )
+            together = torch.cat(experts)
             if (schedule := decoder.runner.schedule) is not None:
-                summed = experts.int()  # a layer is on one stage; no backend reduces int16
+                summed = together.int()  # a layer is on one stage; no backend reduces int16
                 dist.all_reduce(summed, dist.ReduceOp.MAX, group=schedule.group)
-                experts = summed.to(experts.dtype)
-            experts = decoder.of_all_ranks(experts)[:n_rows]
-    versions = rows.versions
-    if group is not None:
-        versions = [[next_version()] * n for n in packed[:, 0].long().tolist()]
-    return packed[:, 1:].unflatten(1, (-1, N_FIELDS)), versions, experts
+                together = summed.to(together.dtype)
+            lengths = [len(of_row) for of_row in experts]
+            experts = [of_row.clone() for of_row in together.cpu().split(lengths)]
+    found = []
+    for values, versions, of_row in zip(drawn, rows.versions, experts, strict=True):
+        tokens, logprobs = values[: len(versions)].T.tolist()
+        found.append(DrawnRow(tuple(map(int, tokens)), tuple(logprobs), versions, of_row))
+    if group is None:
+        return found
+    return [row for of_rank in all_ranks(found, group) for row in of_rank][:n_rows]
 
 
 @dataclass
@@ -298,13 +295,9 @@ class _Rows:
         )
         latest = torch.empty(len(places), N_FIELDS, dtype=torch.float64, device=device)
         if logits is not None:
-            drawn_now = draw(
-                logits[:, -1] if sources == list(range(len(logits))) else logits[at_source, -1],
-                self.uniform[at_row, at_step],
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-            )
+            options = {"temperature": sampling.temperature, "top_k": sampling.top_k}
+            of_rows, numbers = logits[at_source, -1], self.uniform[at_row, at_step]
+            drawn_now = draw(of_rows, numbers, top_p=sampling.top_p, **options)
             latest = torch.stack([values.double() for values in drawn_now], dim=-1)
         if schedule is not None:
             latest = schedule.broadcast_from_last_stage(latest)

@@ -27,10 +27,10 @@ from torchtitan.distributed.processes.ranks import from_rank_zero
 from torchtitan.job import find_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rank_layout import parallel_dims_of, set_device
-from torchtitan.rl.checks import rescoring
+from torchtitan.rl.checks import weights_of_generator
 from torchtitan.rl.generator import BufferedGenerator, PolicyModel, build_copy
-from torchtitan.rl.job_config import JobConfig, batch_seq_len
-from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, episodes_of
+from torchtitan.rl.job_config import JobConfig, longest_episode
+from torchtitan.rl.rollout import Draws, LostGeneratorError, Request, Share, episodes_of
 from torchtitan.rl.tasks import Task, build_task
 from torchtitan.rl.types import Episode
 from torchtitan.rl.weight_transport import (
@@ -40,7 +40,6 @@ from torchtitan.rl.weight_transport import (
     StagedWeights,
     WeightChanges,
     broadcast_object,
-    gloo_group,
     hand_over,
     pickled,
     received_object,
@@ -97,16 +96,16 @@ class Link:
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
         self.size = size
         # Other members wait without a limit, because the trainer may take long between two messages.
-        limit = timedelta(days=365) if member else timeout
-        self.down = gloo_group(dist.PrefixStore("down", store), member, size, limit)
-        self._up = gloo_group(dist.PrefixStore("up", store), member, size, timeout)
+        limit, gloo = timedelta(days=365), dist.distributed_c10d.ProcessGroupGloo
+        down, up = (dist.PrefixStore(name, store) for name in ("down", "up"))
+        self.down: Any = gloo(down, member, size, limit if member else timeout)
+        self._up: Any = gloo(up, member, size, timeout)
         self._unsent: deque[tuple[Any, Tensor]] = deque()
 
     def broadcast(self, message: Any) -> None:
         broadcast_object(self.down, message)
 
     def send_weights(self, weights: StagedWeights, changes: WeightChanges | None) -> None:
-        """Send weights, as deltas if `changes` is given; the other members read `ReceivedWeights`."""
         send_weights(weights, self.down, changes)
 
     def send(self, answer: Any) -> None:
@@ -138,8 +137,7 @@ class RemoteGenerator:
         self._weights_sent: Future | None = None
         self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
-        # Received answers that no wait has taken yet: request number -> (episodes, failure) of each rank
-        self._answers: dict[int, list[tuple[list[Episode], str | None]]] = {}
+        self._answers: dict[int, list[Share]] = {}  # by request, if no wait has taken them yet
         self._failure: Exception | None = None  # once set, nothing is sent or received
         self._is_closed = False
 
@@ -148,13 +146,13 @@ class RemoteGenerator:
         `rl.generator.rescore` is set and the generators' policy would differ from the trainer's.
         """
         rl = policy.job_config.rl
-        refuse(rescoring(rl, policy.compute_dtype_name))
-        self.weight_dtype = policy.generator_dtype
+        refuse(weights_of_generator(rl, policy.compute_dtype_name))
         self._changes = WeightChanges() if rl.weight_sync.delta else None
-        if rl.generator.backend != "local":
-            self.weight_names = "adapters" if rl.generator.adapters else "hf"
-        else:
+        self.weight_dtype = policy.generator_dtype
+        if rl.generator.backend == "local":
             self.weight_dtype = self.weight_dtype or policy.compute_dtype
+        else:
+            self.weight_names = "adapters" if rl.generator.adapters else "hf"
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         """Wait until the last update is sent; copy the weights to the host and send them. Collective.
@@ -247,11 +245,8 @@ class GeneratorRank:
         model_args = derive_model_args(job_config, spec)
         task = task_of_job(job_config, spec, model_args, task)
         policy = PolicyModel(job_config, spec, model_args, dims, device)
-        try:
-            generator, in_flight = build_copy(policy), job_config.rl.generator.in_flight
-            self.generator = BufferedGenerator(generator, in_flight=in_flight)
-        except ImportError as error:
-            raise ConfigError(str(error)) from error
+        generator, in_flight = build_copy(policy), job_config.rl.generator.in_flight
+        self.generator = BufferedGenerator(generator, in_flight=in_flight)
         self._changes = WeightChanges()
         self._draws = Draws(task, self.generator, device, ahead=False)  # on the thread below
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))
@@ -277,9 +272,9 @@ class GeneratorRank:
 
     def _answer(self, draw: Callable[[], list[Episode]]) -> None:
         try:
-            answer: tuple[list[Episode], str | None] = draw(), None
+            answer: Share = draw()
         except Exception as error:  # sent to the trainer, which raises it
-            answer = [], repr(error)
+            answer = repr(error)
         with suppress(RuntimeError):  # the trainer is gone; the other thread raises for that
             self._link.send(answer)
 
@@ -300,7 +295,7 @@ def task_of_job(
     if task is None:
         build_tokenizer = spec.build_tokenizer_fn
         tokenizer = None if build_tokenizer is None else build_tokenizer(job_config)
-        longest_prompt = batch_seq_len(job_config) + 1 - job_config.rl.sampling.max_tokens
+        longest_prompt = longest_episode(job_config) - job_config.rl.sampling.max_tokens
         task = build_task(job_config.rl, tokenizer, longest_prompt)
     check_tokenizer_fits(task.tokenizer, model_args)
     if job_config.rl.task.max_turns > 1 and not task.replies:

@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import math
 import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +26,7 @@ from torchtitan.models.batch_invariant import use_batch_invariant
 from torchtitan.models.decoder import Decoder
 from torchtitan.numerics.products import use_onednn
 from torchtitan.protocols.train_spec import TrainSpec
-from torchtitan.rl.checks import reasons_not_to_share, rescoring, weight_sharing
+from torchtitan.rl.checks import reasons_not_to_share, weights_of_generator
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import Completion, SamplingConfig
@@ -80,7 +82,7 @@ class Generator(ABC):
         """
         self.check_weights()
         if isinstance(first_row, int):
-            first_row = range(first_row, first_row + len(prompts) * num_samples, num_samples)
+            first_row = [first_row + i * num_samples for i in range(len(prompts))]
         rows = [first + i for first in first_row for i in range(num_samples)]
         return self._draw(prompts, sampling, num_samples, rows)
 
@@ -130,7 +132,7 @@ class DecoderGenerator(Generator):
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
         # Called before each forward; may update the weights.
         self.before_forward: Callable[[], None] = lambda: None
-        self._on_rows: Callable[[list[int]], Any] = lambda _: None
+        self._on_rows: Callable[[list[int]], None] = lambda _: None
         self._rng = torch.Generator().manual_seed(seed)
 
     @property
@@ -159,23 +161,22 @@ class DecoderGenerator(Generator):
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
         self.check_prompts(prompts, sampling.max_tokens)
-        prompt_of_row = [i for i in range(len(prompts)) for _ in range(num_samples)]
         # A row's random numbers depend neither on the layout nor on the end of other rows.
         seed = sampling.seed
         rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
         n_rows = max(rows, default=-1) + 1
         uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
-        if not prompt_of_row:
+        if not prompts:
             return []
 
         def next_version() -> int:
             self.before_forward()
             return self.policy_version
 
-        drawn, versions_of_rows, experts = continue_prompts(
+        drawn = continue_prompts(
             self.decoder,
             prompts,
-            prompt_of_row,
+            [i for i in range(len(prompts)) for _ in range(num_samples)],
             uniform[rows],
             sampling,
             self.max_rows,
@@ -183,26 +184,22 @@ class DecoderGenerator(Generator):
             self.records_experts,
             self._on_rows,
         )
-        if not torch.isfinite(drawn).all():
+        if not all(map(math.isfinite, chain.from_iterable(row.logprobs for row in drawn))):
             raise FloatingPointError(
                 f"the policy of version {self.policy_version} has log-probs that are not finite; look "
                 "at the last optimizer steps, or at how its weights were copied"
             )
-
-        def completion(number: int, versions: list[int]) -> Completion:
-            n_read = len(prompts[prompt_of_row[number]]) + len(versions) - 1
-            tokens, logprobs = drawn[number, : len(versions)].T.tolist()
-            token_ids = tuple(map(int, tokens))
-            return Completion(
-                token_ids=token_ids,
-                token_logprobs=tuple(logprobs),
-                finish_reason="stop" if sampling.stops_at(token_ids) else "length",
-                policy_version=min(versions),
-                token_versions=tuple(versions) if len(set(versions)) > 1 else None,
-                routed_experts=None if experts is None else experts[number, :n_read].clone(),
+        return [
+            Completion(
+                token_ids=row.tokens,
+                token_logprobs=row.logprobs,
+                finish_reason="stop" if sampling.stops_at(row.tokens) else "length",
+                policy_version=min(row.versions),
+                token_versions=tuple(row.versions) if len(set(row.versions)) > 1 else None,
+                routed_experts=row.experts,
             )
-
-        return [completion(*numbered) for numbered in enumerate(versions_of_rows)]
+            for row in drawn
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self._rng.get_state()}
@@ -375,14 +372,14 @@ class PolicyModel:
         return cls(*(getattr(engine, field.name) for field in fields(cls)))
 
     @property
-    def compute_dtype(self) -> torch.dtype:
+    def compute_dtype_name(self) -> str:
         """The dtype of weights in the trainer's forward: FSDP casts them, otherwise it is training.dtype."""
         training, uses_fsdp = self.job_config.training, self.parallel_dims.uses_fsdp
-        return TORCH_DTYPE_MAP[training.mixed_precision_param if uses_fsdp else training.dtype]
+        return training.mixed_precision_param if uses_fsdp else training.dtype
 
     @property
-    def compute_dtype_name(self) -> str:
-        return str(self.compute_dtype).removeprefix("torch.")
+    def compute_dtype(self) -> torch.dtype:
+        return TORCH_DTYPE_MAP[self.compute_dtype_name]
 
     @property
     def generator_dtype(self) -> torch.dtype | None:
@@ -393,11 +390,11 @@ class PolicyModel:
 def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     """Return the generator that `[rl.generator]` and `[rl.weight_sync]` describe, on the trainer's ranks.
 
-    Raises ConfigError if their settings conflict, ImportError if vLLM is not installed.
+    Raises ConfigError if their settings conflict, or vLLM is needed and not installed.
     """
     rl, policy = job_config.rl, replace(PolicyModel.from_engine(engine), job_config=job_config)
     dtype = policy.compute_dtype_name
-    refuse(rescoring(rl, dtype), weight_sharing(rl, dtype))
+    refuse(weights_of_generator(rl, dtype))
     if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, dtype):
         shared = LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)
         return recording(shared, rl.generator.replay_experts)
@@ -424,30 +421,20 @@ def build_copy(policy: PolicyModel) -> Generator:
         "dtype": policy.generator_dtype,
         "seed": rl.seed,
         "folder": os.path.join(config.job.dump_folder, "generator_weights"),
-        "records_experts": settings.replay_experts,
     }
     if settings.backend == "vllm":
         # Without a dtype, vLLM may choose bf16 although config.json says float32.
         options["dtype"] = options["dtype"] or policy.compute_dtype
-        return __getattr__("VLLMGenerator")(
-            config.model.hf_assets_path,
-            memory_share=settings.memory_share,
-            tensor_parallel_degree=settings.tensor_parallel_degree,
-            max_seq_len=settings.max_seq_len or config.training.seq_len,
-            adapter_rank=config.lora.rank if settings.adapters else 0,
-            **options,
-        )
+        options |= {"seq_len": config.training.seq_len, "lora_rank": config.lora.rank}
+        try:
+            return __getattr__("VLLMGenerator")(settings, config.model.hf_assets_path, **options)
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
     return __getattr__("OpenAIGenerator")(
-        settings.url,
-        settings.model,
-        settings.reload_url,
+        settings,
         hf_assets_path=config.model.hf_assets_path,
-        max_requests=settings.max_requests,
-        timeout_seconds=settings.timeout_seconds,
         vocab_size=policy.model_args.vocab_size,
-        weight_transfer=settings.weight_transfer,
         delta=rl.weight_sync.delta,
-        adapters=settings.adapters,
         **options,
     )
 

@@ -29,17 +29,14 @@ class RLTask(Section):
     # The task to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl (prompts
     # from a file), or one that the module of experimental.custom_import registers
     name: str = "sum_digits"
-    # Turns that the policy may take in one episode, if the task replies to it
-    max_turns: Positive = 1
+    max_turns: Positive = 1  # Turns of the policy in one episode, if the task replies
     num_min: Positive = 2  # For sum_digits: the fewest numbers to add
     num_max: Positive = 2  # For sum_digits: the most numbers to add
     value_max: Positive = 9  # For sum_digits and guess: the largest number; the smallest is 0
     length: Positive = 3  # For copy and sort: number of letters in the prompt
-    # For copy and sort: size of the alphabet, which begins at a; at most 26
-    num_letters: Annotated[int, Range(1, 26)] = 8
+    num_letters: Annotated[int, Range(1, 26)] = 8  # For copy and sort: size of the alphabet
     path: str = ""  # For jsonl: a file with one JSON object per line
-    # For jsonl: the file to evaluate on; empty takes the first lines of path
-    eval_path: str = ""
+    eval_path: str = ""  # For jsonl: the file to evaluate on; empty: the first lines of path
     # For jsonl: the key of the prompt: a text, or a list of messages (objects with role and content)
     prompt_key: str = "prompt"
     # For jsonl: a file with the Jinja template that renders messages; empty takes the tokenizer's template
@@ -51,8 +48,7 @@ class RLTask(Section):
     tool_processes: Annotated[int, Range(1, 1024)] = 1  # Processes per rank that call the tools
     # Time limit of one call; a call that takes longer returns an error to the policy
     tool_timeout_seconds: PositiveFloat = 10.0
-    # For jsonl: the key of the expected answer; lines without it expect an empty one
-    answer_key: str = "answer"
+    answer_key: str = "answer"  # For jsonl: the key of the expected answer, by default empty
     # For jsonl: module:function, called with (completion text, expected answer); it returns the
     # reward, a number. If it has parameters named prompt, row (the JSON object) or turns, it gets them
     reward_fn: str = ""
@@ -67,11 +63,9 @@ class RLAdvantage(Section):
     # The baseline of a reward: the mean over its prompt's completions, the mean over the other
     # completions (rloo), none, or a critic's value of each token (gae)
     name: Literal["group_mean", "rloo", "none", "gae"] = "group_mean"
-    # Divide by the standard deviation of the prompt's rewards; makes entropy fall early
-    std: bool = False
+    std: bool = False  # Divide by the standard deviation of the prompt's rewards
     gamma: Fraction = 1.0  # For gae: the discount per token
-    # For gae: lambda; 1: return minus value, 0: one-step temporal difference
-    lam: Fraction = 1.0
+    lam: Fraction = 1.0  # For gae: lambda; 1: return minus value, 0: one-step difference
     # For gae: normalise the advantages of a step's tokens to mean 0 and standard deviation 1
     whiten: bool = True
 
@@ -82,12 +76,10 @@ class RLCritic(Section):
     # empty takes the policy's weights
     initial_load_path: str = ""
     lr: NotNegative | None = None  # The critic's peak learning rate; None takes optimizer.lr
-    # The critic's weight decay; None takes optimizer.weight_decay
-    weight_decay: NotNegative | None = None
+    weight_decay: NotNegative | None = None  # The critic's; None takes optimizer.weight_decay
     # Values are clipped to this distance from their values at the start of the step; 0: no clipping
     value_clip: NotNegative = 0.2
-    # How per-token value losses are combined; None takes rl.loss.agg_mode
-    agg_mode: LossAggregation | None = None
+    agg_mode: LossAggregation | None = None  # As in rl.loss; None takes rl.loss.agg_mode
     warmup_steps: Count = 0  # The first steps train only the critic
 
 
@@ -96,8 +88,7 @@ class RLLoss(Section):
     # The policy loss: grpo (or ppo, which is the same), dapo, gspo, cispo, importance_sampling,
     # dro, cross_entropy, or one that the module of experimental.custom_import registers
     name: str = "grpo"
-    # For grpo, ppo: ratios are clipped to this distance from 1; None is 0.2
-    clip_eps: NotNegative | None = None
+    clip_eps: NotNegative | None = None  # For grpo, ppo: clip distance from 1; None is 0.2
     # For dapo, gspo, cispo: ratios are clipped to this distance below 1; None is the loss's default
     ratio_clip_low: NotNegative | None = None
     # For dapo, gspo, cispo: ratios are clipped to this distance above 1; None is the loss's default
@@ -116,8 +107,7 @@ class RLLoss(Section):
     max_sequence_mismatch: float | None = None
     # Log-ratios are clamped to plus and minus this, so that exp does not overflow
     max_log_ratio: Annotated[float, Range(0, 10**9, excluded=0)] = 10.0
-    # How per-token losses are combined, always over the whole step
-    agg_mode: LossAggregation = "token-mean"
+    agg_mode: LossAggregation = "token-mean"  # How the step's per-token losses are combined
     # For seq-mean-token-sum-norm: the constant divisor, e.g. the length limit of completions
     norm: NotNegative = 0.0
     # Means over sequences or prompts also count those without a token in the loss, as in verl
@@ -157,12 +147,10 @@ class RLBatch(Section):
     # Compute the tokens with which samples begin alike only once, such as a prompt's for all its completions;
     # needs packing. Loss and gradients are equal up to rounding; experts count a shared token once
     share_prefixes: bool = False
-    # Group rows of similar length into a microbatch, padded only to its own longest row
-    bucketing: bool = False
+    bucketing: bool = False  # Put rows of similar length into a microbatch, to pad less
     # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
     skip_zero_advantage: bool = False
-    # Rows are as long as the longest sample of the step, rounded up to a multiple of this
-    pad_multiple: Positive = 1
+    pad_multiple: Positive = 1  # The longest row is padded to a multiple of this
 
 
 @dataclass
@@ -170,12 +158,10 @@ class RLGenerator(Section):
     # Sample with this package's model (local), with vLLM, or with an HTTP server that has OpenAI's
     # /v1/completions and returns token ids (openai)
     backend: Literal["local", "vllm", "openai"] = "local"
-    # The last N ranks of the job only generate, the others only train; 0: all ranks do both
-    ranks: Count = 0
+    ranks: Count = 0  # The last N ranks of the job only generate; 0: all ranks do both
     # Dtype of the generator's weights; None takes the dtype of the trainer's matrix products
     dtype: Literal["bfloat16", "float32"] | None = None
-    # Largest number of completions that one data-parallel rank draws at the same time
-    max_batch_size: Positive = 256
+    max_batch_size: Positive = 256  # Completions that a data-parallel rank draws at a time
     # Load new weights between tokens of unfinished completions, instead of between draws; completions then
     # depend on timing. For local generators with rl.async_steps
     in_flight: bool = False
@@ -183,8 +169,7 @@ class RLGenerator(Section):
     max_snapshots: Count = 4
     # For vllm: share of the device's memory for weights and cache; a trainer on the device needs the rest
     memory_share: Annotated[float, Range(0, 1, excluded=0)] = 0.4
-    # For vllm: consecutive ranks that split one copy of the model
-    tensor_parallel_degree: Positive = 1
+    tensor_parallel_degree: Positive = 1  # For vllm: ranks that split one copy of the model
     # For vllm: length limit of a prompt with its completion, in tokens; None takes training.seq_len
     max_seq_len: Annotated[int, Range(2, 10**9)] | None = None
     # For openai: the server's address, such as http://10.0.0.2:8000; several separated by commas; or a file
@@ -218,8 +203,7 @@ class RLGenerator(Section):
 
 @dataclass
 class RLSampling(Section):
-    # Divides the logits when completions are drawn, and when the trainer scores them
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = 1.0  # Divides logits in generation and in training
     top_p: float = 1.0  # Has to be 1: the trainer scores all tokens of the vocabulary
     top_k: int = 0  # Has to be 0: the trainer scores all tokens of the vocabulary
     max_tokens: Positive = 16  # Length limit of a completion; with several turns, of each turn
@@ -241,13 +225,11 @@ class RLWeightSync(Section):
 
 @dataclass
 class RLServe(Section):
-    # Address to listen at; the default cannot be reached from another machine
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # Address to listen at; the default is only for this machine
     # Host names of this server that clients may use, besides localhost and IP addresses
     names: list[str] = field(default_factory=list)
     api_key_file: str = ""  # File with the key that clients have to send, their TINKER_API_KEY
-    # Port to listen at; 0 takes a free port and logs it
-    port: Annotated[int, Range(0, 2**16 - 1)] = 8000
+    port: Annotated[int, Range(0, 2**16 - 1)] = 8000  # Port to listen at; 0 takes a free one
     base_model: str = "policy"  # The model's name for clients
     only_base_model: bool = False  # Refuse clients that request a model of another name
     max_request_mib: Positive = 64  # Size limit of a request, in MiB
@@ -276,8 +258,7 @@ class RL(Section):
     overlong_tokens: Count = 0
     overlong_penalty: NotNegative = 1.0
     async_steps: Count = 0  # Steps by which generation may run ahead of training; 0: they alternate
-    # Evaluate, greedy and sampled, every this many steps and after the last; 0 never
-    eval_every: Count = 0
+    eval_every: Count = 0  # Evaluate every this many steps and after the last; 0 never
     eval_samples: Positive = 200  # Prompts per evaluation, the same each time
     seed: Annotated[int, Range(0, math.inf)] = 0  # Seed of the prompts and of the sampling
     # Episodes per step that are appended to episodes.jsonl; -1 is all, 0 none
@@ -314,10 +295,10 @@ class JobConfig(BaseJobConfig):
     def trainer_ranks(self, world_size: int) -> int:
         """Return the number of ranks that train; raises ConfigError if `rl.generator.ranks` leaves none."""
         apart = self.ranks_apart
-        if apart and not apart < world_size:
+        if apart and apart >= world_size:
             raise ConfigError(
-                f"rl.generator.ranks must leave ranks that train, got {apart} with {world_size} "
-                f"{'rank' if world_size == 1 else 'ranks'}; start more ranks, or lower it"
+                f"rl.generator.ranks must leave ranks that train, got {apart} with {world_size} in the job; "
+                "start more ranks, or lower it"
             )
         return world_size - apart
 
@@ -330,6 +311,7 @@ def batch_seq_len(job_config: JobConfig) -> int:
 
 def longest_episode(job_config: JobConfig) -> int:
     """Return the length limit of an episode, prompt included, that a row and the generator can hold."""
-    row = batch_seq_len(job_config) + 1  # the last token is only a label
-    generator = job_config.rl.generator.max_seq_len
-    return row if generator is None else min(row, generator)
+    row, generator = batch_seq_len(job_config) + 1, job_config.rl.generator
+    if generator.backend != "vllm":  # others, as a row, do not read the last token
+        return row
+    return min(row, generator.max_seq_len or job_config.training.seq_len)

@@ -86,19 +86,15 @@ class JsonlTask(Task):
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
         kept = [prompt for prompt in prompts if len(prompt.token_ids) <= self._longest]
-        if len(kept) < len(prompts):
+        if (n_long := len(prompts) - len(kept)) > 0:
             logger.warning(
-                "%d of %d prompts in %s have more than %d tokens and are left out; raise "
-                "rl.batch.seq_len, or lower rl.sampling.max_tokens",
-                len(prompts) - len(kept),
-                len(prompts),
-                path,
-                self._longest,
+                f"{n_long} of {len(prompts)} prompts in {path} have more than {self._longest} tokens and "
+                "are left out; raise rl.batch.seq_len, or lower rl.sampling.max_tokens"
             )
         if not kept:
             raise ValueError(
                 f"rl.task.path must hold prompts that fit into rl.batch.seq_len, got none of "
-                f"{len(prompts)} in {path!r}"
+                f"{len(prompts)} in {path!r}; correct the path"
             )
         return kept
 
@@ -135,9 +131,7 @@ class JsonlTask(Task):
             )
         for message in text:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise ValueError(
-                    f"a message must be an object with a role and a content, got {message!r}"
-                )
+                raise ValueError(f"a message must be an object with a role, got {message!r}")
         rendered = self.chat.render(text, tools=self._schemas)
         token_ids = self.tokenizer.encode(rendered, add_special_tokens=False)
         return Prompt(rendered, tuple(token_ids), answer, values)
@@ -181,10 +175,8 @@ class JsonlTask(Task):
         calls = [tool_calls(turns[-1].text) for _, turns in episodes]
         results = iter(self.tools.results([call for of_turn in calls for call in of_turn]))
         replies: list[str | None] = []
-        for (prompt, turns), of_turn in zip(episodes, calls, strict=True):
-            messages = [
-                {"role": "tool", "name": call.name, "content": next(results)} for call in of_turn
-            ]
+        for (prompt, turns), own in zip(episodes, calls, strict=True):
+            messages = [{"role": "tool", "name": x.name, "content": next(results)} for x in own]
             replies.append(self.chat_reply(prompt, turns, messages) if messages else None)
         return replies
 
@@ -253,16 +245,23 @@ def build(rl: Any, tokenizer: BaseTokenizer | None, max_prompt_tokens: int | Non
         )
     reward_fn = find_function(task.reward_fn)
     if task.reward_processes:
-        reward_pool = FunctionPool(
-            task.reward_fn, task.reward_processes, task.reward_timeout_seconds
-        )
+        limits = task.reward_processes, task.reward_timeout_seconds
+        reward_pool = FunctionPool(task.reward_fn, *limits)
     if task.tools:
         functions = {name: find_function(name, "rl.task.tools") for name in task.tools}
         tools = Toolbox(functions, task.tool_processes, task.tool_timeout_seconds)
-    same = {name: getattr(task, name) for name in ("eval_path", "prompt_key", "answer_key")}
-    own = {"reward_pool": reward_pool, "chat": chat, "tools": tools, "seed": rl.seed}
     return JsonlTask(
-        task.path, reward_fn, tokenizer, max_prompt_tokens=max_prompt_tokens, **same, **own
+        task.path,
+        reward_fn,
+        tokenizer,
+        reward_pool=reward_pool,
+        chat=chat,
+        tools=tools,
+        eval_path=task.eval_path,
+        prompt_key=task.prompt_key,
+        answer_key=task.answer_key,
+        max_prompt_tokens=max_prompt_tokens,
+        seed=rl.seed,
     )
 
 

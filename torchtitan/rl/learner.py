@@ -26,20 +26,24 @@ from torchtitan.rl.types import (
 from torchtitan.step.runner import Head
 
 
-class _Pass(NamedTuple):
-    """Results of a forward-backward pass over all ranks. metrics: sums, or maxima of `_max` metrics."""
+class Pass(NamedTuple):
+    """A forward-backward pass of the current step, over all ranks.
 
-    loss: float
-    metrics: dict[str, float]
-    num_tokens: int
-    advantages: list[float]
+    metrics: sums, or maxima of `_max` metrics. denominator: as in `TrainingBatch`.
+    """
+
+    loss: float = 0.0
+    metrics: dict[str, float] = {}
+    num_tokens: int = 0
+    advantages: Sequence[float] = ()
+    denominator: float | None = None
 
 
 class Learner(ABC):
     """Learns from batches of samples; the caller decides when to take an optimizer step.
 
     A token's score is the log-prob of its label (policy), or a value (critic).
-    loss: the default loss of `forward_backward`.
+    loss: the default loss of `forward_backward`. passes: those of the current step.
     replays_experts: routers take the experts that are recorded in the batch's samples.
     """
 
@@ -47,7 +51,7 @@ class Learner(ABC):
 
     def __init__(self, engine: TrainingEngine, loss: Any):
         self.engine, self.loss = engine, loss
-        self._begin_step()
+        self.passes: tuple[Pass, ...] = ()
 
     @abstractmethod
     def _output_layer(self, loss_fn: Any = None) -> Head | None:
@@ -85,7 +89,7 @@ class Learner(ABC):
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
         check_context_parallel(loss_fn, self.engine.parallel_dims.cp)
-        if self._num_accumulated and (batch.denominator is None) != (self._denominator is None):
+        if any((batch.denominator is None) != (x.denominator is None) for x in self.passes):
             raise ValueError(
                 "the batches of one optimizer step must all or none leave the division to the step "
                 "(Batcher.deferred); batch them in one way, or call optim_step in between"
@@ -109,37 +113,32 @@ class Learner(ABC):
                 },
             )
             loss, *values = torch.stack([step.loss, *step.metrics.values()]).tolist()
-            done = _Pass(
+            done = Pass(
                 loss,
                 dict(zip(step.metrics, values, strict=True)),
                 batch.num_measured_tokens,
                 batch.sample_advantages(),
+                batch.denominator,
             )
-            output = ForwardBackwardOutput(
-                loss=loss,
-                metrics=self._metrics_of([done]),
-                logprobs=self._per_sample(batch, step.outputs) if return_logprobs else None,
-            )
+            logprobs = self._per_sample(batch, step.outputs) if return_logprobs else None
         except BaseException:
             self.zero_grad()
             raise
-        self._num_accumulated += 1
-        self._passes += (done,)
-        if batch.denominator is not None:
-            self._denominator = (self._denominator or 0.0) + batch.denominator
-        return output
+        self.passes += (done,)
+        return ForwardBackwardOutput(loss, self._metrics_of([done]), logprobs)
 
     def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
         """Clip gradients, update the weights, advance the schedule, and zero the gradients.
 
         params: settings for this step only. Raises ValueError without a `forward_backward` before it.
         """
-        if not self._num_accumulated:
+        if not self.passes:
             raise ValueError("optim_step found no gradients; call forward_backward before it")
         params = OptimParams() if params is None else params
+        shares = [x.denominator for x in self.passes if x.denominator is not None]
+        denominator = sum(shares) if shares else None
         # The denominator counts all ranks' samples, but the engine sums over ranks: only rank 0 passes it.
-        denominator = self._denominator
-        if denominator is not None and self.engine.dp_rank != 0:
+        if shares and self.engine.dp_rank != 0:
             denominator = 0.0
         names = ("betas", "eps", "weight_decay")
         changes = {n: getattr(params, n) for n in names if getattr(params, n) is not None}
@@ -155,8 +154,8 @@ class Learner(ABC):
         finally:
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
-        metrics = {"loss": sum(p.loss for p in self._passes), **self._metrics_of(self._passes)}
-        self._begin_step()
+        metrics = {"loss": sum(x.loss for x in self.passes), **self._metrics_of(self.passes)}
+        self.passes = ()
         return OptimStepOutput(
             policy_version=self.engine.weights_version,
             grad_norm=result.grad_norm.item(),
@@ -169,20 +168,15 @@ class Learner(ABC):
         """Drop the gradients accumulated since the last step."""
         self.engine.optimizers.zero_grad()
         self.engine.update.forget_microbatches()
-        self._begin_step()
+        self.passes = ()
 
     def close(self) -> None:
         """Finish pending checkpoint writes. Safe to call twice."""
         self.engine.close()
 
-    def _begin_step(self) -> None:
-        self._denominator: float | None = None
-        self._num_accumulated = 0
-        self._passes: tuple[_Pass, ...] = ()
-
     # ---- helpers ----
 
-    def _metrics_of(self, passes: Sequence[_Pass]) -> dict[str, float]:
+    def _metrics_of(self, passes: Sequence[Pass]) -> dict[str, float]:
         """Return the metrics over all samples of these passes."""
         totals: dict[str, float] = {}
         for name, value in (pair for done in passes for pair in done.metrics.items()):
@@ -225,18 +219,12 @@ class Learner(ABC):
     def _token_batches(self, batch: TrainingBatch) -> list[TokenBatch]:
         """Return this rank's microbatches for the engine, with token ids marked as checked."""
         left_out = ("input",) if self.replays_experts else ("input", "routed_experts")
-        of_rank: list[Any] = [
-            microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)
-        ]
-        return [
-            TokenBatch(
-                inputs["input"],
-                inputs["labels"],
-                entries={key: x for key, x in inputs.items() if key not in left_out},
-                has_checked_ids=True,
-            )
-            for inputs in of_rank
-        ]
+        found = []
+        for inputs in (microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)):
+            entries = {key: x for key, x in inputs.items() if key not in left_out}
+            given = inputs["input"], inputs["labels"]
+            found.append(TokenBatch(*given, entries=entries, has_checked_ids=True))
+        return found
 
     def _score(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor] | None:
         """Return the scores [B, T] of this rank's microbatches; None without the last pipeline stage."""
@@ -252,10 +240,8 @@ class Learner(ABC):
         """Cut [B, T] scores into samples, and gather the samples of all ranks."""
         only_own = only_own and not batch.scores_masked
         samples: dict[int, Tensor] = {}
-        microbatches = batch.of_rank(self.engine.dp_rank)
-        for microbatch, values in zip(
-            microbatches, self.engine.from_last_stage(scores), strict=True
-        ):
+        found = self.engine.from_last_stage(scores)
+        for microbatch, values in zip(batch.of_rank(self.engine.dp_rank), found, strict=True):
             samples |= microbatch.per_sample(values.float().cpu(), only_own=only_own)
         if self.engine.dp_group is not None:
             parts = all_ranks(samples, self.engine.dp_group)

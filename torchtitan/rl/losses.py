@@ -17,6 +17,7 @@ multiplied by the ratio of that policy to the sampling policy: see `torchtitan.r
 B rows, T slots per row; per-token tensors are shifted already, see `torchtitan.rl.types`.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ class LossOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PolicyLoss(ABC):
+class PolicyLoss(ImportanceCorrection, ABC):
     """Per-token losses of one kind, reduced to the sum over tokens of
     weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy).
 
@@ -53,22 +54,17 @@ class PolicyLoss(ABC):
     """
 
     has_generator: ClassVar[bool] = True  # the loss reads the generator's log-probs
-    token_metrics: ClassVar[tuple[str, ...]] = ()  # names of the metrics of `per_token`
 
-    max_log_ratio: float = 10.0  # log-ratios are clamped to plus and minus this, so exp is finite
     kl_coef: float = 0.0  # weight of the divergence from the batch's `ref_logprobs`
     kl_type: str = "k3"  # estimator of the divergence, see `kl_divergence`
     entropy_coef: float = 0.0
-    correction: str = "none"  # this and the following are the fields of `ImportanceCorrection`
-    correction_cap: float = 2.0
-    max_token_mismatch: float = math.inf
-    max_sequence_mismatch: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.guard.is_on and not self.has_generator:
+        super().__post_init__()
+        if self.corrects and not self.has_generator:
             raise ValueError(
-                f"{type(self).__name__} reads no log-probs of a generator, which rl.loss.correction "
-                f"compares, got {self.guard}; leave the correction and the mismatches out"
+                "rl.loss.correction and the mismatches compare log-probs of a generator, which this loss "
+                f"does not read, got {self}; leave them out"
             )
 
     @abstractmethod
@@ -79,32 +75,15 @@ class PolicyLoss(ABC):
         """
 
     @property
-    def guard(self) -> ImportanceCorrection:
-        """The importance correction that this loss applies."""
-        largest = self.max_token_mismatch, self.max_sequence_mismatch
-        return ImportanceCorrection(self.correction, self.correction_cap, *largest)
-
-    @property
-    def needs_whole_sequences(self) -> bool:
-        """True if the loss of a token depends on other tokens of its sequence."""
-        return self.guard.needs_whole_sequences
-
-    @property
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0
 
-    @property
+    @functools.cached_property
     def metric_names(self) -> tuple[str, ...]:
-        """The metrics' names, in order; pipeline ranks that compute no loss need them, too."""
-        names = ["policy_loss"]
-        if self.has_generator:
-            names += ["logprob_diff_mean", "logprob_diff_max", "kl_generator"]
-        names += self.token_metrics + self.guard.metric_names
-        if self.needs_entropy:
-            names += ["entropy"]
-        if self.kl_coef > 0:
-            names += ["kl_ref", "kl_loss"]
-        return tuple(names)
+        """The metrics of the loss, found with one token; pipeline ranks that compute no loss need them."""
+        token, index = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+        batch: Any = dict.fromkeys(LossInputs.__annotations__, token) | {"sequence_ids": index}
+        return tuple(self(token, token, batch).metrics)
 
     def check(self, batch: LossInputs) -> None:
         """Raise ValueError if a microbatch lacks a tensor that the loss reads."""
@@ -129,21 +108,20 @@ class PolicyLoss(ABC):
         weights, mask = batch["loss_weights"], batch["loss_mask"]
         losses, measured = self.per_token(logprobs, batch)
         metrics: dict[str, Tensor] = {}
-        if self.guard.is_on:
+        if self.corrects:
             old = _old_logprobs(logprobs, batch)
-            factors, is_masked, measured_by_guard = self.guard(old, batch, self.max_log_ratio)
+            factors, is_masked, mismatches = self.weights_and_mask(old, batch)
             losses = losses * factors
             weights = weights.masked_fill(is_masked, 0)
-            metrics |= measured_by_guard
+            metrics |= mismatches
         metrics["policy_loss"] = loss = weighted_sum(losses, weights)
         with torch.no_grad():
             metrics |= {name: weighted_sum(values, mask) for name, values in measured.items()}
             if self.has_generator:
-                difference = logprobs - batch["generator_logprobs"]
-                difference = difference.masked_fill(mask == 0, 0).abs()
-                log_ratio = self._clamped(logprobs, batch["generator_logprobs"], batch)
-                metrics["logprob_diff_mean"] = difference.sum()
-                metrics["logprob_diff_max"] = difference.max()
+                difference = (logprobs - batch["generator_logprobs"]).masked_fill(mask == 0, 0)
+                log_ratio = difference.clamp(-self.max_log_ratio, self.max_log_ratio)
+                metrics["logprob_diff_mean"] = difference.abs().sum()
+                metrics["logprob_diff_max"] = difference.abs().max()
                 metrics["kl_generator"] = (torch.expm1(log_ratio) - log_ratio).sum()
         if self.needs_entropy:
             metrics["entropy"] = weighted_sum(entropy, mask)
@@ -153,19 +131,16 @@ class PolicyLoss(ABC):
             metrics["kl_ref"] = weighted_sum(kl, mask)
             metrics["kl_loss"] = self.kl_coef * weighted_sum(kl, weights)
             loss = loss + metrics["kl_loss"]
-        return LossOutput(loss, {name: metrics[name].detach() for name in self.metric_names})
+        return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
 
     def log_ratio(self, logprobs: Tensor, batch: LossInputs) -> Tensor:
         """Return log(policy / old policy) of each token, clamped; 0 for tokens not in the loss.
 
         The old policy is the generator's or, with a correction, the trainer's at the start of the step.
         """
-        if self.correction == "none":
-            return self._clamped(logprobs, batch["generator_logprobs"], batch)
-        return self._clamped(logprobs, _old_logprobs(logprobs, batch), batch)
-
-    def _clamped(self, logprobs: Tensor, old_logprobs: Tensor, batch: LossInputs) -> Tensor:
-        log_ratio = (logprobs - old_logprobs).masked_fill(batch["loss_mask"] == 0, 0)
+        uses_generator = self.correction == "none"
+        old = batch["generator_logprobs"] if uses_generator else _old_logprobs(logprobs, batch)
+        log_ratio = (logprobs - old).masked_fill(batch["loss_mask"] == 0, 0)
         return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
 
 
@@ -243,12 +218,6 @@ class _ClippedRatioLoss(PolicyLoss):
         advantage A; this one is -c A, without gradient beyond (Ye et al. 2020, arXiv:1912.09729, eq. 5).
     """
 
-    token_metrics: ClassVar[tuple[str, ...]] = (
-        "ratio_mean",
-        "ratio_clipped_frac",
-        "ratio_dual_clipped_frac",
-    )
-
     dual_clip: float = 3.0
 
     def __post_init__(self) -> None:
@@ -258,16 +227,17 @@ class _ClippedRatioLoss(PolicyLoss):
                 f"rl.loss.dual_clip must be above 1, or 0 to turn it off, got {self.dual_clip}; 3 is usual"
             )
 
+    @property
     @abstractmethod
     def clip_range(self) -> tuple[float, float]:
-        """Return the clip distances below and above 1."""
+        """The clip distances below and above 1."""
 
     def ratio(self, logprobs: Tensor, batch: LossInputs) -> Tensor:
         return self.log_ratio(logprobs, batch).exp()
 
     def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
-        low, high = self.clip_range()
+        low, high = self.clip_range
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
         # At a clip bound both are equal: take `gain`, as `clamp` has no gradient there from torch 2.14 on.
         clipped = torch.where(gain <= clipped_gain, gain, clipped_gain)
@@ -291,6 +261,7 @@ class GRPOLoss(_ClippedRatioLoss):
 
     clip_eps: float = 0.2
 
+    @property
     def clip_range(self) -> tuple[float, float]:
         return self.clip_eps, self.clip_eps
 
@@ -302,6 +273,7 @@ class DAPOLoss(_ClippedRatioLoss):
     ratio_clip_low: float = 0.2
     ratio_clip_high: float = 0.28
 
+    @property
     def clip_range(self) -> tuple[float, float]:
         return self.ratio_clip_low, self.ratio_clip_high
 
@@ -338,8 +310,6 @@ class CISPOLoss(PolicyLoss):
     MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5; the paper does not clip from below.
     """
 
-    token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean", "ratio_clipped_frac")
-
     ratio_clip_low: float = 1.0
     ratio_clip_high: float = 0.28
 
@@ -354,8 +324,6 @@ class CISPOLoss(PolicyLoss):
 class ImportanceSamplingLoss(PolicyLoss):
     """The policy gradient times the ratio to the sampling policy, without clipping."""
 
-    token_metrics: ClassVar[tuple[str, ...]] = ("ratio_mean",)
-
     def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         ratio = self.log_ratio(logprobs, batch).exp()
         return -ratio * batch["advantages"], {"ratio_mean": ratio}
@@ -368,8 +336,6 @@ class DROLoss(PolicyLoss):
     Richemond et al. 2024 (arXiv:2405.19107), in the per-token form and with the beta of
     tinker-docs.thinkingmachines.ai/tinker/losses/dro. d loss / d logprob is -(A - beta log(r)).
     """
-
-    token_metrics: ClassVar[tuple[str, ...]] = ("log_ratio_squared_mean",)
 
     beta: float = 0.05
 
@@ -404,7 +370,7 @@ class LossWithTeacher:
     def __getattr__(self, name: str) -> Any:
         if name == "policy":  # not set yet, in `copy` and `pickle`
             raise AttributeError(name)
-        return getattr(self.policy, name)  # such as `needs_entropy`, `guard` and `check`
+        return getattr(self.policy, name)  # such as `needs_entropy` and `check`
 
     @property
     def metric_names(self) -> tuple[str, ...]:

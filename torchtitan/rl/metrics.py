@@ -45,20 +45,20 @@ class MetricsWriter:
         memory = memory_metrics(processor.device_memory_monitor.get_peak_stats())
         processor.logger.log(metrics | memory, step)
         seconds, last_step = metrics["time/step(s)"], self._config.training.steps
+        scores = ["rl/reward", *(key for key in metrics if key.startswith("rl/reward/"))]
         fields = [f"{color.red}step: {step:2}/{last_step}"]
-        of_reward = [key.removeprefix("rl/") for key in metrics if key.startswith("rl/reward/")]
-        for name in ("reward", *of_reward, "exact", "completion_tokens"):
-            if f"rl/{name}" in metrics:
-                fields.append(f"{color.green}{name}: {metrics[f'rl/{name}']:6.3f}")
-        if "loss" in metrics:  # missing while only the critic learns
-            fields.append(f"{color.orange}loss: {metrics['loss']:8.5f}")
-            fields.append(f"grad_norm: {metrics['grad_norm']:7.4f}")
-        if "critic/value_loss" in metrics:
-            fields.append(f"value_loss: {metrics['critic/value_loss']:8.5f}")
-        fields += [
-            f"{color.blue}{seconds:.2f} s{color.reset}",
-            f"eta: {timedelta(seconds=round((last_step - step) * seconds / num_updates))}",
-        ]
+        # The loss is missing while only the critic learns.
+        for key, form, before in [
+            *((key, "6.3f", color.green) for key in (*scores, "rl/exact", "rl/completion_tokens")),
+            ("loss", "8.5f", color.orange),
+            ("grad_norm", "7.4f", ""),
+            ("critic/value_loss", "8.5f", ""),
+        ]:
+            if key in metrics:
+                name = key.removeprefix("rl/").removeprefix("critic/")
+                fields.append(f"{before}{name}: {metrics[key]:{form}}")
+        eta = timedelta(seconds=round((last_step - step) * seconds / num_updates))
+        fields += [f"{color.blue}{seconds:.2f} s{color.reset}", f"eta: {eta}"]
         logger.info("  ".join(fields))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:

@@ -23,7 +23,7 @@ from torchtitan.rl.learner import Learner
 from torchtitan.rl.losses import LossWithTeacher, PolicyLoss, loss_from_config
 from torchtitan.rl.snapshots import changing_weights, exchange
 from torchtitan.rl.types import TrainingBatch
-from torchtitan.rl.weight_sync import TakesWeights, WeightSync
+from torchtitan.rl.weight_sync import TakesWeights, push_weights
 from torchtitan.step.runner import Head, on_error
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import init_logger, logger
@@ -59,9 +59,8 @@ class PolicyTrainer(Learner):
         with on_error(engine.close):
             if job_config.rl.generator.exact:
                 use_batch_invariant(engine.model_parts)
-            if job_config.rl.batch.share_prefixes and getattr(
-                engine.model_args, "n_linear_layers", 0
-            ):
+            is_linear = getattr(engine.model_args, "n_linear_layers", 0) > 0
+            if job_config.rl.batch.share_prefixes and is_linear:
                 raise ConfigError(
                     "rl.batch.share_prefixes = True makes trees of documents, which linear attention (model.name "
                     f"= {engine.job_config.model.name!r}) does not take; set it to false"
@@ -109,10 +108,8 @@ class PolicyTrainer(Learner):
     def top_tokens(self, batch: TrainingBatch, k: int) -> list[Tensor | None]:
         """Return for each sample the k most probable tokens at each slot, [n, 2 k]: see `TopTokens`."""
         rl = self.job_config.rl
-        head = TopTokens(
-            temperature=rl.sampling.temperature, batch_invariant=rl.generator.exact, k=k
-        )
-        return self.forward(batch, head)
+        exact, temperature = rl.generator.exact, rl.sampling.temperature
+        return self.forward(batch, TopTokens(temperature, batch_invariant=exact, k=k))
 
     def rescore(self, batch: TrainingBatch) -> tuple[TrainingBatch, float]:
         """Replace the generator's log-probs by the trainer's; also returns the largest change on any rank.
@@ -121,12 +118,10 @@ class PolicyTrainer(Learner):
         bitwise equal log-probs, and every ratio is exactly 1. Only this rank's microbatches change; in a
         pipeline, only on the last stage. Raises ValueError as `forward_backward` does.
         """
-        rescored = self._with_scores(batch, "generator_logprobs")
-        largest = torch.zeros((), device=self.engine.device)
-        dp_rank = self.engine.dp_rank
-        for old, new in zip(batch.of_rank(dp_rank), rescored.of_rank(dp_rank), strict=True):
-            change = new.inputs["generator_logprobs"] - old.inputs["generator_logprobs"]
-            largest = torch.maximum(largest, change.abs().max().to(largest.device))
+        rescored = self._with_scores(batch, name := "generator_logprobs")
+        pairs = zip(*(x.of_rank(self.engine.dp_rank) for x in (batch, rescored)), strict=True)
+        changes = [(new.inputs[name] - old.inputs[name]).abs().max() for old, new in pairs]
+        largest = torch.stack(changes).max().to(self.engine.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return rescored, largest.item()
 
@@ -191,7 +186,7 @@ class PolicyTrainer(Learner):
     def push_model_state_dict(self, generator: TakesWeights) -> int:
         """Send a generator the weights; returns their version."""
         check_digest = self.job_config.rl.weight_sync.digest
-        return WeightSync(self.engine, generator, check_digest=check_digest).update()
+        return push_weights(self.engine, generator, check_digest=check_digest)
 
 
 class ReferencePolicy:

@@ -88,12 +88,9 @@ class Draws:
     """Completes prompts with a generator on these ranks, on a thread if `ahead`, and grades them."""
 
     def __init__(self, task: Task, generator: Generator, device: torch.device, *, ahead: bool):
-        self.task, self._generator = task, generator
-        self._thread = None
+        self.task, self._generator, self._thread = task, generator, None
         if ahead:
-            self._thread = ThreadPoolExecutor(
-                1, "rollouts", initializer=use_device, initargs=(device,)
-            )
+            self._thread = ThreadPoolExecutor(1, "rollouts", use_device, (device,))
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
         return partial(_of_all_ranks, self.begin_share(request))
@@ -119,9 +116,7 @@ class Draws:
             for turn in range(1, request.max_turns + 1):
                 take = partial(self._turn, generator, request, sampling, turn, going_on, own)
                 is_last = is_last_try and turn == request.max_turns
-                replies: dict[int, tuple[str, tuple[int, ...]]] = {}
-                for of_rank in _agreed(generator, take, is_last=is_last):
-                    replies |= of_rank
+                replies = dict(chain.from_iterable(_agreed(generator, take, is_last=is_last)))
                 if not replies:
                     break
                 going_on = [dialogue for dialogue in going_on if dialogue.row in replies]
@@ -147,10 +142,10 @@ class Draws:
         turn: int,
         dialogues: Sequence["_Dialogue"],
         own: range,
-    ) -> dict[int, tuple[str, tuple[int, ...]]]:
-        """Complete each dialogue's turn; return replies to dialogues in `own` that can take another turn.
+    ) -> list[tuple[int, tuple[str, list[int]]]]:
+        """Complete each dialogue's turn; return the replies to those that can take another turn.
 
-        own: the places whose dialogues this rank's task replies to. Returns row -> (text, token ids).
+        own: the places whose dialogues this rank's task replies to. Returns (row, (text, token ids)).
         """
         # All samples of a prompt share its first turn's context, which is read once.
         n_samples = request.num_samples if turn == 1 else 1
@@ -164,18 +159,17 @@ class Draws:
         for dialogue, completion in zip(dialogues, completions, strict=True):
             dialogue.complete(completion)
         if turn == request.max_turns:
-            return {}
-        stopped = [
-            d for d in dialogues if d.place in own and d.completions[-1].finish_reason == "stop"
-        ]
-        pairs = [(d.prompt, d.turns(self.task, request.stop_strings)) for d in stopped]
-        replies = {}
-        for dialogue, text in zip(stopped, self.task.reply_all(pairs), strict=True):
+            return []
+        ended = [d for d in dialogues if d.completions[-1].finish_reason == "stop"]
+        ended = [d for d in ended if d.place in own]
+        pairs = [(d.prompt, d.turns(self.task, request.stop_strings)) for d in ended]
+        options = {"add_bos": False, "add_eos": False, "add_special_tokens": False}
+        replies = []
+        for dialogue, text in zip(ended, self.task.reply_all(pairs), strict=True):
             if text is None:
                 continue
-            options = {"add_bos": False, "add_eos": False, "add_special_tokens": False}
             parts = [self.task.tokenizer.encode(part, **options) for part in text.split(SEAM)]
-            token_ids, text = tuple(chain.from_iterable(parts)), text.replace(SEAM, "")
+            token_ids, text = list(chain.from_iterable(parts)), text.replace(SEAM, "")
             if not token_ids:
                 raise ValueError(
                     f"a reply must have a token, got {text!r} for the expected answer "
@@ -185,7 +179,7 @@ class Draws:
             if request.max_tokens is not None and longest > request.max_tokens:
                 dialogue.is_out_of_room = True
             else:
-                replies[dialogue.row] = text, token_ids
+                replies.append((dialogue.row, (text, token_ids)))
         return replies
 
     def _grade(
@@ -209,7 +203,7 @@ class Draws:
         self.task.close()
 
 
-def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool = False) -> list[T]:
+def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool) -> list[T]:
     """Return [this rank's result of `work`]. If ranks generate together: all ranks' results, or all raise.
 
     A rank that generates alone may draw on a thread, which must not communicate. is_last: no rank needs
@@ -233,28 +227,31 @@ def _shares(n_places: int, together: int) -> tuple[range, Sequence[int]]:
     return places_of(rank, 1), places_of(rank // together * together, together)
 
 
-def _of_all_ranks(share: Callable[[], list[Episode]]) -> list[Episode]:
-    """Return the episodes of all ranks; if `share` raises on one rank, every rank raises. Collective."""
-    own: list[Episode] = []
-    failure: Exception | None = None
+Share = list[Episode] | str
+"""A rank's episodes, or the text of the exception that its draw raised."""
+
+
+def _of_all_ranks(draw: Callable[[], list[Episode]]) -> list[Episode]:
+    """Return the episodes of all ranks; if `draw` raises on one rank, every rank raises. Collective."""
+    failure = None
     try:
-        own = share()
+        own: Share = draw()
     except Exception as error:  # raised below, after the other ranks know
-        failure = error
-    shares = all_ranks((own, None if failure is None else repr(failure)))
+        own, failure = repr(error), error
+    shares = all_ranks(own)
     if failure is not None:
         raise failure
     return episodes_of(shares)
 
 
-def episodes_of(
-    shares: Sequence[tuple[list[Episode], str | None]], first_rank: int = 0
-) -> list[Episode]:
-    """Join the episodes of (episodes, failure) of ranks from `first_rank` on; RunError if one failed."""
-    for rank, (_, failure) in enumerate(shares, start=first_rank):
-        if failure is not None:
-            raise RunError(f"rank {rank} could not draw or grade its episodes: {failure}")
-    return [episode for of_rank, _ in shares for episode in of_rank]
+def episodes_of(shares: Sequence[Share], first_rank: int = 0) -> list[Episode]:
+    """Join the episodes of the ranks from `first_rank` on; RunError if one failed."""
+    episodes: list[Episode] = []
+    for rank, share in enumerate(shares, start=first_rank):
+        if isinstance(share, str):
+            raise RunError(f"rank {rank} could not draw or grade its episodes: {share}")
+        episodes += share
+    return episodes
 
 
 # ---- one episode ----
@@ -285,8 +282,8 @@ class _Dialogue:
         ids, logprobs = completion.token_ids, completion.token_logprobs
         if not len(ids) == len(logprobs) > 0:
             raise ValueError(
-                f"a completion needs at least one token, and one log-prob per token, got {len(ids)} "
-                f"tokens and {len(logprobs)} log-probs; correct the generator"
+                f"a completion needs tokens, and one log-prob per token, got {len(ids)} tokens and "
+                f"{len(logprobs)} log-probs; correct the generator"
             )
         self.completions.append(completion)
         versions = completion.token_versions or (completion.policy_version,) * len(ids)
@@ -307,7 +304,6 @@ class _Dialogue:
         scores, said = grade.scores, chain.from_iterable((t.text, t.reply) for t in turns)
         if several_turns:
             scores = scores | {"turns": len(turns), "out_of_room": float(self.is_out_of_room)}
-        reason = "length" if self.is_out_of_room else self.completions[-1].finish_reason
         token_ids, logprobs, mask, versions = zip(*self.tokens, strict=True)
         return Episode(
             group_id=self.place,
@@ -318,7 +314,7 @@ class _Dialogue:
             token_ids=token_ids,
             token_log_probs=logprobs,
             policy_version=min(part.policy_version for part in self.completions),
-            finish_reason=reason,
+            finish_reason="length" if self.is_out_of_room else self.completions[-1].finish_reason,
             reward=grade.reward,
             scores=scores,
             loss_mask=mask if self.replies else None,
@@ -338,8 +334,7 @@ def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _graded(task: Task, dialogues: Sequence[_Dialogue], request: Request) -> list[Episode]:
-    turns = [dialogue.turns(task, request.stop_strings) for dialogue in dialogues]
-    pairs = [(d.prompt, of_one) for d, of_one in zip(dialogues, turns, strict=True)]
+    pairs = [(d.prompt, d.turns(task, request.stop_strings)) for d in dialogues]
     grades = list(task.grade_episodes(pairs))
     if len(grades) != len(pairs) or not all(isinstance(grade, Grade) for grade in grades):
         kinds = sorted({type(grade).__name__ for grade in grades})
@@ -348,8 +343,8 @@ def _graded(task: Task, dialogues: Sequence[_Dialogue], request: Request) -> lis
             f"type {', '.join(kinds)}; correct {type(task).__name__}"
         )
     return [
-        dialogue.episode(of_one, grade, several_turns=request.max_turns > 1)
-        for dialogue, of_one, grade in zip(dialogues, turns, grades, strict=True)
+        dialogue.episode(turns, grade, several_turns=request.max_turns > 1)
+        for dialogue, (_, turns), grade in zip(dialogues, pairs, grades, strict=True)
     ]
 
 
@@ -391,11 +386,8 @@ class Rollouts:
         # `Request` has the stop strings: they need a tokenizer, which is not sent.
         settings = vars(config.sampling) | {"stop_token_ids": tuple(stops), "stop_strings": ()}
         self.sampling = SamplingConfig(**settings)
-        self._penalty = None
-        if config.overlong_tokens:
-            self._penalty = OverlongPenalty(
-                self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
-            )
+        penalty = self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
+        self._penalty = OverlongPenalty(*penalty) if config.overlong_tokens else None
         self._next_step = 1
         # step -> the function that waits for its episodes
         self._ahead: dict[int, Callable[[], list[Episode]]] = {}
@@ -419,7 +411,7 @@ class Rollouts:
                 sampling = self._seeded(f"{step} again {number}" if number else step)
                 tries.append(Try(self.task.sample(self.config.num_prompts_per_step), sampling))
             n_samples = self.config.num_samples_per_prompt
-            self._ahead[step] = self._draws.begin(self._request(tries, n_samples, self._penalty))
+            self._ahead[step] = self._begin(tries, n_samples, self._penalty)
             self._next_step = step + 1
 
     def take(self, step: int) -> list[Episode]:
@@ -442,14 +434,14 @@ class Rollouts:
         sampling = self._seeded("evaluation")
         if greedy:
             sampling = replace(sampling, temperature=0.0)
-        return self._draws.begin(self._request([Try(prompts, sampling)], 1))()
+        return self._begin([Try(prompts, sampling)], 1, None)()
 
-    def _request(
-        self, tries: list[Try], num_samples: int, penalty: OverlongPenalty | None = None
-    ) -> Request:
-        stop_strings, max_turns = self.config.sampling.stop_strings, self.config.task.max_turns
-        limit = self._longest_episode
-        return Request(tries, num_samples, penalty, tuple(stop_strings), max_turns, limit)
+    def _begin(
+        self, tries: list[Try], num_samples: int, penalty: OverlongPenalty | None
+    ) -> Callable[[], list[Episode]]:
+        stops, max_turns = tuple(self.config.sampling.stop_strings), self.config.task.max_turns
+        request = Request(tries, num_samples, penalty, stops, max_turns, self._longest_episode)
+        return self._draws.begin(request)
 
     def _seeded(self, place: Any) -> SamplingConfig:
         seed = random.Random(f"{self.config.seed} {place}").getrandbits(63)

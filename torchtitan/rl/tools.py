@@ -14,20 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.rl.function_pool import FunctionPool
+from torchtitan.rl.function_pool import FunctionPool, Result
 from torchtitan.tools.logging import logger
 
 # The closing tag may be missing at the end: a stop string is not part of the text.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
-_TYPES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
-}
+_JSON_NAMES = "string", "integer", "number", "boolean", "array", "object"
+_TYPES = dict(zip((str, int, float, bool, list, dict), _JSON_NAMES, strict=True))
 
 
 @dataclass(frozen=True)
@@ -41,23 +35,18 @@ class ToolCall:
 
 def tool_calls(text: str) -> list[ToolCall]:
     """Return the calls in the policy's text, in order."""
-    calls = []
-    for match in _CALL.findall(text):
-        try:
-            call = json.loads(match)
-        except (ValueError, RecursionError) as error:
-            problem = f"a call must be a JSON object, and this is not JSON: {error}"
-            calls.append(ToolCall(problem=problem))
-            continue
-        match call:
-            case {"name": str(name), "arguments": dict(arguments)}:
-                calls.append(ToolCall(name, arguments))
-            case {"name": str(name)} if "arguments" not in call:
-                calls.append(ToolCall(name, {}))
-            case _:
-                problem = 'a call must be like {"name": "f", "arguments": {"x": 1}}'
-                calls.append(ToolCall(problem=problem))
-    return calls
+    return [_parsed(call) for call in _CALL.findall(text)]
+
+
+def _parsed(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return ToolCall(problem=f"a call must be a JSON object, and this is not JSON: {error}")
+    match call if not isinstance(call, dict) else {"arguments": {}} | call:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return ToolCall(name, arguments)
+    return ToolCall(problem='a call must be like {"name": "f", "arguments": {"x": 1}}')
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
         raise ValueError(
             f"rl.task.tools: the attribute `schema` of {name} must be a JSON object like "
             '{"type": "function", "function": {"name": "f", "parameters": {...}}}, got '
-            f"{function.schema!r}; correct it, or take it out for one from annotations and docstring"
+            f"{function.schema!r}; correct it, or take it out"
         )
     hints = typing.get_type_hints(function)
     properties, required = {}, []
@@ -90,14 +79,9 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
             properties[parameter.name]["items"] = {"type": _TYPES[items[0]]}
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-    return {
-        "type": "function",
-        "function": {
-            "name": function.__name__,
-            "description": inspect.getdoc(function) or "",
-            "parameters": {"type": "object", "properties": properties, "required": required},
-        },
-    }
+    parameters = {"type": "object", "properties": properties, "required": required}
+    about = {"name": function.__name__, "description": inspect.getdoc(function) or ""}
+    return {"type": "function", "function": about | {"parameters": parameters}}
 
 
 class Toolbox:
@@ -130,16 +114,16 @@ class Toolbox:
         known = [call for call in calls if call.name in self._names]  # an invalid call has no name
         numbers = [self._names.index(call.name) for call in known]
         results = iter(self._pool.call_all([((), call.arguments or {}) for call in known], numbers))
-        texts = []
+        names, texts = ", ".join(self._names), []
         for call in calls:
-            problem = (
-                call.problem or f"there is no tool {call.name!r}, only {', '.join(self._names)}"
-            )
             if call.name in self._names:
                 result = next(results)
-                problem = result.error or result.failure
-                if result.failure is not None:
-                    logger.warning("%s; the policy gets this as the result", result.failure)
+            else:
+                problem = call.problem or f"there is no tool {call.name!r}, only {names}"
+                result = Result(error=problem)
+            if result.failure is not None:
+                logger.warning("%s; the policy gets this as the result", result.failure)
+            problem = result.error or result.failure
             text = result.value if problem is None else f"error: {problem}"
             # JSON can spell half of a surrogate pair, which no tokenizer accepts.
             texts.append(text.encode(errors="replace").decode())

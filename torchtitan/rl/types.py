@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.config.fields import Range
 
 FinishReason = Literal["stop", "length"]
 
@@ -44,18 +45,14 @@ class SamplingConfig:
                 f"stop_strings are searched in a completion's text, got {self.stop_strings} and decode = "
                 f"{self.decode}; pass the tokenizer's, and texts of at least one character"
             )
-        for name, is_kept, rule in (
-            # Smaller temperatures would overflow fp32 logits.
-            (
-                "temperature",
-                self.temperature == 0 or 1e-20 <= self.temperature < math.inf,
-                "0, or at least 1e-20 and finite",
-            ),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1, which keeps all tokens"),
-            ("top_k", self.top_k >= 0, "at least 0, which keeps all tokens"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-        ):
-            if not is_kept:
+        ranges = {  # smaller temperatures would overflow fp32 logits
+            "temperature": Range(1e-20, math.inf, excluded=math.inf, special=0),
+            "top_p": Range(0, 1, excluded=0),
+            "top_k": Range(0, math.inf),
+            "max_tokens": Range(1, math.inf),
+        }
+        for name, allowed in ranges.items():
+            if rule := allowed.problem(getattr(self, name)):
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
     @property
@@ -174,17 +171,15 @@ class TrainingSample:
             )
         if experts is not None and (experts.dim() != 3 or len(experts) != len(tokens)):
             raise ValueError(
-                "routed_experts of a sample must have the shape [input tokens, MoE layers, experts per "
-                f"token], got {list(experts.shape)} for {len(tokens)} input tokens; the last token of a "
-                "sequence is only a label: leave out its experts"
+                f"routed_experts of a sample must have the shape [{len(tokens)} input tokens, MoE layers, "
+                f"experts per token], got {list(experts.shape)}; leave out those of the last label"
             )
         for name, value in vars(self).items():
             is_per_token = isinstance(value, Tensor) and name != "routed_experts"
             if is_per_token and value.shape != tokens.shape:
                 raise ValueError(
                     f"{name} of a sample must have one entry per input token, {list(tokens.shape)}, got "
-                    f"{list(value.shape)}; all are shifted already: leave out the last input token and "
-                    "the first label"
+                    f"{list(value.shape)}; leave out the last input token and the first label"
                 )
         in_loss = self.loss_mask == 1
         if not (in_loss | (self.loss_mask == 0)).all():
@@ -222,9 +217,8 @@ class TrainingSample:
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
         if not n_prompt or not n_new or len(token_logprobs) != n_new:
             raise ValueError(
-                f"a sample needs a prompt and sampled tokens with one log-prob each, got {n_prompt}, "
-                f"{n_new} and {len(token_logprobs)}; give every prompt a token to begin with, and "
-                "leave out empty completions"
+                f"a sample needs a prompt and sampled tokens with one log-prob each, got {n_prompt}, {n_new} "
+                f"and {len(token_logprobs)}; begin prompts with a token, leave out empty completions"
             )
 
         def after_prompt(values: Sequence[float]) -> Tensor:
@@ -381,12 +375,10 @@ class OptimParams:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {value}; correct it")
-        if self.betas is not None and not (
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        ):
+        betas = (0.9, 0.95) if self.betas is None else self.betas
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"betas must be two numbers of at least 0 and below 1, got {self.betas}; (0.9, 0.95) is "
-                "usual"
+                f"betas must be two numbers of at least 0 and below 1, got {betas}; (0.9, 0.95) is usual"
             )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {self.max_norm}; inf clips nothing")

@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.checkpoint.stream import WeightStream, digest_of
-from torchtitan.distributed.dtensor import forget_scales, local_shard
+from torchtitan.distributed.dtensor import LocalShard, forget_scales
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
@@ -43,8 +42,7 @@ class TakesWeights(Protocol):
     policy_version: version of its weights; -1 before the first update.
     weight_names: naming scheme of the weights that it takes; "shared" if it has the trainer's tensors.
     weight_dtype: the type that parameters have to be cast to; None for no cast.
-    takes_shards (default False): it takes each rank's shards instead of whole tensors,
-        `LiveWeights` under our names, `LocalShard`s under Hugging Face names.
+    takes_shards (default False): it takes each rank's shards, `LocalShard`s, instead of whole tensors.
     """
 
     policy_version: int
@@ -52,31 +50,6 @@ class TakesWeights(Protocol):
     weight_dtype: torch.dtype | None
 
     def update_weights(self, weights: Any, *, check_digest: bool = True) -> None: ...
-
-
-class LiveWeights:
-    """This rank's weights, not gathered, under our names; sharded weights are DTensors.
-
-    `state_dict()` and iteration return the live parameters, unless they need a cast. Read or copy them
-    before `update_weights` returns.
-
-    version: as in `PolicyWeights`. digest: of this rank's `local_shard`s, computed on access.
-    """
-
-    def __init__(self, engine: TrainingEngine, dtype: torch.dtype | None = None):
-        self._stream = WeightStream.from_engine(engine, OurNames(), dtype=dtype)
-        self.version = self._stream.version
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._stream.live_tensors()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.state_dict().items())
-
-    @property
-    def digest(self) -> str | None:
-        shards = ((name, local_shard(tensor)) for name, tensor in self)
-        return digest_of((name, shard) for name, shard in shards if shard is not None)
 
 
 class AdapterWeights:
@@ -110,6 +83,9 @@ class OurNames(BaseStateDictAdapter):
 
     from_hf = to_hf
 
+    def shards_to_hf(self, name: str, shard: LocalShard) -> Iterator[tuple[str, LocalShard]]:
+        yield name, shard
+
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
         return [[name] for name in names]
 
@@ -119,15 +95,13 @@ class OurNames(BaseStateDictAdapter):
 
 def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
     """Return the engine's weights as the generator takes them, None if it shares them."""
-    dtype, takes_shards = generator.weight_dtype, getattr(generator, "takes_shards", False)
-    match generator.weight_names, takes_shards:
-        case "hf", _:
-            return engine.iter_hf_weights(dtype=dtype, sharded=takes_shards)
-        case "ours", True:
-            return LiveWeights(engine, dtype)
-        case "ours", False:
-            return WeightStream.from_engine(engine, OurNames(), dtype=dtype)
-        case "adapters", _:
+    dtype, sharded = generator.weight_dtype, getattr(generator, "takes_shards", False)
+    match generator.weight_names:
+        case "hf":
+            return engine.iter_hf_weights(dtype=dtype, sharded=sharded)
+        case "ours":
+            return WeightStream.from_engine(engine, OurNames(), dtype=dtype, sharded=sharded)
+        case "adapters":
             return AdapterWeights(engine)
     return None
 
@@ -146,9 +120,8 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
         if target is None or (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
             there = "nothing" if target is None else f"{target.dtype} of {list(target.shape)}"
             raise WeightMismatchError(
-                f"{name} was sent as {tensor.dtype} of {list(tensor.shape)}, and the generator's "
-                f"model has {there} of this name; give both the same model.flavor, and send weights "
-                "in the generator's dtype"
+                f"{name} was sent as {tensor.dtype} of {list(tensor.shape)}, and the generator's model has "
+                f"{there} of this name; give both the same model.flavor and dtype"
             )
         target.copy_(tensor)
         received.append(name)
@@ -161,48 +134,41 @@ def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool
             f"version {weights.version} came without {', '.join(missing)}, which the generator's "
             "model has; give both the same model.flavor"
         )
-    if check_digest:
-        digest = digest_of((name, targets[name]) for name in received)
-        if digest != weights.digest:
-            raise WeightMismatchError(
-                f"the generator's weights have the digest {digest[:16]}, and the sent weights of version "
-                f"{weights.version} have {str(weights.digest)[:16]}; something overwrote them on the way"
-            )
+    digest = digest_of((name, targets[name]) for name in received) if check_digest else None
+    if check_digest and digest != weights.digest:
+        raise WeightMismatchError(
+            f"the generator's weights have the digest {digest}, and the sent weights of version "
+            f"{weights.version} have {weights.digest}; something overwrote them on the way"
+        )
 
 
-@dataclass(frozen=True)
-class WeightSync:
-    """Sends the engine's weights to a generator. check_digest: costs a second read of all weights."""
+def push_weights(
+    engine: TrainingEngine, generator: TakesWeights, *, check_digest: bool = True
+) -> int:
+    """Send the engine's weights to a generator; return their version. Collective.
 
-    engine: TrainingEngine
-    generator: TakesWeights
-    check_digest: bool = True
-
-    def update(self) -> int:
-        """Send the current weights; return their version. Collective.
-
-        Raises WeightMismatchError on all ranks if any rank received different weights,
-        StaleWeightsError if the generator has another version afterwards.
-        """
-        failure = None
-        try:
-            weights = weights_for(self.generator, self.engine)
-            self.generator.update_weights(weights, check_digest=self.check_digest)
-        except WeightMismatchError as error:
-            failure = str(error)
-        # Summing a flag takes a fifth of the time of gathering texts.
-        has_failed = failure is not None
-        if dist.is_initialized():
-            num_failed = torch.tensor(float(has_failed), device=self.engine.device)
-            dist.all_reduce(num_failed)
-            has_failed = bool(num_failed)
-        for rank, text in enumerate(all_ranks(failure) if has_failed else ()):
-            if text is not None:
-                raise WeightMismatchError(f"rank {rank}: {text}")
-        version = self.engine.weights_version
-        if self.generator.policy_version != version:
-            raise StaleWeightsError(
-                f"the generator has version {self.generator.policy_version} after an update to "
-                f"version {version}; its update_weights must set policy_version"
-            )
-        return version
+    check_digest: costs a second read of all weights.
+    Raises WeightMismatchError on all ranks if any rank received different weights,
+    StaleWeightsError if the generator has another version afterwards.
+    """
+    failure = None
+    try:
+        generator.update_weights(weights_for(generator, engine), check_digest=check_digest)
+    except WeightMismatchError as error:
+        failure = str(error)
+    # Summing a flag takes a fifth of the time of gathering texts.
+    has_failed = failure is not None
+    if dist.is_initialized():
+        num_failed = torch.tensor(float(has_failed), device=engine.device)
+        dist.all_reduce(num_failed)
+        has_failed = bool(num_failed)
+    for rank, text in enumerate(all_ranks(failure) if has_failed else ()):
+        if text is not None:
+            raise WeightMismatchError(f"rank {rank}: {text}")
+    version = engine.weights_version
+    if generator.policy_version != version:
+        raise StaleWeightsError(
+            f"the generator has version {generator.policy_version} after an update to version {version}; "
+            "its update_weights must set policy_version"
+        )
+    return version

@@ -7,13 +7,12 @@ members receive.
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.checkpoint.stream import bytes_of, fingerprint
@@ -185,11 +184,6 @@ def _apply(changes: Tensor, tensor: Tensor) -> bool:
 # ---- gloo ----
 
 
-def gloo_group(store: dist.Store, member: int, size: int, timeout: timedelta) -> Any:
-    """Return a gloo group of members that need not share a default process group."""
-    return dist.distributed_c10d.ProcessGroupGloo(store, member, size, timeout)
-
-
 def pickled(value: Any) -> tuple[Tensor, Tensor]:
     """Return the two tensors to send for an object: the number of bytes, and the bytes."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -224,25 +218,25 @@ def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | No
     broadcast_object(group, {"version": weights.version, "digest": weights.digest})
 
 
+@dataclass
 class ReceivedWeights:
     """Weights that `send_weights` has sent, in host memory; a new object for each update.
 
     changes: holds the last update's weights, to which changes are applied; the same object for all updates.
     """
 
-    version = -1
+    group: Any
+    changes: WeightChanges
+    version: int = -1
     digest: str | None = None
 
-    def __init__(self, group: Any, changes: WeightChanges | None = None):
-        self._group, self._changes = group, changes or WeightChanges()
-
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._changes.unpacked(self._received())
+        return self.changes.unpacked(self._received())
 
     def _received(self) -> Iterator[tuple[str, Tensor]]:
-        while not isinstance(header := received_object(self._group), dict):
+        while not isinstance(header := received_object(self.group), dict):
             for name, shape, dtype in header:
                 tensor = torch.empty(shape, dtype=dtype)
-                self._group.broadcast(bytes_of(tensor), 0).wait()
+                self.group.broadcast(bytes_of(tensor), 0).wait()
                 yield name, tensor
         self.version, self.digest = header["version"], header["digest"]

@@ -63,7 +63,7 @@ class Step:
 
         outputs = runner.run(runner.microbatches(batches, self.policy, head, n_dummies), output_of)
         # No collective follows the last output_fn, so the ranks have to wait for each other here.
-        runner.watch.raise_failures(waits=True)
+        runner.watch.raise_failures()
         # Joining is collective, so no rank may have failed before it.
         return None if outputs is None else [join(output) for output, join in outputs]
 
@@ -93,9 +93,9 @@ class Step:
             )
             losses = runner.run(microbatches, loss_of, backward=True)
             loss = self._sum_of_call(losses, batches) / loss_of.n_copies
-            with on_error(runner.recover):
-                waits = loss_of.may_fail and not runner.backward_orders_ranks
-                runner.watch.raise_failures(waits=waits)
+            if loss_of.may_fail:
+                with on_error(runner.recover):
+                    runner.watch.raise_failures()
             return loss if loss_of.metrics is None else loss_of.metrics.reduced(loss)
 
     def prepare(self, batch: Batch, labels: Tensor | None, head: Head | None) -> Microbatch:
@@ -208,20 +208,19 @@ class LossOfOutputs:
         metrics: Reductions | None,
         denominator: Tensor | float,
     ):
-        self._step, self._runner = step, step.runner
-        self._loss_fn, self._denominator = loss_fn, denominator
-        self._joins_rows = whole_rows and self._runner.sharding is not None
+        runner, is_default = step.runner, loss_fn is None and head is None
+        self._step, self._loss_fn, self._denominator = step, loss_fn, denominator
+        self._joins_rows = whole_rows and runner.sharding is not None
         # The number of ranks that each compute the whole loss of the same rows.
-        self.n_copies = self._runner.num_context_ranks if whole_rows else 1
+        self.n_copies = runner.num_context_ranks if whole_rows else 1
         self.metrics = None
         if metrics is not None:
-            self.metrics = StepMetrics(metrics, step.runner, step.loss_group, self.n_copies)
-        self.may_fail = not (loss_fn is None and head is None) or self._runner.schedule is not None
+            self.metrics = StepMetrics(metrics, runner, step.loss_group, self.n_copies)
+        self.may_fail = not is_default or runner.schedule is not None
         self.model_head = head
-        self._model_has_loss = False
-        if loss_fn is None and head is None and not self._joins_rows:
-            self.model_head = default_head(step.loss_fn, self._runner.model_parts, step.config)
-            self._model_has_loss = self.model_head is not None
+        if is_default and not self._joins_rows:
+            self.model_head = default_head(step.loss_fn, runner.model_parts, step.config)
+        self._model_has_loss = is_default and self.model_head is not None
 
     def __call__(self, outputs: Any, microbatch: Microbatch) -> Tensor:
         """Return the microbatch's loss, divided by the call's `global_valid_tokens`."""
@@ -233,7 +232,7 @@ class LossOfOutputs:
             # No `attempt`: the loss of logits split over ranks is collective, so all ranks must run it.
             loss = self._step.loss_fn(outputs, microbatch.labels)
         else:
-            loss = self._runner.watch.attempt(
+            loss = self._step.runner.watch.attempt(
                 lambda: self._sum(outputs, microbatch), lambda: zero_loss(outputs)
             )
         return loss / self._denominator

@@ -181,7 +181,6 @@ class Runner:
     amp: contextlib.AbstractContextManager[None]
     sharding: ContextSharding | None = None  # with context parallelism
     schedule: "PipelineSchedule | None" = None  # with pipeline parallelism
-    has_outputs: bool = True  # not on a pipeline's earlier stages
     has_value_head: bool = False  # outputs are values [B, T, 1], and the model takes no head
     defers_reduction: bool = False
     has_replicas: bool = False  # of the model or of its shards, as under DDP and HSDP
@@ -194,6 +193,11 @@ class Runner:
     # Makes an additional context for each microbatch's forward and for its backward.
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
     more_follow: bool = dataclasses.field(default=False, init=False)  # more calls before the update
+
+    @property
+    def has_outputs(self) -> bool:
+        """False on a pipeline's earlier stages."""
+        return self.schedule is None or self.schedule.has_last_stage
 
     @property
     def num_context_ranks(self) -> int:
@@ -245,7 +249,6 @@ class Runner:
         """
         if reads_batch := getattr(head, "with_batch", None):
             head = reads_batch(entries)
-
         head = functools.partial(head, labels=labels)
 
         def attempted(*tensors: Tensor | None, group: Any = None, **adapter: Any) -> Any:
@@ -295,14 +298,19 @@ class Runner:
         Returns None on pipeline ranks without the last stage. If this fails, the model can be called again,
         unless something other than a caller's function failed inside a pipeline schedule.
         """
+
+        def result_of(logits: Any, microbatch: Microbatch) -> Any:
+            if not microbatch.is_dummy:
+                return on_output(logits, microbatch)
+            return zero_loss(logits) if backward else None
+
         with on_error(self.recover):
             if self.schedule is not None:
-                outputs = self._run_schedule(list(microbatches), on_output, backward)
+                outputs = self._run_schedule(list(microbatches), result_of, backward)
             else:
                 outputs = []
-                run_one = self._forward_backward if backward else self._forward
                 for microbatch in microbatches:
-                    output = run_one(microbatch, on_output)
+                    output = self._run_locally(microbatch, result_of, backward)
                     if not microbatch.is_dummy:
                         outputs.append(output)
         if not backward:
@@ -310,30 +318,22 @@ class Runner:
             self.reshard()
         return outputs
 
-    def _forward(self, microbatch: Microbatch, on_output: OnOutput) -> Any:
+    def _run_locally(self, microbatch: Microbatch, result_of: OnOutput, backward: bool) -> Any:
         (model,) = self.model_parts
-        with self._around(microbatch), self.train_context(), self.amp:
-            logits = model(microbatch.inputs, **microbatch.kwargs)
-            return None if microbatch.is_dummy else on_output(logits, microbatch)
-
-    def _forward_backward(self, microbatch: Microbatch, on_output: OnOutput) -> Tensor:
-        (model,) = self.model_parts
-        with self._around(microbatch), self._deferring(microbatch), self.train_context():
+        deferring = self._deferring(microbatch) if backward else contextlib.nullcontext()
+        with self._around(microbatch), deferring, self.train_context():
             with self.amp:
                 logits = model(microbatch.inputs, **microbatch.kwargs)
-                loss = zero_loss(logits) if microbatch.is_dummy else on_output(logits, microbatch)
+                result = result_of(logits, microbatch)
+            if not backward:
+                return result
             del logits  # [B, T, V]: free before backward needs the memory
-            (loss * self.gradient_factor).backward()
-        return loss.detach()
+            (result * self.gradient_factor).backward()
+        return result.detach()
 
     def _run_schedule(
-        self, microbatches: Sequence[Microbatch], on_output: OnOutput, backward: bool
+        self, microbatches: Sequence[Microbatch], result_of: OnOutput, backward: bool
     ) -> list[Any] | None:
-        def call(logits: Any, microbatch: Microbatch) -> Any:
-            if not microbatch.is_dummy:
-                return on_output(logits, microbatch)
-            return zero_loss(logits) if backward else None
-
         # On the last stage the schedule calls loss_fn(output, target) for each microbatch, and puts the
         # results into `outputs`. The target is the Microbatch itself.
         outputs: list[Any] = []
@@ -349,7 +349,7 @@ class Runner:
                     input_shapes=[tuple(x.inputs.shape[:2]) for x in microbatches],
                     target_mbs=microbatches,
                     losses=outputs,
-                    loss_fn=call,
+                    loss_fn=result_of,
                     return_outputs=False,
                     context_mbs=[functools.partial(self._around, x) for x in microbatches],
                 )
@@ -363,23 +363,6 @@ class Runner:
         """Run backward of a caller's own forward."""
         with on_error(self.recover), self.train_context():
             (loss * self.gradient_factor).backward()
-
-    @property
-    def backward_orders_ranks(self) -> bool:
-        """True if a backward on this rank cannot end before all ranks have called their last loss_fn. Then
-        ranks learn of a failed loss_fn without another wait. False on an accelerator, where the host does
-        not wait for the collectives of backward.
-        """
-        if self.device.type != "cpu":
-            return False
-        if self.schedule is None and self.more_follow:
-            return not (self.defers_reduction or self.has_replicas)
-        if self.schedule is None and self.dp_group is None and self.sharding is None:
-            # Tensor parallelism only: backward communicates down to the first layer that has gradients.
-            blocks = getattr(self.model_parts[0], "layers", None)
-            first = next(iter(blocks.values()), None) if blocks else None
-            return first is not None and any(p.requires_grad for p in first.parameters())
-        return True
 
     # ---- around a microbatch ----
 

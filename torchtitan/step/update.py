@@ -155,9 +155,7 @@ class Update:
     # ---- before a step ----
 
     def prepare_early_step(self, n_microbatches: int) -> None:
-        """Wait until backward may update the weights; raises ValueError for a second microbatch, dummies
-        included, so that data-parallel ranks agree.
-        """
+        """Wait until backward may update the weights; ValueError for a second microbatch, dummies included."""
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
                 "optimizer.early_step_in_backward updates the weights in every backward, so a step "
@@ -184,9 +182,7 @@ class Update:
         max_norm: Tensor | float | None,
         denominator: Tensor | float | None,
     ) -> None:
-        """Raise ValueError for a negative or infinite lr, for a max_norm not above 0, and for any argument
-        if optimizers step in backward. Numbers on an accelerator are not read.
-        """
+        """Raise ValueError for arguments that `optim_step` refuses. Numbers on an accelerator are not read."""
         arguments = {"lr": lr, "max_norm": max_norm, "denominator": denominator}
         given = {name: value for name, value in arguments.items() if value is not None}
         if given and self.steps_in_backward:
@@ -226,15 +222,26 @@ class Update:
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
-        self._check_has_gradients(grad_norm)
-        skip = self._is_to_skip(grad_norm, total)
-        if isinstance(skip, Tensor):
+        # The engine's own backward may leave no gradient. The norm, which is that of all ranks, so that all
+        # ranks raise, is read only if this rank has no gradient.
+        is_expected = not (self.steps_in_backward or self.had_backward)
+        if is_expected and all(p.grad is None for p in self._parameters) and not grad_norm:
+            raise ValueError(
+                "optim_step found no gradient on any rank; call forward_backward_step or backward first"
+            )
+        skip: Tensor | bool | None = None
+        # Optimizers that step in backward have updated the weights already.
+        if not self.steps_in_backward and self.training.nonfinite_grad_norm != "ignore":
+            skip = ~torch.isfinite(grad_norm)
+        if total is not None:
+            is_refused = ~(torch.isfinite(total) & (total >= 0))
+            skip = is_refused if skip is None else skip | is_refused
+        if skip is not None:
             numbers = [skip, grad_norm, torch.ones_like(grad_norm) if total is None else total]
             read = host_copy.read_later(torch.stack([x.double() for x in numbers]))
             self._verdict = _Verdict(number, read, self.losses.take(number))
-        elif skip is not None:
-            known = [float(skip), grad_norm.item(), 1.0]
-            self._verdict = _Verdict(number, lambda: known, lambda: self.losses.take(number)())
+            if not self.skips_on_device:
+                skip = bool(read()[0])
         return grad_norm, skip
 
     def apply(
@@ -281,17 +288,6 @@ class Update:
             return _LateOptimStepResult(grad_norm, lr, self._verdict)
         return OptimStepResult(grad_norm, lr, bool(skip))
 
-    def _check_has_gradients(self, grad_norm: Tensor) -> None:
-        """Raise ValueError if no rank has a gradient, unless the engine ran a backward, which may leave no
-        gradient. grad_norm: of all ranks, so all ranks raise; read only if this rank has no gradient.
-        """
-        if self.steps_in_backward or self.had_backward:
-            return
-        if all(p.grad is None for p in self._parameters) and not grad_norm:
-            raise ValueError(
-                "optim_step found no gradient on any rank; call forward_backward_step or backward first"
-            )
-
     def _divide_gradients(self, denominator: Tensor | float) -> Tensor | None:
         """Divide the gradients by the denominators' sum over ranks; returns the sum in fp64 if only the
         device can check it.
@@ -316,18 +312,6 @@ class Update:
             divisor = total + (total == 0)  # 0 becomes 1; torch.where would copy a 1 from the host
             torch_parts.foreach_div(grads, divisor.to(grads[0].dtype))
         return total.double()
-
-    def _is_to_skip(self, grad_norm: Tensor, total: Tensor | None) -> Tensor | bool | None:
-        skip = None
-        # Optimizers that step in backward have updated the weights already.
-        if not self.steps_in_backward and self.training.nonfinite_grad_norm != "ignore":
-            if not self.skips_on_device:
-                return not math.isfinite(grad_norm.item())
-            skip = ~torch.isfinite(grad_norm)
-        if total is not None:
-            is_refused = ~(torch.isfinite(total) & (total >= 0))
-            skip = is_refused if skip is None else skip | is_refused
-        return skip
 
     def settle(self) -> None:
         """Log or raise if the last step was skipped, the same on all ranks, and count skipped steps. Waits

@@ -24,7 +24,7 @@ import dataclasses
 import random
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,22 +58,17 @@ Branches = list[tuple[int, list[int], int]]
 
 
 def attend_by(
-    attn_type: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    document_ids: Tensor,
-    depths: Tensor | None = None,
+    attn_type: str, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, depths: Tensor | None = None
 ) -> Tensor:
-    mask = DocumentMask.from_documents(document_ids, depths=depths)
+    mask = DocumentMask.from_documents(ids, depths=depths)
     return attend(build_inner_attention(attn_type), q, k, v, mask)
 
 
 def attend_by_block_mask(
-    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, depths: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, depths: Tensor | None = None
 ) -> Tensor:
     """Flex as on an accelerator, by block structure and mask function alone."""
-    mask = DocumentMask.from_documents(document_ids, depths=depths).block_mask(block_size=4)
+    mask = DocumentMask.from_documents(ids, depths=depths).block_mask(block_size=4)
     return attend(build_inner_attention("flex"), q, k, v, mask)
 
 
@@ -227,10 +222,7 @@ def check_trees(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[st
     tolerance = TREE_TOLERANCES[dtype] * max(1.0, *(float(x.abs().max()) for x in alone))
     problems = problems_of(TREE_KERNELS, inputs, documents, alone, tolerance)
     if problems:
-        problems += [
-            f"row {i}: document ids {own}, parents {theirs}"
-            for i, (own, theirs, _) in enumerate(rows)
-        ]
+        problems += [f"row {i}: ids {row[0]}, parents {row[1]}" for i, row in enumerate(rows)]
     return problems, len(branches)
 
 
@@ -249,7 +241,7 @@ def check_packing(index: int, seed: int = 0, device: str = "cpu") -> tuple[list[
     problems = problems_of(KERNELS, inputs, [document_ids], alone, TOLERANCES[dtype])
     if problems:
         problems += [f"row {i}: positions {row}" for i, (row, _) in enumerate(rows)]
-    return problems, sum(len(row_spans) for row_spans in spans)
+    return problems, sum(map(len, spans))
 
 
 # ---- layers with a recurrent state ----
@@ -288,8 +280,10 @@ def run_layer_alone(layer: nn.Module, x: Tensor, spans: Spans, grad_out: Tensor)
     return results
 
 
-def check_recurrent_packing(layer: nn.Module, dim: int, index: int, seed: int = 0) -> list[str]:
-    """Return problems found in packing number `index`.
+def check_recurrent_packing(
+    layer: nn.Module, dim: int, index: int, seed: int = 0
+) -> tuple[list[str], int]:
+    """Return (problems found in packing number `index`, number of documents in it).
 
     layer: an fp32 module, called with (x [B, T, dim], None, mask).
     """
@@ -339,7 +333,7 @@ def check_recurrent_packing(layer: nn.Module, dim: int, index: int, seed: int = 
             problems.append(f"{name}: other documents change {n_moved} numbers")
     if problems:
         problems += [f"row {i}: positions {row}" for i, (row, _) in enumerate(rows)]
-    return problems
+    return problems, sum(map(len, spans))
 
 
 def small_delta_net() -> GatedDeltaNet:
@@ -405,77 +399,75 @@ def _randomize(module: Any) -> Any:
     return module
 
 
-def certify_models(args: argparse.Namespace) -> int:
-    """Print what the packings show of each model; returns 1 if documents see each other."""
-    for name in args.models:
-        model, started, n = MODELS[name](), time.monotonic(), 0
-        while n < args.packings and time.monotonic() - started < args.seconds:
-            if problems := check_recurrent_packing(model, 16, n, args.seed):
-                print(f"{name}: documents are not isolated in packing {n}:", *problems, sep="\n")
-                return 1
-            n += 1
-            if n % 1000 == 0:
-                print(f"{name}: {n} packings, {time.monotonic() - started:.0f} s")
-        print(
-            f"{name}: 0 failures in {n} packings: logits and gradients are those of each document alone in "
-            "float64, and in fp32 have no bit of other documents"
-        )
-    return 0
+def certify(checks: dict[str, Callable[[int], tuple[list[str], int]]], args: Any) -> Counter[str]:
+    """Return name -> number of documents checked, and "packings"; prints problems and exits with 1.
+
+    checks: name -> function of the packing's number, which returns (problems, number of documents).
+    """
+    started, counts = time.monotonic(), Counter(packings=0)
+    while counts["packings"] < args.packings and time.monotonic() - started < args.seconds:
+        for name, check in checks.items():
+            problems, n_documents = check(counts["packings"])
+            if problems:
+                print(
+                    f"documents are not isolated in {name} {counts['packings']}:",
+                    *problems,
+                    sep="\n",
+                )
+                sys.exit(1)
+            counts[name] += n_documents
+        counts["packings"] += 1
+        if counts["packings"] % 1000 == 0:
+            print(f"{counts['packings']} packings, {time.monotonic() - started:.0f} s")
+    return counts
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.testing.isolation",
         description="Certify that packed documents don't see each other.",
     )
-    parser.add_argument("--packings", type=int, default=10_000, help="number of packings (10,000)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the packings (0)")
-    parser.add_argument(
-        "--device", default="cpu", help="cpu (fp32), or an accelerator (bf16; try 200 packings)"
-    )
-    parser.add_argument(
-        "--models",
-        nargs="*",
-        choices=MODELS,
-        help="check these models, on the CPU, in place of attention and a layer; without names all",
-    )
+    add = parser.add_argument
+    add("--packings", type=int, default=10_000, help="number of packings (10,000)")
+    add("--seconds", type=float, default=float("inf"), help="stop after this long")
+    add("--seed", type=int, default=0, help="seed of the packings (0)")
+    add("--device", default="cpu", help="cpu (fp32), or an accelerator (bf16; try 200 packings)")
+    add("--models", nargs="*", choices=MODELS, help="check these models, on the CPU, in place of "
+        "attention and a layer; without names all")  # fmt: skip
     args = parser.parse_args(arguments)
     if args.models is not None:
-        args.models = args.models or [*MODELS]
-        return certify_models(args)
-    layer = small_delta_net()
-    started, packings, documents, branches = time.monotonic(), 0, 0, 0
-    while packings < args.packings and time.monotonic() - started < args.seconds:
-        problems, n_documents = check_packing(packings, args.seed, args.device)
-        if args.device == "cpu":
-            problems += check_recurrent_packing(layer, layer.wo.out_features, packings, args.seed)
-        of_trees, n_branches = check_trees(packings, args.seed, args.device)
-        if problems or of_trees:
-            kind = "packing" if problems else "trees"
+        for name in args.models or MODELS:
+            check = partial(check_recurrent_packing, MODELS[name](), 16, seed=args.seed)
+            counts = certify({f"{name}'s packing": check}, args)
             print(
-                f"documents are not isolated in {kind} {packings}:", *problems, *of_trees, sep="\n"
+                f"{name}: 0 failures in {counts['packings']} packings: logits and gradients are those of each "
+                "document alone in float64, and in fp32 have no bit of other documents"
             )
-            return 1
-        packings, documents = packings + 1, documents + n_documents
-        branches += n_branches
-        if packings % 1000 == 0:
-            print(f"{packings} packings, {time.monotonic() - started:.0f} s")
+        return
+    options = {"seed": args.seed, "device": args.device}
+    checks = {
+        "packing": partial(check_packing, **options),
+        "trees": partial(check_trees, **options),
+    }
+    if args.device == "cpu":
+        layer = small_delta_net()
+        linear = partial(check_recurrent_packing, layer, layer.wo.out_features, seed=args.seed)
+        checks["packing of linear attention"] = linear
+    counts = certify(checks, args)
     kind = "bitwise" if args.device == "cpu" else "within the rounding of bf16"
     print(
-        f"0 failures in {packings} packings: under {' and '.join(KERNELS)}, output and gradients of "
-        f"{documents} documents (padding tokens included) are {kind} those of each document alone"
+        f"0 failures in {counts['packings']} packings: under {' and '.join(KERNELS)}, output and gradients of "
+        f"{counts['packing']} documents (padding tokens included) are {kind} those of each document alone"
     )
     print(
-        f"0 failures in {packings} packings of trees: under {', '.join(TREE_KERNELS)}, output and gradients "
-        f"of {branches} branches are those of each branch alone, within rounding"
+        f"0 failures in {counts['packings']} packings of trees: under {', '.join(TREE_KERNELS)}, output and "
+        f"gradients of {counts['trees']} branches are those of each branch alone, within rounding"
     )
     if args.device == "cpu":
         print("no bit of a document that goes through linear attention depends on other documents")
-    return 0
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)
     torch.set_num_threads(1)  # the tensors are too small for more threads
-    sys.exit(main())
+    main()

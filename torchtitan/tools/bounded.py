@@ -46,11 +46,6 @@ def call(function: str, *arguments: Any) -> Any:
     return _processes.setdefault(os.getpid(), _Process()).call(function, arguments)
 
 
-def restart_clock() -> None:
-    """Restart the CPU time limit. For functions that run inside the bounded process."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-
-
 def first_matches(patterns: Iterable[str], names: Iterable[str]) -> list[str | None]:
     """Return, for each name, the first regular expression that matches the full name, or None."""
     compiled = [(pattern, re.compile(pattern)) for pattern in patterns]
@@ -132,7 +127,7 @@ def _answer_calls(file: int) -> None:
     with Connection(file) as pipe, suppress(EOFError, OSError):
         while True:
             function, arguments, SECONDS = pipe.recv()
-            restart_clock()
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             answer: tuple[type[Exception] | None, Any]
             try:
                 answer = None, find(function)(*arguments)

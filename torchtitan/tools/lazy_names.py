@@ -1,8 +1,8 @@
-"""Package attributes whose modules are imported on first use."""
+"""Names whose modules are imported on first use, and names of things that are not available."""
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 
 def load_on_access(module: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
@@ -18,3 +18,16 @@ def load_on_access(module: str, module_of: Mapping[str, str]) -> Callable[[str],
         return getattr(importlib.import_module(module_of[name], module), name)
 
     return __getattr__
+
+
+def not_available(remedy: str) -> type:
+    """Return a class in place of a function or class of torchtitan 0.2.x that raises when it is called.
+
+    Its subclasses raise NotImplementedError(remedy), too.
+    """
+
+    class NotAvailable:
+        def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+            raise NotImplementedError(remedy)
+
+    return NotAvailable

@@ -3,7 +3,7 @@
 Each row of the table below is an attribute of this module; accessing it imports and returns the part. A
 method or field of a torch object becomes a function of the object: `torch_parts.version_of(x)`. If this torch
 lacks a part, a RunError names the feature, the part, the torch version and a remedy. For the features that
-a job uses, `check` raises this error at start-up. `python -m torchtitan.tools.torch_parts` prints the table.
+a job uses, `check` raises this error at start-up.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.torch_versions import TESTED, minor_version
 
-VERSIONS = tuple(map(minor_version, TESTED))  # the versions of torch whose source was read
+_FIRST, *_, _LAST = map(minor_version, TESTED)
 
 
 class Feature(NamedTuple):
@@ -33,35 +32,27 @@ class Part(NamedTuple):
     """One private part.
 
     feature: key of the feature in the table that needs the part.
-    spellings: name, as "module:attribute.attribute" or a module -> the first and the last torch version in
-        which the name was read; the first name that exists is used.
+    spellings: names in the versions of torch, newest first, as "module:attribute.attribute" or a module; the
+        first that exists is used.
     members: names of attributes of the part that are used too.
     instead: what happens if the part is missing; "" if that is an error.
     """
 
     feature: str
-    spellings: dict[str, tuple[str, str]]
+    spellings: list[str]
     members: list[str]
     instead: str
 
-    def spelling_in(self, version: str) -> str | None:
-        """Return the name that the part has in one of `VERSIONS`."""
-        position = VERSIONS.index
-        for name, (first, last) in self.spellings.items():
-            if position(first) <= position(version) <= position(last):
-                return name
-        return None
 
-
-# "feature: title; what to do without it", then rows for its parts: "part [versions] name members | what
-# happens without it".
+# "feature: title; what to do without it", then rows for its parts: "part name members | what happens without
+# it". A part with several rows has another name in older versions of torch.
 _TABLE = """
 job: every job
     world torch.distributed.distributed_c10d:_world pg_map
     default_store torch.distributed.distributed_c10d:_get_default_store
     group_of_name torch.distributed.distributed_c10d:_resolve_process_group
-    backend_of 2.14-2.15 torch.distributed:ProcessGroup.get_backend
-    backend_of 2.11-2.13 torch.distributed:ProcessGroup._get_backend
+    backend_of torch.distributed:ProcessGroup.get_backend
+    backend_of torch.distributed:ProcessGroup._get_backend
     start_abort torch.distributed:ProcessGroupNCCL._group_start | groups are aborted one by one
     end_abort torch.distributed:ProcessGroupNCCL._group_end | groups are aborted one by one
     collectives_so_far torch.distributed:ProcessGroup._get_sequence_number_for_group
@@ -90,8 +81,8 @@ documents on cpu: attention to packed documents on a CPU; train on a GPU
     flash_on_cpu torch:ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_on_cpu_backward torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 optimizer offload: optimizer states in host memory
-    empty_host_cache 2.12-2.15 torch.accelerator:empty_host_cache
-    empty_host_cache 2.11-2.11 torch._C:_host_emptyCache
+    empty_host_cache torch.accelerator:empty_host_cache
+    empty_host_cache torch._C:_host_emptyCache
 data workers: a data worker that reads a stream of `datasets`; set training.dataloader.num_workers = 0
     worker_info torch.utils.data._utils.worker:_worker_info
 plain files: reading a pickled dataloader state
@@ -119,13 +110,13 @@ ddp: DDP (parallelism.data_parallel_replicate_degree); shard the model with data
 fsdp: FSDP (parallelism.data_parallel_shard_degree); replicate the model with data_parallel_shard_degree = 1
     fsdp_state torch.distributed.fsdp:FSDPModule._get_fsdp_state
     fsdp_is_root torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._is_root
-    fsdp_groups 2.12-2.15 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups
-    fsdp_groups 2.11-2.11 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group
+    fsdp_groups torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups
+    fsdp_groups torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group
     fsdp_forward_mesh torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward_mesh_info
     fsdp_mesh torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info
     fsdp_communication torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.comm_ctx
-    fsdp_reset 2.13-2.15 torch.distributed.fsdp:FSDPModule.reset_iter_state
-    fsdp_reset 2.11-2.12 torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx
+    fsdp_reset torch.distributed.fsdp:FSDPModule.reset_iter_state
+    fsdp_reset torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx
     fsdp_training_state torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState
     fsdp_post_backward torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward
     fsdp_end_backward torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback
@@ -168,7 +159,6 @@ checkpoint: checkpoint.enable; set it to false
     StorageInfo torch.distributed.checkpoint.filesystem:_StorageInfo
     MemoryFormats torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
     FileView torch.distributed.checkpoint.utils:_ReaderView
-    read_entry torch.distributed.checkpoint:FileSystemReader._slice_file
     flatten_states torch.distributed.checkpoint._nested_dict:flatten_state_dict
 quantized: quantized Hugging Face weights; convert them first
     map_scales torch.distributed.checkpoint.quantized_hf_storage:QuantizedHuggingFaceStorageReader._build_weight_scale_mapping
@@ -178,15 +168,9 @@ hf: loading Hugging Face files; set checkpoint.initial_load_in_hf = false
 
 
 def _is_ddp(config: Any) -> bool:
-    parallelism = config.parallelism
-    return parallelism.data_parallel_replicate_degree > 1 and all(
-        degree == 1
-        for degree in (
-            parallelism.data_parallel_shard_degree,
-            parallelism.context_parallel_degree,
-            parallelism.expert_parallel_degree,
-        )
-    )
+    p = config.parallelism
+    others = {p.data_parallel_shard_degree, p.context_parallel_degree, p.expert_parallel_degree}
+    return p.data_parallel_replicate_degree > 1 and others == {1}
 
 
 # Feature -> whether a job with this config and number of ranks uses it. A missing part of another feature
@@ -228,11 +212,7 @@ def _read_table() -> None:
             continue
         row, _, instead = line.partition(" | ")
         name, spelling, *members = row.split()
-        versions = VERSIONS[0], VERSIONS[-1]
-        if spelling[0].isdigit():
-            versions, spelling, members = tuple(spelling.split("-")), members[0], members[1:]
-        part = PARTS.setdefault(name, Part(feature, {}, members, instead))
-        part.spellings[spelling] = versions
+        PARTS.setdefault(name, Part(feature, [], members, instead)).spellings.append(spelling)
 
 
 _read_table()
@@ -259,7 +239,7 @@ def get(name: str) -> Any:
 
 def attribute(name: str) -> str:
     """Return the last component of a part's name, for getattr and setattr on an object."""
-    return re.split("[.:]", next(iter(PARTS[name].spellings)))[-1]
+    return re.split("[.:]", PARTS[name].spellings[0])[-1]
 
 
 def field_of(owner: Any, name: str) -> Any:
@@ -347,7 +327,7 @@ def place(name: str) -> tuple[Any, str]:
     if part.instead:
         return None, ""
     feature = _FEATURES[part.feature]
-    remedy = f"install torch {VERSIONS[0]} to {VERSIONS[-1]}"
+    remedy = f"install torch {_FIRST} to {_LAST}"
     remedy += f", or {feature.otherwise}" if feature.otherwise else ""
     raise RunError(
         f"{feature.title} needs {first_missing}, which torch {torch.__version__} does not have; {remedy}"
@@ -387,44 +367,3 @@ def _has(owner: Any, attribute: str) -> bool:
 def _shown(spelling: str) -> str:
     module, _, path = spelling.partition(":")
     return path if path.startswith("torch.") else ".".join(filter(None, (module, path)))
-
-
-_USE = re.compile(
-    r"(?:torch_parts\.)?\b(?:get|place|replaced|members|field_of|attribute)\(\s*(?:[^()\"]*, )?\"(\w+)\""
-    r"|torch_parts\.([A-Za-z]\w*)"
-    r"|torch_parts import (\w+)"
-)
-
-
-def uses() -> dict[str, list[str]]:
-    """Return part -> the package's files that use it."""
-    found: dict[str, list[str]] = {name: [] for name in PARTS}
-    package = Path(__file__).resolve().parents[1]
-    for path in sorted(package.rglob("*.py")):
-        names = {name for groups in _USE.findall(path.read_text()) for name in groups}
-        for name in names & PARTS.keys():
-            found[name].append(path.relative_to(package).as_posix())
-    return found
-
-
-def main() -> None:
-    """Print the table of parts."""
-    users = uses()
-    print(f"torch {torch.__version__}; read: {', '.join(VERSIONS)}\n")
-    for name, part in PARTS.items():
-        feature = _FEATURES[part.feature]
-        try:
-            is_there = place(name)[0] is not None
-        except RunError:
-            is_there = False
-        for spelling in part.spellings:
-            read = [x if part.spelling_in(x) == spelling else " -  " for x in VERSIONS]
-            print(f"{name:25} {' '.join(read)}  {_shown(spelling)} {' '.join(part.members)}")
-        print(
-            f"    here: {'yes' if is_there else 'no'}; for {feature.title}; "
-            f"without it: {part.instead or 'an error'}; used by {', '.join(users[name])}"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -45,6 +45,9 @@ class _Unpickler(pickle.Unpickler):
         except KeyError:
             raise pickle.UnpicklingError(refusal(f"{module}.{name}")) from None
 
+    def persistent_load(self, pid: Any) -> Any:  # a reference to a storage beside the pickle
+        return pid
+
 
 def read_pickle(file: IO[bytes], names: Names, what: str) -> Any:
     """Return the object in `file`, a pickle that may name only the functions and classes in `names`.

@@ -1,6 +1,7 @@
 """Checkpoints of a small model in one process."""
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -630,7 +631,7 @@ def test_large_shards_are_two_files_of_which_torch_reads_both(tmp_path, monkeypa
     ]
     assert settings and len(settings) == len(set(settings))  # equal ones are pickled once
     step = tmp_path / "checkpoint" / "step-1"
-    names = {"__0_0.distcp", "__0_10.distcp"}
+    names = {"__0_0.distcp", "__0_1.distcp"}
     assert {p.name for p in step.iterdir()} == {".metadata", HASHES_FILE, *names}
     weights = {name: torch.zeros_like(x) for name, x in run.model.state_dict().items()}
     torch.distributed.checkpoint.load(weights, checkpoint_id=step)
@@ -645,17 +646,44 @@ def test_large_shards_are_two_files_of_which_torch_reads_both(tmp_path, monkeypa
         (step / name).write_bytes(content)
 
 
-def test_a_failure_in_the_second_file_fails_the_save(tmp_path):
-    run, real_open = Run(tmp_path), folder.open_file
+def test_tensors_of_every_kind_are_read_and_written_as_torch_does(tmp_path):
+    numbers = torch.randn(6, 4)
+    tensors = {
+        **{str(d): numbers.to(d) for d in (torch.bfloat16, torch.float64, torch.float8_e4m3fn)},
+        **{str(d): numbers.mul(50).to(d) for d in (torch.int64, torch.int8, torch.uint16)},
+        "bool": numbers > 0,
+        "complex": torch.complex(numbers, -numbers).conj(),
+        "transposed": numbers.t(),
+        "transposed, into rows": numbers.t(),
+        "view": torch.zeros(2**18)[2:4],
+        "every other": numbers[::2, 1::2],
+        "number": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+    }
+    has_crc32 = torch.serialization.get_crc32_options()
+    dcp.save(tensors, storage_writer=HashingWriter(str(tmp_path / "ours")))
+    assert torch.serialization.get_crc32_options() is has_crc32
+    assert (tmp_path / "ours" / "__0_0.distcp").stat().st_size < 2**18
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=tmp_path / "torch's")
+    loads = [dcp.load, torch.distributed.checkpoint.load]
+    for name, load in itertools.product(("ours", "torch's"), loads):
+        loaded = {key: torch.empty_like(x).fill_(1) for key, x in tensors.items()}
+        loaded["transposed, into rows"] = torch.empty(4, 6)
+        load(loaded, checkpoint_id=str(tmp_path / name))
+        assert_same(loaded, tensors)
 
-    def full_disk(path, *args, **options):
-        if str(path).endswith("_10.distcp"):
+
+def test_a_failure_in_the_second_file_fails_the_save(tmp_path):
+    run, real_open = Run(tmp_path), folder.open_descriptor
+
+    def full_disk(path, flags):
+        if str(path).endswith("_1.distcp"):
             raise OSError(28, "disk full")
-        return real_open(path, *args, **options)
+        return real_open(path, flags)
 
     with (
         mock.patch.object(folder, "_BYTES_FOR_TWO_FILES", 1),
-        mock.patch.object(folder, "open_file", full_disk),
+        mock.patch.object(folder, "open_descriptor", full_disk),
         pytest.raises(RuntimeError, match="disk full.*holds no whole checkpoint yet"),
     ):
         run.manager.save(1)

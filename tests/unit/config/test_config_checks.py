@@ -99,32 +99,18 @@ MISTAKES = """
     training.seq_len must be at least 1, got 0; the default is 2048
 2: training.global_batch_size=0
     training.global_batch_size must be at least 1, or -1, got 0
-2: checkpoint.keep_latest_k=1
-    checkpoint.keep_latest_k must be at least 2, or 0, got 1; the default is 10
-2: lr_scheduler.warmup_steps=-1
-    lr_scheduler.warmup_steps must be at least 0, got -1; the default is 200
 2: optimizer.lr=nan
     optimizer.lr must be … got nan; the default is 0.0008
-2: optimizer.lr=inf
-    optimizer.lr must be at most 1e+38, got inf
 2: training.max_norm=0.0
     training.max_norm must be above 0, or inf, got 0.0
 2: training.max_norm=1e39
     training.max_norm must be at most 1e+38, or inf
 2: optimizer.beta2=1.0
     optimizer.beta2 must be below 1, got 1.0; the default is 0.95
-2: lr_scheduler.decay_ratio=1.5
-    lr_scheduler.decay_ratio must be at most 1, got 1.5
-2: debug.seed=-1
-    debug.seed must be at least 0, got -1; the default is None
-2: data_parallel_shard_degree=-2
-    parallelism.data_parallel_shard_degree must be at least 1, or -1, got -2
 2: optimizer.implementation="forech"
     optimizer.implementation must be one of … got 'forech', did you mean 'foreach'?
 2: model.attn_type="flash"
     model.attn_type must be one of sdpa, flex, varlen, None, got 'flash'
-2: quantize.linear.float8.recipe_name="x"
-    quantize.linear.float8.recipe_name must be one of … rowwise … got 'x'
 2: job.dump_folder="~nobody-of-that-name/x"
     job.dump_folder must not begin with '~' … got '~nobody-of-that-name/x'; use os.path.expanduser
 2: checkpoint.initial_load_in_hf=true; checkpoint.initial_load_model_only=false
@@ -165,6 +151,10 @@ MISTAKES = """
     metrics.save_jsonl_file must name a file … got 'usr', which is a folder; give a name
 2: job.dump_folder=""
     job.dump_folder must name a folder, got ''
+2: job.dump_folder="/dev/null/outputs"
+    job.dump_folder must be a writable folder, got '/dev/null/outputs', … (Not a directory); choose another
+2: job.dump_folder="/proc/x"
+    job.dump_folder must be a writable folder, got '/proc/x', … (No such file or directory)
 2: model.converters=["quantize.linear.mx","float8"]
     model.converters must be one of … got 'float8', did you mean 'quantize.linear.float8'?
 2: model.flavor="8b"
@@ -175,8 +165,6 @@ MISTAKES = """
     model.attn_type = 'sdpa' … 'block_causal' … set model.attn_type to 'flex' or 'varlen', or …
 2: model.converters=["quantize.grouped_mm.mx"]
     quantize.grouped_mm.mx in model.converters converts experts, … has none; quantize.linear.mx
-2: fsdp_reshard_after_forward="nevr"
-    parallelism.fsdp_reshard_after_forward must be … got 'nevr', did you mean 'never'?
 8: data_parallel_shard_degree=3; tensor_parallel_degree=2
     got 8 processes and a product of 6: … tensor_parallel_degree = 2 … start 6 processes, or set data_parallel_shard_degree = 4
 2: tensor_parallel_degree=4
@@ -214,7 +202,7 @@ MISTAKES = """
 2: context_parallel_degree=2; context_parallel_load_balancer="tail"
     context_parallel_load_balancer must be headtail, ptrr or None, got 'tail'
 32: context_parallel_degree=16; tensor_parallel_degree=2; context_parallel_rotate_method="alltoall"
-    context_parallel_degree must divide the 8 attention heads … got 16; set the method to 'allgather'
+    context_parallel_degree must divide a rank's attention heads, … 'alltoall' … got 16 with 8
 16: pipeline_parallel_degree=16
     pipeline_parallel_degree = 16 … 16 stages, which 6 layers don't fill … lower the degree
 8: pipeline_parallel_degree=8; pipeline_parallel_schedule="Interleaved1F1B"
@@ -256,7 +244,7 @@ MISTAKES = """
 1: expert_tensor_parallel_degree=2
     expert_tensor_parallel_degree must be 1 or equal … got 2 with 1; set it to 1
 2: MOE; expert_parallel_degree=2; expert_parallel_comm_backend="deepep"
-    expert_parallel_comm_backend must be 'standard' … got 'deepep' … leave it out
+    expert_parallel_comm_backend must be one of standard, got 'deepep'
 2: MOE; expert_parallel_degree=2; optimizer.early_step_in_backward=true
     optimizer.early_step_in_backward … got parallelism.expert_parallel_degree = 2; change one
 2: pipeline_parallel_degree=2; optimizer.early_step_in_backward=true
@@ -315,16 +303,6 @@ def test_initial_load_path_does_not_matter_once_the_job_has_checkpoints(tmp_path
     message_of(check_job_config, config)  # a run that was started, and has no checkpoint yet
     (tmp_path / "outputs/checkpoint/step-1").mkdir()
     check_job_config(config)
-
-
-@pytest.mark.parametrize(
-    "folder, reason", [("file/outputs", "Not a directory"), ("/proc/x", "No such file")]
-)
-def test_dump_folder_that_cannot_be_made_is_named(tmp_path, folder, reason):
-    (tmp_path / "file").touch()
-    message = message_of(check_job_config, config_with(job__dump_folder=folder))
-    assert f"job.dump_folder must be a writable folder, got {folder!r}" in message
-    assert f"({reason}" in message and "choose another" in message
 
 
 def test_dataset_path_may_be_a_pattern(tmp_path):

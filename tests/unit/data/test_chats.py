@@ -15,8 +15,9 @@ import pytest
 
 from tests.reference.chat_formats import without_marks
 from tests.unit.data.chats import QWEN_LIKE, write_tokenizer
+from torchtitan.data.chat_samples import load_chats, parse_keys
 from torchtitan.data.chat_template import ChatTemplate
-from torchtitan.data.chats import ChatEncoder, ChatTokens, load_chats, parse_keys
+from torchtitan.data.chats import ChatEncoder, ChatTokens
 from torchtitan.data.document_sources import Source
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.row_streams import Packing
@@ -310,18 +311,18 @@ def test_json_in_utf16_is_refused_with_the_command_that_converts_it(tmp_path):
         load_chats(str(tmp_path))
 
 
-def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_path):
+def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_path, tokenizer):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"messages": [1]}\n{"text": "x"}\n[\n{"prompt": "x"}\n"x"\n')
-    chats = load_chats(str(path))
-    assert chats[0] == {"messages": [1]}  # the encoder refuses it
+    chats = Source("chat", load_chats(str(path)), encoder_of(tokenizer), tokenizer)
     for index, sentence in [
+        (0, "line 1: 'messages' must be a list of objects"),
         (1, "line 2: need an object with 'messages', or with 'prompt' and 'completion', got the k"),
-        (2, r'line 3: not valid JSON .*one object like \{"messages": \[\{"role": "user", "cont'),
+        (2, "line 3: not valid JSON .*every line must be one object"),
         (4, "line 5: need an object with 'messages', got str"),
     ]:
         with pytest.raises(ValueError, match=sentence):
-            chats[index]
+            chats.read(index)
     (tmp_path / "chats.txt").write_text("x")
     with pytest.raises(ValueError, match=r"one kind \(JSON, Parquet\), got"):
         load_chats(str(tmp_path / "chats.txt"))
@@ -448,8 +449,8 @@ def test_rows_with_other_names_are_the_chats_that_the_named_keys_make(
     wanted = {"messages": [{"role": "user", "content": "2+2?\n\nNow."}, {**A, "content": "4"}]}
     got = encode(load_chats(str(path), keys)[0])
     assert parts(tokenizer, got) == parts(tokenizer, encoder_of(tokenizer)(wanted))
-    with pytest.raises(ValueError, match="or name yours in training.chat_keys"):
-        load_chats(str(path))[0]
+    with pytest.raises(ValueError, match="name yours in training.chat_keys"):
+        encoder_of(tokenizer)(load_chats(str(path))[0])
 
 
 def test_name_that_no_chat_has_is_refused():

@@ -160,34 +160,6 @@ def config_of(folder, method, *overrides):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_model_reads_each_document_as_often_as_there_are_epochs(method, tmp_path):
-    lengths = write_documents(tmp_path, 60)
-    flags = ["--training.epochs=2", "--training.local_batch_size=4", "--model.flavor=debugmodel"]
-    flags += [f"--job.dump_folder={tmp_path}", "--model.args=dim=32, n_layers=1, n_heads=2"]
-    flags += ["--training.mixed_precision_param=float32"]
-    trainer = Trainer(config_of(tmp_path, method, *flags))
-    read_next, batches = trainer.next_step, []
-
-    def next_step(iterator):
-        step = read_next(iterator)
-        batches.extend((batch.tokens, batch.labels) for batch in step.batches)
-        return step
-
-    trainer.next_step = next_step
-    embedded = Counter()
-    trainer.model_parts[0].tok_embeddings.register_forward_pre_hook(
-        lambda _, inputs: embedded.update(inputs[0].flatten().tolist())
-    )
-    trainer.train()
-    trainer.close()
-    padding_id = trainer.tokenizer.eos_id
-    read = tokens_in(batches, method, padding_id)
-    assert read == {100 + i: 2 * length for i, length in enumerate(lengths)}
-    embedded.pop(padding_id, None)
-    assert embedded.keys() == read.keys() and (method == "concat" or embedded == read)
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_mixture", [False, True])
 def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
     method, is_mixture, tmp_path

@@ -12,8 +12,9 @@ from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
-from torchtitan.data.chats import ChatEncoder, parse_keys
-from torchtitan.data.preference import PairTokens, load_pairs
+from torchtitan.data.chat_samples import load_pairs, parse_keys
+from torchtitan.data.chats import ChatEncoder
+from torchtitan.data.preference import PairTokens
 from torchtitan.data.text_datasets import build_text_dataloader
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.job import resolve_job
@@ -75,14 +76,14 @@ def test_keys_and_roles_of_a_file_can_be_renamed(tokenizer, tmp_path):
     whole = {"q": "1 + 2?", "good": WHOLE[0], "bad": WHOLE[1]}
     assert texts_of(tokenizer, encode(sample)) == texts_of(tokenizer, encode(whole)) == expected
     path.write_text(json.dumps(whole | {"prompt": "1 + 2?"}))
-    message = "line 1: training.chat_keys puts the turns of user before 'prompt', .* got '1 \\+ 2"
+    message = "training.chat_keys puts the turns of user before 'prompt', .* got '1 \\+ 2"
     with pytest.raises(ValueError, match=message):
-        load_pairs(str(path), parse_keys(keys))[0]
+        encode(load_pairs(str(path), parse_keys(keys))[0])
     path.write_text(json.dumps(whole))
     with pytest.raises(
-        ValueError, match="line 1: need an object with 'chosen' and 'rejected', .* got the keys"
+        ValueError, match="need an object with 'chosen' and 'rejected', .* got the keys"
     ):
-        load_pairs(str(path))[0]
+        encoder(tokenizer)(load_pairs(str(path))[0])
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, interleave_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.test_datasets import NumberTokenizer
+from tests.unit.data.test_datasets import NumberTokenizer, documents_of
 from torchtitan.batch.documents import IGNORE_INDEX, document_ids_from_positions
 from torchtitan.config import ConfigManager
 from torchtitan.data import DatasetConfig, open_document, row_plan
@@ -252,15 +252,43 @@ def test_validation_reads_each_document_of_a_stream_once_on_any_number_of_ranks(
     assert sorted(row[1] for row in rows) == list(range(24))
 
 
-def test_data_workers_share_a_stream():
+SETS = {
+    "indexed": lambda: documents_of([9, 2, 31] * 8),
+    "stream": lambda: stream_of(40, 4),
+    "shuffled stream": lambda: stream_of(40, 4).shuffle(seed=3, buffer_size=1),
+    "mixed stream": lambda: interleave_datasets(
+        [stream_of(40, 4), stream_of(12, 4)], probabilities=[0.3, 0.7], seed=3
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SETS)
+def test_position_at_any_time_is_that_of_the_rows_with_and_without_data_workers(name):
     """`datasets` would split a worker's part among the workers once more."""
-    rows = []
-    for workers in (0, 2):
-        text = Source("stream", stream_of(40, 4), lambda s: s["text"], TOKENIZER)
+
+    def loader_with(workers, position=None):
+        text = Source("data", SETS[name](), lambda s: s["text"], TOKENIZER)
         dataset = PackedDataset([text], Packing("concat", 4), infinite=True, rows=4)
         loader = ParallelAwareDataloader(dataset, 0, 1, batch_size=4, num_workers=workers)
-        rows.append([x["input"][:, 0].tolist() for x, _ in islice(loader, 15)])
-    assert rows[0] == rows[1]
+        loader.load_state_dict(position or {})
+        return loader
+
+    def rows(batches, n):
+        return [x["input"][:, 0].tolist() for x, _ in islice(batches, n)]
+
+    expected = rows(loader_with(0), 120)
+    for workers in (0, 2):
+        loader = loader_with(workers)
+        start = loader.state_dict()
+        batches = iter(loader)
+        assert rows(batches, 70) == expected[:70]
+        resumed = loader_with(workers, loader.state_dict())
+        again = loader_with(workers, resumed.state_dict())  # saved right after loading
+        for each in (batches, resumed, again):
+            assert rows(each, 20) == expected[70:90]
+        loader.load_state_dict(start)  # as each validation does
+        assert rows(loader, 20) == expected[:20]
 
 
 def test_shuffled_stream_goes_on_within_a_block():

@@ -1,22 +1,12 @@
-import math
-
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan.distributed import ParallelDims
+from tests.distributed import parallel_dims as dims
 
 AXES = {"pp", "batch", "loss", "dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp"}
-
-
-def dims(world_size=None, **degrees):
-    ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
-    degrees = ones | degrees
-    if world_size is None:
-        world_size = math.prod(degrees[d] for d in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
-    return ParallelDims(world_size=world_size, **degrees)
 
 
 degree = st.integers(1, 4)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.distributed import parallel_dims
 from torchtitan.config import Debug
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism
 from torchtitan.testing.gloo import run_ranks
 
@@ -30,12 +30,11 @@ def seed_in_use():
 
 def seeds(distinct, seed, **degrees):
     """Return (index on each of `distinct` -> its ranks' seeds) in a simulated world, and the base seeds."""
-    ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1)
     world_size = math.prod(degrees.values())
     found, bases = defaultdict(set), set()
     for rank in range(world_size):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        dims = ParallelDims(**ones | degrees, world_size=world_size)
+        dims = parallel_dims(**degrees)
         bases.add(set_determinism(dims, torch.device("cpu"), Debug(seed=seed), distinct))
         found[tuple(dims.get_mesh(name).get_local_rank() for name in distinct)].add(seed_in_use())
         dist.destroy_process_group()
@@ -80,9 +79,7 @@ def test_deterministic_restricts_torch_to_deterministic_kernels():
 def base_and_own_seed(torch_seed):
     rank = torch.distributed.get_rank()
     torch.manual_seed(torch_seed + rank)
-    dims = ParallelDims(
-        dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2
-    )  # fmt: skip
+    dims = parallel_dims(dp_shard=2)
     base = set_determinism(dims, torch.device("cpu"), Debug(), ["fsdp"])
     return base, seed_in_use()
 

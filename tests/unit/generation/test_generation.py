@@ -57,13 +57,7 @@ def tiny_model(**changes) -> Transformer:
 
 
 QWEN3_ARGS = Qwen3ModelArgs(
-    dim=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=16,
-    hidden_dim=48,
-    vocab_size=50,
+    **TINY | {"n_layers": 2, "n_kv_heads": 2, "head_dim": 16, "hidden_dim": 48},
     enable_weight_tying=True,
 )
 
@@ -82,52 +76,36 @@ def uncached(model: nn.Module, tokens: torch.Tensor, n_new: int) -> torch.Tensor
 # ---- the cache ----
 
 
-LATENTS = {
-    "inter_dim": 48,
-    "moe_inter_dim": 16,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
-CHUNKED = {
-    "n_kv_heads": 2,
-    "multiple_of": 16,
-    "every_n_layers_nope": 4,
-    "fixed_attn_block_size": 7,
-    "attn_temperature_tuning": True,
-    "floor_scale": 8,
-    "attn_type": "flex",
-}
-QWEN3_5 = get_train_spec("qwen3_5").model_args["debugmodel"]
-GEMMA4 = get_train_spec("gemma4").model_args["debugmodel"]
-LINEAR = {
-    "head_dim": 16,
-    "hidden_dim": 48,
-    "linear_key_heads": 2,
-    "linear_value_heads": 4,
-    "linear_key_dim": 8,
-    "linear_value_dim": 6,
-}
+LATENTS = dict(
+    inter_dim=48, moe_inter_dim=16, kv_lora_rank=12, qk_nope_head_dim=16, qk_rope_head_dim=8,
+    v_head_dim=12,
+)  # fmt: skip
+CHUNKED = dict(
+    n_kv_heads=2, multiple_of=16, every_n_layers_nope=4, fixed_attn_block_size=7,
+    attn_temperature_tuning=True, floor_scale=8, attn_type="flex",
+)  # fmt: skip
+LINEAR = dict(
+    head_dim=16, hidden_dim=48, linear_key_heads=2, linear_value_heads=4, linear_key_dim=8,
+    linear_value_dim=6,
+)  # fmt: skip
+HEADS = {"n_kv_heads": 2, "head_dim": 16, "moe_inter_dim": 16}
 TWO_SIZES = {"n_layers": 6, "hidden_dim": 48, "softmax_scale": 0.1}  # of heads
-WINDOWED = {
-    "n_kv_heads": 2,
-    "head_dim": 16,
-    "moe_inter_dim": 16,
-    "sliding_window_size": 5,
-    "attn_type": "flex",
-}
+WINDOWED = HEADS | {"sliding_window_size": 5, "attn_type": "flex"}
+
+
+def debug_model(family, sizes):
+    args = get_train_spec(family).model_args["debugmodel"]
+    return CausalLM, dataclasses.replace(args, **TINY | sizes)
+
+
 FAMILIES = {
     "qwen3": (Qwen3Model, QWEN3_ARGS),
-    "qwen3 with experts": (
-        Qwen3Model,
-        Qwen3ModelArgs(**TINY, n_kv_heads=2, head_dim=16, moe_enabled=True, moe_inter_dim=16),
-    ),
+    "qwen3 with experts": (Qwen3Model, Qwen3ModelArgs(**TINY, **HEADS, moe_enabled=True)),
     "deepseek_v3": (DeepSeekV3Model, DeepSeekV3ModelArgs(**TINY, **LATENTS)),
     "llama4": (Llama4, Llama4Args(**TINY, **CHUNKED)),
     "gpt_oss": (GptOssModel, GptOssModelArgs(**TINY, **WINDOWED)),
-    "qwen3_5": (CausalLM, dataclasses.replace(QWEN3_5, **TINY | LINEAR)),
-    "gemma4": (CausalLM, dataclasses.replace(GEMMA4, **TINY | TWO_SIZES)),
+    "qwen3_5": debug_model("qwen3_5", LINEAR),
+    "gemma4": debug_model("gemma4", TWO_SIZES),
 }
 
 
@@ -281,16 +259,10 @@ def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(
 
 def test_text_alone_is_on_stdout(checkpoints):
     # A flavor with another kernel, and a longer table than the model trained with.
-    arguments = [
-        f"--config={CONFIG}",
-        f"--checkpoint={checkpoints / 'step-1'}",
-        "--prompt=Return",
-        "--max_new_tokens=300",
-        "--temperature=0",
-        "--deterministic",
-        "--training.seq_len=512",
-        "--model.flavor=debugmodel_varlen_attn",
-    ]
+    options = "--prompt=Return --max_new_tokens=300 --temperature=0 --deterministic"
+    options += " --training.seq_len=512 --model.flavor=debugmodel_varlen_attn"
+    source = f"--checkpoint={checkpoints / 'step-1'}"
+    arguments = [f"--config={CONFIG}", source, *options.split()]
     done = subprocess.run(
         [sys.executable, "-m", "scripts.generate.test_generate", *arguments],
         cwd=ROOT,

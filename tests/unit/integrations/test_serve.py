@@ -85,16 +85,10 @@ def test_sampler_keeps_its_weights_after_an_update(run):
     assert (
         last["topk_prompt_logprobs"][:3] == [None] * 3 and len(last["topk_prompt_logprobs"][3]) == 2
     )
-    for wrong in ({"topk_prompt_logprobs": 33}, {"prompt_logprobs_last_n": 5}):
-        prompt = {"chunks": [{"tokens": PROMPT}]}
-        values = {
-            "sampling_session_id": sampler,
-            "seq_id": 3,
-            "prompt": prompt,
-            "sampling_params": {},
-        }
-        status, answer = run.post("asample", **values, **wrong)
-        assert status == 400 and f"{next(iter(wrong))} must be" in answer["detail"]
+    values = {"sampling_session_id": sampler, "seq_id": 3, "sampling_params": {}}
+    values["prompt"] = {"chunks": [{"tokens": PROMPT}]}
+    for key, value in (("topk_prompt_logprobs", 33), ("prompt_logprobs_last_n", 5)):
+        run.refuses(400, f"{key} must be", "asample", **values, **{key: value})
 
 
 def test_samples_that_wait_together_are_drawn_together(run, url, monkeypatch):
@@ -169,10 +163,9 @@ def test_saved_states_are_loaded_and_sampled_from(run):
     )
     run.model, run.n_sent = loaded["model_id"], 0
     assert run.forward_backward(DATA, forward_only=True)["loss_fn_outputs"] == before
-    status, answer = run.post(
-        "save_weights_for_sampler", model_id=f"{run.session}:train:0", seq_id=1, path="x"
-    )
-    assert status == 404 and "or a newer model took the policy over" in answer["detail"]
+    older = {"model_id": f"{run.session}:train:0", "seq_id": 1, "path": "x"}
+    words = "or a newer model took the policy over"
+    run.refuses(404, words, "save_weights_for_sampler", **older)
 
 
 def test_oldest_samplers_are_dropped_but_never_the_first_weights(run, tmp_path, monkeypatch):
@@ -191,24 +184,22 @@ def test_oldest_samplers_are_dropped_but_never_the_first_weights(run, tmp_path, 
 
 
 def test_base_model_of_another_name_is_not_sampled(run):
-    def create(number, **values):
-        values |= {"session_id": run.session, "sampling_session_seq_id": number}
-        return run.post("create_sampling_session", **values)
-
-    status, answer = create(900, base_model="Qwen/Qwen3-8B")
-    assert status == 400 and "must be 'policy', the model that this server" in answer["detail"]
-    assert "got 'Qwen/Qwen3-8B'; start a server with 'Qwen/Qwen3-8B'" in answer["detail"]
-    assert [create(901, base_model=name)[0] for name in ("policy", "any")] == [200, 200]
+    request = {"session_id": run.session, "sampling_session_seq_id": 900}
+    words = (
+        "must be 'policy', the model that this server samples, got 'Qwen/Qwen3-8B'; start a server"
+    )
+    run.refuses(400, words, "create_sampling_session", **request, base_model="Qwen/Qwen3-8B")
+    for name in ("policy", "any"):
+        run.ask("create_sampling_session", **request, base_model=name)
 
 
 def test_newer_model_of_a_session_is_logged_and_a_rank_must_be_positive(run, caplog):
     options = {"session_id": run.session, "model_seq_id": 1, "base_model": "any"}
-    status, answer = run.post("create_model", **options, lora_config={"rank": -5})
-    assert status == 400 and "lora_config.rank must be at least 1, got -5" in answer["detail"]
+    words = "lora_config.rank must be at least 1, got -5"
+    run.refuses(400, words, "create_model", **options, lora_config={"rank": -5})
     newer = run.wait("create_model", **options, lora_config={"rank": 5})["model_id"]
     assert f"model {newer} takes the policy over from {run.model}" in caplog.text
-    status, answer = run.post("get_info", model_id=run.model)
-    assert status == 404 and "a newer model took the policy over" in answer["detail"]
+    run.refuses(404, "a newer model took the policy over", "get_info", model_id=run.model)
 
 
 def test_second_session_waits_until_the_owner_is_silent_or_shows_that_it_lives(
@@ -237,8 +228,7 @@ def test_second_session_waits_until_the_owner_is_silent_or_shows_that_it_lives(
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")  # no sign of life
     assert status == 200 and json.loads(answer)["is_lora"] is False
     assert other.post("create_model", **model)[0] == 200, "as after the owner was killed"
-    status, answer = run.post("get_info", model_id=run.model)
-    assert status == 404 and "its session has ended" in answer["detail"]
+    run.refuses(404, "its session has ended", "get_info", model_id=run.model)
     run.session = session  # finished by the fixture
 
 
@@ -318,8 +308,7 @@ def test_targets_of_the_prompt_are_in_no_ratio(run):
     ],
 )
 def test_wrong_requests_are_named(url, path, values, status, message):
-    found, answer = Http(url).post(path, **values)
-    assert found == status and message in answer["detail"]
+    Http(url).refuses(status, message, path, **values)
 
 
 @pytest.mark.parametrize(
@@ -485,12 +474,9 @@ def test_address_in_use_is_a_config_error(url, tmp_path):
 def test_other_base_models_are_refused_on_request(tmp_path):
     config = server_config(tmp_path, "--rl.serve.only_base_model", "--rl.serve.base_model=toy/one")
     with serving(config) as url:
-        client = Http(url)
-        session = client.ask("create_session")["session_id"]
-        status, answer = client.post(
-            "create_model", session_id=session, model_seq_id=0, base_model="Qwen/Qwen3-8B"
-        )
-        assert status == 400 and "base_model must be 'toy/one'" in answer["detail"]
+        client = Http(url).begin()
+        model = {"session_id": client.session, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
+        client.refuses(400, "base_model must be 'toy/one'", "create_model", **model)
 
 
 def test_sigterm_ends_the_server_cleanly_and_its_states_are_its_users_only(tmp_path):

@@ -117,8 +117,8 @@ def test_failed_load_leaves_the_rank_of_a_model_and_the_failure_of_its_step(run,
         "load_weights", session_id=run.session, model_seq_id=run.n_models, path=smaller
     )
     assert "is damaged" in failed["error"]
-    status, _ = run.post("get_info", model_id=f"{run.session}:train:{run.n_models}")
-    assert status == 404, "a model that could not be loaded does not exist"
+    model = f"{run.session}:train:{run.n_models}"
+    run.refuses(404, f"model {model} is unknown", "get_info", model_id=model)
 
 
 def test_failed_save_leaves_the_saved_state_before_it_and_no_other(run):
@@ -146,11 +146,10 @@ def test_other_request_under_the_number_of_an_earlier_one_is_refused(run, url):
     assert status == 400 and b"was accepted before with other content" in answer
     run.optim_step(lr=1e-2)
     request = {"model_id": run.model, "seq_id": run.n_sent}
-    status, answer = other.post("optim_step", adam_params={"learning_rate": 1e-3}, **request)
-    assert status == 400 and "make a client for each program" in answer["detail"]
+    request["adam_params"] = {"learning_rate": 1e-3}
+    other.refuses(400, "make a client for each program", "optim_step", **request)
     sampler = run.sampler()
     run.sample(sampler, [1, 2, 3], 1)
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 4]}]}
-    request = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt}
-    status, answer = other.post("asample", sampling_params={"max_tokens": 4}, **request)
-    assert status == 400 and "was accepted before with other content" in answer["detail"]
+    request = {"sampling_session_id": sampler, "seq_id": 1, "sampling_params": {"max_tokens": 4}}
+    request["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 4]}]}
+    other.refuses(400, "was accepted before with other content", "asample", **request)

@@ -67,6 +67,11 @@ class Http:
         assert status == 200, answer
         return answer
 
+    def refuses(self, status, words, path, /, **values):
+        """The server must refuse a request with this status, and a sentence that has these words."""
+        found, answer = self.post(path, **values)
+        assert found == status and words in answer["detail"], answer
+
     def wait(self, path, /, **values):
         """The result of a request whose answer is a future."""
         return self.result(self.ask(path, **values))

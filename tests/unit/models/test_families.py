@@ -192,18 +192,21 @@ EXPERTS = ["moe.expert_bias", *(f"moe.experts.w{i}" for i in (1, 2, 3)), "moe.ro
 SHARED = weights("moe.shared_experts", "w1", "w2", "w3")
 QK_NORMS = weights("attention", "q_norm", "k_norm")
 LATENT = weights("attention", "wq", "wkv_a", "kv_norm", "wkv_b", "wo")
+KINDS = ("weight", "bias")
+QKV = [f"attention.{w}.{kind}" for w in ("wq", "wk", "wv") for kind in KINDS]
+BIASED_QKV = [*QKV, "attention.wo.weight"]
 GPT_OSS = [
-    "attention.sinks",
-    *(f"attention.{w}.{kind}" for w in ("wq", "wk", "wv", "wo") for kind in ("weight", "bias")),
+    *("attention.sinks", *QKV, *(f"attention.wo.{kind}" for kind in KINDS)),
     "moe.expert_bias",
-    *(f"moe.experts.{mlp}_{kind}" for mlp in ("mlp1", "mlp2") for kind in ("weight", "bias")),
-    *(f"moe.router.gate.{kind}" for kind in ("weight", "bias")),
+    *(f"moe.experts.{mlp}_{kind}" for mlp in ("mlp1", "mlp2") for kind in KINDS),
+    *(f"moe.router.gate.{kind}" for kind in KINDS),
 ]
 # (family, flavor) -> names of each block
 BLOCKS = {
     ("llama3", "debugmodel"): [GQA + MLP] * 6,
     ("qwen3", "debugmodel"): [QK_NORMS + GQA + MLP] * 8,
     ("qwen3", "30B-A3B"): [QK_NORMS + GQA + EXPERTS] * 48,
+    ("qwen3", "Qwen2.5-7B"): [BIASED_QKV + MLP] * 28,
     ("deepseek_v3", "debugmodel"): [LATENT + MLP] + [LATENT + EXPERTS + SHARED] * 5,
     ("llama4", "debugmodel"): [GQA + MLP, GQA + EXPERTS + SHARED] * 3,
     ("gpt_oss", "debugmodel"): [GPT_OSS] * 4,

@@ -128,7 +128,7 @@ def test_degrees_that_do_not_divide_the_key_heads_are_refused():
     config.parallelism.tensor_parallel_degree = 1
     config.parallelism.context_parallel_degree = 2
     (problem,) = context_parallel(config, args, builds_data=False)
-    assert "must divide the 3 key heads of linear attention of a rank, got 2" in problem
+    assert "must divide a rank's key heads of linear attention, got 2 with 3" in problem
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_moe"])

@@ -11,175 +11,75 @@ from torchtitan.models.llama3 import llama3_args
 from torchtitan.protocols import train_spec
 from torchtitan.tools.logging import saying_once_per
 
-LLAMA_3_1_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-05,
-    "max_position_embeddings": 131072,
-    "eos_token_id": [128001, 128008],
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-LLAMA_3_2_1B = LLAMA_3_1_8B | {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "head_dim": 64,
-    "rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0},
-    "tie_word_embeddings": True,
-}
-LLAMA_3_2_3B = LLAMA_3_2_1B | {
-    "hidden_size": 3072,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 28,
-    "head_dim": 128,
-}
-QWEN = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "rms_norm_eps": 1e-06,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "use_sliding_window": False,
-    "sliding_window": 131072,
-}
+LLAMA_3_1_8B = dict(
+    model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, rms_norm_eps=1e-05,
+    max_position_embeddings=131072, eos_token_id=[128001, 128008], rope_theta=500000.0,
+    rope_scaling=dict(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=8192, rope_type="llama3",
+    ),
+    tie_word_embeddings=False, torch_dtype="bfloat16",
+)  # fmt: skip
+LLAMA_3_2_1B = LLAMA_3_1_8B | dict(
+    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64,
+    rope_scaling=LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0}, tie_word_embeddings=True,
+)  # fmt: skip
+LLAMA_3_2_3B = LLAMA_3_2_1B | dict(
+    hidden_size=3072, num_attention_heads=24, num_hidden_layers=28, head_dim=128
+)
+QWEN = dict(
+    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+    num_key_value_heads=4, vocab_size=152064, rms_norm_eps=1e-06, max_position_embeddings=32768,
+    rope_theta=1000000.0, use_sliding_window=False, sliding_window=131072,
+)  # fmt: skip
 QWEN_2_5_7B = QWEN | {"model_type": "qwen2"}
-QWEN3_30B_A3B = QWEN | {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "attention_bias": False,
-    "rope_scaling": None,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "vocab_size": 129280,
-    "rms_norm_eps": 1e-06,
-    "max_position_embeddings": 163840,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 1,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-}
-
-MISTRAL_7B = {
-    "model_type": "mistral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32768,
-    "rms_norm_eps": 1e-05,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-}
-MIXTRAL_8X7B = MISTRAL_7B | {
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "router_jitter_noise": 0.0,
-}
-OLMO_3_7B = {
-    "model_type": "olmo3",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 100278,
-    "rms_norm_eps": 1e-06,
-    "max_position_embeddings": 65536,
-    "attention_bias": False,
-    "rope_theta": 500000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "attention_factor": 1.2079441541679836,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "sliding_window": 4096,
-}
-OLMOE = OLMO_3_7B | {
-    "model_type": "olmoe",
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "rope_scaling": None,
-}
+QWEN3_30B_A3B = QWEN | dict(
+    model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+    num_hidden_layers=48, num_attention_heads=32, head_dim=128, vocab_size=151936,
+    num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1,
+    mlp_only_layers=[], attention_bias=False, rope_scaling=None,
+)  # fmt: skip
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
+    num_hidden_layers=61, first_k_dense_replace=3, num_attention_heads=128,
+    num_key_value_heads=128, vocab_size=129280, rms_norm_eps=1e-06, max_position_embeddings=163840,
+    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4,
+    topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5,
+    moe_layer_freq=1, num_nextn_predict_layers=1, rope_theta=10000,
+    rope_scaling=dict(
+        type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
+        original_max_position_embeddings=4096,
+    ),
+)  # fmt: skip
+MISTRAL_7B = dict(
+    model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, vocab_size=32768, rms_norm_eps=1e-05,
+    max_position_embeddings=32768, rope_theta=1000000.0, sliding_window=None,
+)  # fmt: skip
+MIXTRAL_8X7B = MISTRAL_7B | dict(
+    model_type="mixtral", vocab_size=32000, num_local_experts=8, num_experts_per_tok=2,
+    router_jitter_noise=0.0,
+)  # fmt: skip
+OLMO_3_7B = dict(
+    model_type="olmo3", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=32, vocab_size=100278, rms_norm_eps=1e-06,
+    max_position_embeddings=65536, attention_bias=False, rope_theta=500000,
+    rope_scaling=dict(
+        rope_type="yarn", factor=8.0, attention_factor=1.2079441541679836, beta_fast=32.0,
+        beta_slow=1.0, original_max_position_embeddings=8192,
+    ),
+    sliding_window=4096,
+)  # fmt: skip
 # The file has no more of the text model.
-GEMMA_3_4B = {
-    "model_type": "gemma3",
-    "text_config": {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "vision_config": {"hidden_size": 1152},
-    "eos_token_id": [1, 106],
-}
+GEMMA_3_4B = dict(
+    model_type="gemma3", vision_config={"hidden_size": 1152}, eos_token_id=[1, 106],
+    text_config=dict(
+        model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024,
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -236,48 +136,21 @@ def test_both_spellings_of_rope_and_experts_say_the_same():
     assert from_hf_config(newer | {"num_local_experts": 128}) == from_hf_config(QWEN3_30B_A3B)
 
 
-@pytest.mark.parametrize(
-    "config, change, message",
-    [
-        (
-            LLAMA_3_1_8B,
-            {"model_type": "mamba"},
-            "model_type = 'mamba'.* known are deepseek_v2, deepseek_v3",
-        ),
-        (LLAMA_3_1_8B, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
-        (LLAMA_3_1_8B, {"vocab_size": None}, "lacks vocab_size"),
-        (
-            QWEN_2_5_7B,
-            {"use_sliding_window": True},
-            "use_sliding_window = True.*qwen models have no sliding windows here",
-        ),
-        (QWEN_2_5_7B, {"layer_types": ["sliding_attention"]}, "layer_types"),
-        (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias = True.* no biases"),
-        (QWEN3_30B_A3B, {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),
-        (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method = 'greedy'"),
-        (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave = False"),
-        (
-            MISTRAL_7B,
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
-            "known are default, .*yarn",
-        ),
-        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
-        (OLMO_3_7B, {"layer_types": ["full_attention"]}, "it must have 32 of full_attention"),
-        (OLMO_3_7B, {"layer_types": ["chunked_attention"] * 32}, "layer_types = .*'chunked"),
-        (
-            OLMO_3_7B | {"rope_theta": None},
-            {"rope_parameters": OLMO_3_7B["rope_scaling"], "rope_scaling": None},
-            "rope_parameters = .* it must have tables for sliding_attention and full_attention",
-        ),
-        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
-        (GEMMA_3_4B, {"model_type": "gemma9"}, "model_type = 'gemma9'"),
-        (GEMMA_3_4B, {"text_config": 1}, "text_config = 1"),
-        (GEMMA_3_4B["text_config"], {"use_bidirectional_attention": True}, "use_bidirectional"),
-        (GEMMA_3_4B["text_config"], {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    ],
-)
+# `tests/reference/test_families_transformers.py` has the fields of other families.
+@pytest.mark.parametrize("config, change, message", [
+    (LLAMA_3_1_8B, {"model_type": "mamba"}, "'mamba'.* known are deepseek_v2, deepseek_v3"),
+    (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = 'linear'"),
+    (LLAMA_3_1_8B, {"vocab_size": None}, "lacks vocab_size"),
+    (QWEN_2_5_7B, {"use_sliding_window": True}, "= True.*qwen models have no sliding windows"),
+    (QWEN_2_5_7B, {"layer_types": ["sliding_attention"]}, "layer_types"),
+    (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias = True.* no biases"),
+    (QWEN3_30B_A3B, {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),
+    (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave = False"),
+    (OLMO_3_7B, {"layer_types": ["full_attention"]}, "it must have 32 of full_attention"),
+    (GEMMA_3_4B, {"text_config": 1}, "text_config = 1"),
+    (GEMMA_3_4B["text_config"], {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+])  # fmt: skip
 def test_what_a_family_cannot_express_is_named(config, change, message):
     with pytest.raises(ValueError, match=message):
         from_hf_config(config | change)
@@ -308,17 +181,11 @@ def test_field_that_no_row_reads_is_warned_of_unless_it_says_no(caplog):
     assert "mistral has fields that are not read: use_new_thing, attention_dropout;" in caplog.text
 
 
-SMALL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-    "intermediate_size": 128,
-}
+SMALL = dict(
+    model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=100, rms_norm_eps=1e-5, max_position_embeddings=128,
+    intermediate_size=128,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

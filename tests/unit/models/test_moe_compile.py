@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.models.tiny import filled, sized
 from torchtitan.config.job_config import ActivationCheckpoint, Compile
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.moe import MoEArgs
@@ -26,23 +27,9 @@ def nothing_compiled_before():
 
 def build(**changes):
     moe_args = MoEArgs(num_experts=4, top_k=2, num_shared_experts=1, **changes)
-    args = Qwen3ModelArgs(
-        dim=32,
-        n_layers=1,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=64,
-        head_dim=16,
-        max_seq_len=64,
-        moe_enabled=True,
-        moe_inter_dim=24,
-        moe_args=moe_args,
-    )
-    torch.manual_seed(0)
-    model = Qwen3Model(args)
-    with torch.no_grad():
-        model.init_weights()
-    return model
+    experts = {"moe_enabled": True, "moe_inter_dim": 24, "moe_args": moe_args}
+    args = sized(Qwen3ModelArgs, n_kv_heads=2, head_dim=16, **experts | {"n_layers": 1})
+    return filled(Qwen3Model(args))
 
 
 def results(model, replays=False):

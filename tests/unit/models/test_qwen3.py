@@ -11,14 +11,6 @@ def tiny_args(**changes):
     return sized(Qwen3ModelArgs, n_kv_heads=2, head_dim=16, hidden_dim=48, **changes)
 
 
-def test_qwen2_has_biases_and_no_norms_in_attention():
-    args = tiny_args(qk_norm=False, qkv_bias=True)
-    names = [name for name, _ in on_meta(Qwen3Model, args).layers["0"].attention.named_parameters()]
-    assert names == [f"{w}.{kind}" for w in ("wq", "wk", "wv") for kind in ("weight", "bias")] + [
-        "wo.weight"
-    ]
-
-
 @pytest.mark.parametrize(
     "there, here",
     [({}, {"qk_norm": False, "qkv_bias": True}), ({"qk_norm": False, "qkv_bias": True}, {})],

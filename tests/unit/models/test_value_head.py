@@ -163,21 +163,12 @@ def test_dcp_checkpoint_loads_in_a_value_model_and_only_there(tmp_path):
             engine.load(str(tmp_path / "logits"))
 
 
-CLASSIFIER = {
-    "model_type": "llama",
-    "architectures": ["LlamaForTokenClassification"],
-    "id2label": {"0": "LABEL_0"},
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+CLASSIFIER = dict(
+    model_type="llama", architectures=["LlamaForTokenClassification"], id2label={"0": "LABEL_0"},
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=64, rms_norm_eps=1e-05, rope_theta=500000.0,
+    max_position_embeddings=128, tie_word_embeddings=True,
+)  # fmt: skip
 
 
 def test_config_of_a_classifier_makes_args_with_a_value_head(tmp_path, monkeypatch, capsys):

@@ -1,3 +1,4 @@
+import contextlib
 import sys
 
 import pytest
@@ -15,3 +16,20 @@ def no_actor_libraries():
             sys.modules.pop(name, None)
         else:
             sys.modules[name] = module
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that builds the controller of a toy job with these flags, sets it up, and closes it at the end."""
+    from tests.unit.rl.toy import toy_config
+    from torchtitan.rl.controller import Controller
+
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags, folder=tmp_path):
+            controller = Controller(toy_config(folder, *flags))
+            stack.callback(controller.close)
+            controller.setup()
+            return controller
+
+        yield start

@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,43 +116,24 @@ def commands(saved: str, damaged: str) -> dict[str, Callable[[Policy], object]]:
     }
 
 
+def bits_of(value: Any) -> Any:
+    """A copy of a nest of dicts, lists and tensors; two copies are equal if every bit is."""
+    if isinstance(value, dict):
+        return {key: bits_of(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [bits_of(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        flat = local_tensor(value).detach().flatten()
+        return flat.dtype, flat.view(torch.uint8).numpy().tobytes()
+    return copy.copy(value)
+
+
 def state_of(policy: Policy, model: str) -> list:
-    """Copies of what a waiting model has: names and bits of tensors, step counts, failure."""
+    """What a waiting model has: names and bits of tensors, passes of the step, failure."""
     state = policy._waiting.get([model])[0]
-    moments = [
-        [{k: v for k, v in of.items()} for of in optimizer.values()]
-        for optimizer in state.optimizers
-    ]
-    parts = [state.weights, state.gradients, moments]
-    found = [[state.step, str(state.failure)]]
-
-    def add(value):
-        if isinstance(value, dict):
-            for key in value:
-                found.append(key)
-                add(value[key])
-        elif isinstance(value, list):
-            for each in value:
-                add(each)
-        else:
-            is_tensor = isinstance(value, torch.Tensor)
-            found.append(local_tensor(value).detach().clone() if is_tensor else copy.copy(value))
-
-    add(parts)
-    return found
-
-
-def differ(one: list, other: list) -> bool:
-    """True if any bit differs."""
-    if len(one) != len(other):
-        return True
-    pairs = zip(one, other, strict=True)
-    return any(
-        not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        else type(a) is not type(b) or a != b
-        for a, b in pairs
-    )
+    moments = [list(optimizer.values()) for optimizer in state.optimizers]
+    found = bits_of([state.weights, state.gradients, moments])
+    return [*found, state.passes, str(state.failure)]
 
 
 def changes(folder: str, flags=()) -> list[str]:
@@ -199,7 +181,7 @@ def changes(folder: str, flags=()) -> list[str]:
                 found += [
                     f"{name} with {in_policy or 'the base'} in place: {model or 'the base'}"
                     for model in sorted(watched)
-                    if model not in after or differ(before[model], after[model])
+                    if before[model] != after.get(model)
                 ]
                 if errors and (more := after.keys() - before.keys()):
                     found.append(f"{name} left {sorted(more)}")
@@ -211,7 +193,4 @@ def changes(folder: str, flags=()) -> list[str]:
 def _all_states(policy: Policy, client: LocalTrainingClient) -> dict[str, list]:
     policy._use("")  # all models wait
     states = {model: state_of(policy, model) for model in list(policy._waiting._all)}
-    weights = own_weights(client._trainer.engine)
-    return states | {
-        "": [x for name, w in weights for x in (name, local_tensor(w).detach().clone())]
-    }
+    return states | {"": bits_of(dict(own_weights(client._trainer.engine)))}

@@ -94,9 +94,8 @@ def test_run_from_python_has_its_start_and_end_on_record(finished):
     assert re.search(r'class="state good">ended<', page_of(read_run(finished)))
 
 
-def test_episodes_are_drawn_ahead_and_no_older_than_allowed(tmp_path):
-    controller = Controller(toy_config(tmp_path, "--training.steps=5", "--rl.async_steps=2"))
-    controller.setup()
+def test_episodes_are_drawn_ahead_and_no_older_than_allowed(start):
+    controller = start("--training.steps=5", "--rl.async_steps=2")
     lags = [controller.train_step()["rl/lag"] for _ in range(5)]
     assert lags == [0, 1, 2, 2, 2]
 
@@ -104,12 +103,11 @@ def test_episodes_are_drawn_ahead_and_no_older_than_allowed(tmp_path):
     controller.rollouts.take = lambda step: [old]
     with pytest.raises(RuntimeError, match="3 weight updates old"):
         controller.train_step()
-    controller.close()
 
 
-def test_step_and_its_update_wait_for_no_draw_that_is_going_on(tmp_path):
+def test_step_and_its_update_wait_for_no_draw_that_is_going_on(start):
     """The third step's draw ends only after two steps are trained and their weights sent."""
-    controller = Controller(toy_config(tmp_path, "--training.steps=6", "--rl.async_steps=2"))
+    controller = start("--training.steps=6", "--rl.async_steps=2")
     may_draw, waited_too_long, drawn_with = threading.Event(), [], []
     inner = controller.generator._generator
     generate = inner.generate
@@ -121,7 +119,6 @@ def test_step_and_its_update_wait_for_no_draw_that_is_going_on(tmp_path):
         return generate(*arguments, **options)
 
     inner.generate = slow_generate
-    controller.setup()
     for _ in range(2):
         controller.train_step()
     assert controller.generator.policy_version == 2
@@ -130,12 +127,10 @@ def test_step_and_its_update_wait_for_no_draw_that_is_going_on(tmp_path):
     lags = [controller.train_step()["rl/lag"] for _ in range(4)]
     # Updates came meanwhile, and each draw used the version at the time of its request.
     assert lags == [2, 2, 2, 2] and drawn_with == [0, 0, 0, 1, 2, 3]
-    controller.close()
 
 
-def test_draw_sees_nothing_of_an_update_that_comes_in_its_middle(tmp_path):
-    controller = Controller(toy_config(tmp_path, "--rl.async_steps=1", "--optimizer.lr=0.1"))
-    controller.setup()
+def test_draw_sees_nothing_of_an_update_that_comes_in_its_middle(start):
+    controller = start("--rl.async_steps=1", "--optimizer.lr=0.1")
     generator, sampling = controller.generator, SamplingConfig(max_tokens=8, seed=1)
     is_drawing, is_updated = threading.Event(), threading.Event()
 
@@ -162,21 +157,17 @@ def test_draw_sees_nothing_of_an_update_that_comes_in_its_middle(tmp_path):
     hook.remove()
     (new, *_) = generator.pinned().generate([[1, 2]], sampling, 64)
     assert new.policy_version == 1 and new.token_logprobs != expected[0].token_logprobs
-    controller.close()
 
 
-def test_damaged_update_ends_the_step_that_would_draw_with_it(tmp_path):
-    controller = Controller(toy_config(tmp_path, "--rl.async_steps=1"))
-    controller.setup()
+def test_damaged_update_ends_the_step_that_would_draw_with_it(start):
+    controller = start("--rl.async_steps=1")
     controller.generator._staged.digest = "0" * 64
     with pytest.raises(WeightMismatchError, match="something overwrote them on the way"):
         controller.train_step()
-    controller.close()
 
 
-def test_pending_episodes_survive_a_checkpoint(tmp_path):
-    controller = Controller(toy_config(tmp_path, "--rl.async_steps=2"))
-    controller.setup()
+def test_pending_episodes_survive_a_checkpoint(start):
+    controller = start("--rl.async_steps=2")
     controller.train_step()
     state = controller.state_dict()
     assert json.loads(state["state"])["rollouts"]["next_step"] == 4
@@ -192,12 +183,10 @@ def test_pending_episodes_survive_a_checkpoint(tmp_path):
             ValueError, match="state of the RL run in the checkpoint cannot be read"
         ):
             controller.load_state_dict({"state": text})
-    controller.close()
 
 
-def test_reference_is_the_policy_that_training_began_with(tmp_path):
-    controller = Controller(toy_config(tmp_path, "--rl.loss.kl_coef=0.1", "--optimizer.lr=1e-2"))
-    controller.setup()
+def test_reference_is_the_policy_that_training_began_with(start):
+    controller = start("--rl.loss.kl_coef=0.1", "--optimizer.lr=1e-2")
     samples = toy_samples(3)
     batch = controller.batcher.batch(samples)
     before = controller.trainer.forward(batch)
@@ -207,10 +196,9 @@ def test_reference_is_the_policy_that_training_began_with(tmp_path):
     assert not torch.equal(controller.trainer.forward(batch)[0], before[0])
     for found, expected in zip(controller.reference.logprobs(batch), before, strict=True):
         assert torch.equal(found, expected)
-    controller.close()
 
 
-def test_reference_is_resumed_and_not_taken_anew(tmp_path):
+def test_reference_is_resumed_and_not_taken_anew(tmp_path, start):
     flags = ["--rl.loss.kl_coef=0.1", "--optimizer.lr=1e-2", "--checkpoint.enable"]
     flags += ["--checkpoint.interval=1", "--checkpoint.no_last_save_model_only"]
     controller = Controller(toy_config(tmp_path, *flags, "--training.steps=2"))
@@ -219,22 +207,13 @@ def test_reference_is_resumed_and_not_taken_anew(tmp_path):
     expected = controller.reference.logprobs(batch)
     controller.close()
 
-    resumed = Controller(toy_config(tmp_path, *flags, "--training.steps=4"))
-    resumed.setup()
+    resumed = start(*flags, "--training.steps=4")
     assert resumed.step == 2
     for found, before in zip(resumed.reference.logprobs(batch), expected, strict=True):
         assert torch.equal(found, before)
-    resumed.close()
 
 
-def test_trainer_scores_at_the_temperature_that_was_sampled_with(tmp_path):
-    controller = Controller(toy_config(tmp_path, "--rl.sampling.temperature=0.7"))
-    controller.setup()
-    assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
-    controller.close()
-
-
-def test_resuming_with_another_task_is_refused_unless_it_is_allowed(tmp_path, caplog):
+def test_resuming_with_another_task_is_refused_unless_it_is_allowed(tmp_path, caplog, start):
     flags = ["--checkpoint.enable", "--checkpoint.no_last_save_model_only"]
     controller = Controller(toy_config(tmp_path, *flags, "--training.steps=1"))
     controller.train()
@@ -246,7 +225,5 @@ def test_resuming_with_another_task_is_refused_unless_it_is_allowed(tmp_path, ca
         resumed.setup()
     resumed.close()
     allowed = "--checkpoint.allow_changed=rl.task.name"
-    resumed = Controller(toy_config(tmp_path, *flags, allowed))
-    resumed.setup()
+    resumed = start(*flags, allowed)
     assert "rl.loss.name was 'grpo' when it was saved and is 'dapo' now: this run's" in caplog.text
-    resumed.close()

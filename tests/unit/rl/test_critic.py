@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rl.toy import toy_config, toy_samples
-from torchtitan.config.checks import ConfigError
 from torchtitan.rl.advantages import GAE
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.critic import Critic, ValueLoss, _fit_of_values
 from torchtitan.rl.policy import PolicyTrainer
 
@@ -152,18 +150,12 @@ def test_first_step_of_a_loaded_critic_has_the_rate_of_its_own_schedule(critic, 
 # ---- runs ----
 
 
-def controller_of(folder, *overrides):
-    controller = Controller(toy_config(folder, *GAE_RUN, *overrides))
-    controller.setup()
-    return controller
-
-
 def weights(learner):
     return [p.detach().clone() for part in learner.engine.model_parts for p in part.parameters()]
 
 
-def test_old_values_and_advantages_are_of_the_critic_before_the_first_update(tmp_path):
-    controller = controller_of(tmp_path, "--rl.epochs=2", "--rl.minibatches=2")
+def test_old_values_and_advantages_are_of_the_critic_before_the_first_update(start):
+    controller = start(*GAE_RUN, "--rl.epochs=2", "--rl.minibatches=2")
     update, seen = controller.critic.update, []
 
     def recorded(batch):
@@ -188,14 +180,9 @@ def test_old_values_and_advantages_are_of_the_critic_before_the_first_update(tmp
     assert controller.step == 4
 
 
-def test_critic_learns_alone_while_it_warms_up(tmp_path):
-    controller = controller_of(
-        tmp_path,
-        "--rl.epochs=3",
-        "--rl.critic.warmup_steps=4",
-        "--rl.critic.lr=1e-2",
-        "--metrics.enable_jsonl",
-    )
+def test_critic_learns_alone_while_it_warms_up(tmp_path, start):
+    flags = ["--rl.epochs=3", "--rl.critic.warmup_steps=4", "--rl.critic.lr=1e-2"]
+    controller = start(*GAE_RUN, *flags, "--metrics.enable_jsonl")
     policy, critic = weights(controller.trainer), weights(controller.critic)
     first = controller.train_step()
     assert all(map(torch.equal, policy, weights(controller.trainer)))
@@ -212,14 +199,14 @@ def test_critic_learns_alone_while_it_warms_up(tmp_path):
     assert [row["step"] for row in rows] == [3, 6, 8]
 
 
-def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
+def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path, start):
     overrides = ["--rl.epochs=2", "--rl.critic.warmup_steps=1", "--lr_scheduler.warmup_steps=3"]
-    unbroken = controller_of(tmp_path / "a", *overrides)
+    unbroken = start(*GAE_RUN, *overrides, folder=tmp_path / "a")
     unbroken.train_step()
     unbroken.trainer.save_checkpoint(str(tmp_path / "state"))
     expected = [unbroken.train_step() for _ in range(2)]
 
-    resumed = Controller(toy_config(tmp_path / "b", *GAE_RUN, *overrides))
+    resumed = start(*GAE_RUN, *overrides, folder=tmp_path / "b")
     resumed.trainer.load_checkpoint(str(tmp_path / "state"))
     resumed.critic.begin()
     resumed.trainer.push_model_state_dict(resumed.generator)
@@ -229,29 +216,3 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path):
         assert [found[name] for name in names] == [step[name] for name in names]
     for ours, theirs in ((resumed.critic, unbroken.critic), (resumed.trainer, unbroken.trainer)):
         assert all(map(torch.equal, weights(ours), weights(theirs)))
-    unbroken.close()
-    resumed.close()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--rl.advantage.std"],
-            "without comparing the rewards of a prompt, got rl.advantage.std = True",
-        ),
-        (
-            ["--rl.batch.skip_zero_advantage"],
-            "learns from all samples, .*got rl.batch.skip_zero_advantage = True",
-        ),
-        (["--rl.critic.warmup_steps=8"], "at most training.steps - 1 = 7, got 8"),
-        (["--rl.critic.initial_load_path=nowhere"], "must be a folder of weights, got 'nowhere'"),
-        (
-            ["--rl.advantage.name=none", "--rl.critic.lr=1"],
-            "rl.critic.lr = 1.0 has no effect with rl.advantage.name = 'none'; set that to 'gae'",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(flags, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        Controller(toy_config(tmp_path, *GAE_RUN, *flags))

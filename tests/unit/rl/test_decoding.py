@@ -25,11 +25,9 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
     rows = [i for i in range(len(prompts)) for _ in range(n_samples)]
     if uniform is None:
         uniform = uniform_numbers(len(rows), sampling.max_tokens)
-    drawn, versions, _ = continue_prompts(
-        LocalDecoder.from_model(model), prompts, rows, uniform, sampling, max_rows
-    )
-    columns = [row[: len(own)].unbind(-1) for row, own in zip(drawn, versions, strict=True)]
-    return [(t.long().tolist(), lp.float()) for t, lp in columns]
+    decoder = LocalDecoder.from_model(model)
+    drawn = continue_prompts(decoder, prompts, rows, uniform, sampling, max_rows)
+    return [(list(row.tokens), torch.tensor(row.logprobs)) for row in drawn]
 
 
 @torch.no_grad()
@@ -115,10 +113,10 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once(m
         4: [(1, 7)] + [(4, 1)] * 3 + [(1, 7)] + [(4, 1)] * 13 + [(2, 1)] * 2,
     }.items():
         shapes.clear()
-        _, versions, _ = continue_prompts(
+        drawn = continue_prompts(
             decoder, [PROMPTS[0], PROMPTS[3][:7]], [0] * 8 + [1] * 8, uniform, sampling, max_rows
         )
-        assert ([len(row) for row in versions], shapes) == (lengths, expected)
+        assert ([len(row.tokens) for row in drawn], shapes) == (lengths, expected)
 
 
 def test_truncated_logprobs_are_renormalised():

@@ -8,7 +8,6 @@ import torch
 
 from tests.unit.rl.toy import toy_config
 from torchtitan.experiments.rl_toy.tasks import GuessTask
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import Generator
 from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.rollout import Draws, Rollouts
@@ -235,14 +234,12 @@ def test_reward_function_of_a_file_may_see_the_turns(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])
-def test_trainer_scores_sampled_tokens_as_the_generator_did(mode, tmp_path):
+def test_trainer_scores_sampled_tokens_as_the_generator_did(mode, start):
     """The trainer scores dialogues with the tokens, positions and mask of the draw."""
-    controller = Controller(toy_config(tmp_path, *GUESS, *STOPS, *mode))
-    controller.setup()
+    controller = start(*GUESS, *STOPS, *mode)
     controller.task.reply = lambda prompt, turns: "<>"
     metrics = controller.train_step()
     assert metrics["loss/logprob_diff_max"] <= 5e-6  # fp32, sums in another order
     assert metrics["rl/turns"] > 1 and metrics["rl/out_of_room"] == 0
     assert 1 < metrics["rl/completion_tokens"] <= 3 * 4
     assert controller.evaluate(greedy=True)["turns"] >= 1
-    controller.close()

@@ -13,14 +13,13 @@ import torch
 from tests.distributed.layout_matrix import build_engine, random_experts
 from tests.unit.generation.test_generation import initialized
 from tests.unit.rl.test_decoding import PROMPTS, V, uniform_numbers
-from tests.unit.rl.toy import gradients, toy_config
+from tests.unit.rl.toy import gradients
 from torchtitan.config import ConfigManager
 from torchtitan.integrations.openai import _array
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.foreign_generator import ForeignGenerator
 from torchtitan.rl.generator import LocalGenerator, recording
@@ -81,7 +80,7 @@ def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_r
     prompt_of_row = [i for i in range(len(PROMPTS)) for _ in range(3)]
     uniform = uniform_numbers(len(prompt_of_row), 10)
     sampling = SamplingConfig(max_tokens=10, stop_token_ids=tuple(range(0, V, 7)))
-    drawn, versions, experts = continue_prompts(
+    drawn = continue_prompts(
         LocalDecoder.from_model(model),
         PROMPTS,
         prompt_of_row,
@@ -90,16 +89,11 @@ def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_r
         max_rows,
         records_experts=True,
     )
-    lengths = {len(own) for own in versions}
-    assert len(lengths) > 2  # rows that ended at different times
-    for row, prompt in enumerate(prompt_of_row):
-        new = drawn[row, : len(versions[row]), 0].long().tolist()
-        text = [*PROMPTS[prompt], *new][:-1]  # the last token is never read
+    assert len({len(row.tokens) for row in drawn}) > 2  # rows that ended at different times
+    for row, prompt in zip(drawn, prompt_of_row, strict=True):
+        text = [*PROMPTS[prompt], *row.tokens][:-1]  # the last token is never read
         expected = experts_of_whole_forward(model, text)
-        assert torch.equal(
-            experts[row, : len(text)].long().sort(-1).values, expected.sort(-1).values
-        )
-        assert (experts[row, len(text) :] == -1).all()
+        assert torch.equal(row.experts.long().sort(-1).values, expected.sort(-1).values)
 
 
 def trainer_of(folder, *flags: str) -> PolicyTrainer:
@@ -177,9 +171,7 @@ def test_wrong_experts_are_refused_in_one_sentence(name, trainer):
 
 def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
     sample = samples_of(trainer)[0]
-    with pytest.raises(
-        ValueError, match=r"got \[4, 4, 2\] for 5 input tokens; the last token of a sequence"
-    ):
+    with pytest.raises(ValueError, match=r"\[5 input tokens, .* got \[4, 4, 2\]; leave out"):
         dataclasses.replace(sample, routed_experts=sample.routed_experts[:4])
     some = [sample, dataclasses.replace(sample, routed_experts=None)]
     with pytest.raises(ValueError, match="all samples of a batch have routed_experts or none"):
@@ -254,18 +246,10 @@ def mixture():
 
 
 @pytest.mark.parametrize("more", [[], ["--rl.async_steps=1", "--rl.advantage.name=gae"]], ids=str)
-def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_path):
-    config = toy_config(
-        tmp_path,
-        f"--model.name={mixture}",
-        "--training.steps=2",
-        "--rl.generator.dtype=bfloat16",
-        "--rl.generator.replay_experts",
-        "--rl.loss.kl_coef=0.1",
-        *more,
-    )
-    controller = Controller(config)
-    controller.setup()
+def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_path, start):
+    flags = [f"--model.name={mixture}", "--training.steps=2", "--rl.loss.kl_coef=0.1", *more]
+    flags += ["--rl.generator.dtype=bfloat16", "--rl.generator.replay_experts"]
+    controller = start(*flags)
     batches, run = [], controller.trainer.forward_backward
     controller.trainer.forward_backward = lambda batch: batches.append(batch) or run(batch)
     first = controller.train_step()
@@ -279,4 +263,3 @@ def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_pat
         assert (experts[is_token] >= 0).all() and (experts[~is_token] == -1).all()
     lines = (tmp_path / "episodes.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["routed_experts"] is None
-    controller.close()

@@ -8,18 +8,19 @@ import types
 import pytest
 import torch
 
+from tests.unit.rl.test_job_config import config_with
 from tests.unit.test_engine import make_config, random_batch
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.vllm import VLLMGenerator
-from torchtitan.rl import job_config as rl_job_config
 from torchtitan.rl.generator import CopyGenerator, LocalGenerator, PolicyModel, build_generator
+from torchtitan.rl.job_config import RLGenerator, longest_episode
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.rl.weight_sync import (
     NoWeightsError,
     StaleWeightsError,
     WeightMismatchError,
-    WeightSync,
+    push_weights,
 )
 
 pytestmark = pytest.mark.long
@@ -51,17 +52,6 @@ def test_completions_come_prompt_by_prompt_with_their_logprobs(engine):
         difference = torch.tensor(completion.token_logprobs) - expected
         assert difference.abs().max() <= 5e-6
         assert completion.finish_reason == "length"
-
-
-def test_stop_token_is_the_completions_last_and_its_reason(engine):
-    generator = LocalGenerator(engine)
-    free = generator.generate(PROMPTS, with_seed(3))
-    stop = free[1].token_ids[2]
-    sampling = dataclasses.replace(with_seed(3), stop_token_ids=(stop,))
-    stopped = generator.generate(PROMPTS, sampling)[1]
-    assert stopped.token_ids == free[1].token_ids[:3]
-    assert stopped.finish_reason == "stop"
-    assert len(stopped.token_logprobs) == 3
 
 
 def test_generator_goes_on_from_its_saved_state_and_a_seed_needs_none(engine):
@@ -127,23 +117,22 @@ def test_weights_that_changed_unannounced_are_refused(engine):
         StaleWeightsError, match=f"last update was version {before}; call update_weights"
     ):
         generator.generate(PROMPTS, SAMPLING)
-    assert WeightSync(engine, generator).update() == before + 1
+    assert push_weights(engine, generator) == before + 1
     assert generator.generate(PROMPTS, SAMPLING)[0].policy_version == before + 1
 
 
 def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine):
     state = torch.get_rng_state()
     generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
-    sync = WeightSync(engine, generator)
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)
-    sync.update()
+    push_weights(engine, generator)
     assert torch.equal(torch.get_rng_state(), state)
     old = generator.generate(PROMPTS, with_seed(1))
     assert old == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
     take_a_step(engine)
     assert generator.generate(PROMPTS, with_seed(1)) == old
-    sync.update()
+    push_weights(engine, generator)
     new = generator.generate(PROMPTS, with_seed(1))
     assert new != old
     assert new == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
@@ -160,37 +149,18 @@ def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine
     ],
 )
 def test_config_chooses_the_generator(engine, changes, kind):
-    config = rl_config(engine, changes)
+    config = config_with(changes)
     generator = build_generator(config, engine)
     assert type(generator) is kind
     assert generator.is_collective == (kind is LocalGenerator)
-    WeightSync(engine, generator).update()
+    push_weights(engine, generator)
     found = generator.generate(PROMPTS, with_seed(1))
     assert {c.policy_version for c in found} == {engine.weights_version}
 
 
-def rl_config(engine, changes):
-    config = rl_job_config.JobConfig()
-    config.rl.weight_sync.mode = "auto"
-    for key, value in changes.items():
-        section = config.rl
-        *path, name = key.split(".")
-        for part in path:
-            section = getattr(section, part)
-        setattr(section, name, value)
-    return config
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"async_steps": 2}, "rl.async_steps = 2 draws while the trainer changes its weights"),
-        ({"generator.dtype": "bfloat16"}, "rl.generator.dtype = 'bfloat16' is not the trainer's"),
-    ],
-)
-def test_sharing_weights_that_cannot_be_shared_is_refused(engine, changes, message):
-    config = rl_config(engine, {"weight_sync.mode": "reference"} | changes)
-    with pytest.raises(ConfigError, match=message):
+def test_sharing_weights_of_another_type_is_refused(engine):
+    config = config_with({"weight_sync.mode": "reference", "generator.dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match="rl.generator.dtype = 'bfloat16' is not the trainer's"):
         build_generator(config, engine)
 
 
@@ -199,8 +169,8 @@ def test_sharing_weights_that_cannot_be_shared_is_refused(engine, changes, messa
 
 def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    config = rl_config(engine, {"generator.backend": "vllm"})
-    with pytest.raises(ImportError, match="needs vLLM, which is not installed; install it with"):
+    config = config_with({"generator.backend": "vllm"})
+    with pytest.raises(ConfigError, match="needs vLLM, which is not installed; install it with"):
         build_generator(config, engine)
 
 
@@ -240,11 +210,11 @@ class FakeVLLM(types.ModuleType):
 def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch):
     fake = FakeVLLM()
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    generator = VLLMGenerator("assets", seed=3)
+    generator = VLLMGenerator(RLGenerator(), "assets", seed=3)
     assert fake.options["logprobs_mode"] == "processed_logprobs"
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)
-    version = WeightSync(engine, generator).update()
+    version = push_weights(engine, generator)
     names = [name for name, _ in fake.loaded]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" in names
 
@@ -265,17 +235,18 @@ def test_vllm_gets_weights_and_prompts_and_gives_completions(engine, monkeypatch
 
 def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
-    config = rl_config(engine, {"generator.backend": "vllm", "generator.memory_share": 0.7})
+    config = config_with({"generator.backend": "vllm", "generator.memory_share": 0.7})
     config.training.seq_len, config.model.fp32_head = 96, True
     build_generator(config, engine)
     assert "model.fp32_head applies to the trainer" in caplog.text
     assert fake.options["gpu_memory_utilization"] == 0.7
     assert (fake.options["tensor_parallel_size"], fake.options["max_model_len"]) == (1, 96)
+    assert longest_episode(config) == 96
     assert fake.options["enable_prefix_caching"] is True
     assert "distributed_executor_backend" not in fake.options
     config.rl.generator.max_seq_len = 48
     build_generator(config, engine)
-    assert fake.options["max_model_len"] == 48
+    assert fake.options["max_model_len"] == longest_episode(config) == 48
     config.rl.generator.tensor_parallel_degree = 2
     with pytest.raises(
         ConfigError, match="must divide the number of ranks that generate, got 2 with 1 ranks"
@@ -293,9 +264,9 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
 )
 def test_vllm_that_does_not_take_the_weights_is_told(faults, problem, engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake := FakeVLLM())
-    generator = VLLMGenerator("assets")
+    generator = VLLMGenerator(RLGenerator(), "assets")
     vars(fake).update(faults)
     with pytest.raises(WeightMismatchError, match=f"rank 0: vLLM did not load .*{problem}"):
-        WeightSync(engine, generator).update()
+        push_weights(engine, generator)
     with pytest.raises(NoWeightsError):
         generator.generate(PROMPTS, SAMPLING)

@@ -10,9 +10,7 @@ import torch
 
 from tests.unit.rl.test_weight_sync import tiny, weights_of
 from tests.unit.rl.toy import toy_config
-from torchtitan.config.checks import ConfigError
 from torchtitan.generation.kv_cache import kv_cache
-from torchtitan.rl.checks import check_rl_config, check_server_config
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import BufferedGenerator, CopyGenerator
 from torchtitan.rl.types import Completion, SamplingConfig
@@ -122,20 +120,6 @@ def test_model_is_freed_with_its_generator(fails):
         assert model() is None
     finally:
         gc.enable()
-
-
-def test_generator_that_cannot_take_weights_while_it_draws_is_refused(tmp_path):
-    flags = ["--rl.generator.in_flight"]
-    with pytest.raises(ConfigError, match="while it draws.* 'local' and rl.async_steps = 0; set"):
-        check_rl_config(toy_config(tmp_path, *flags))
-    flags.append("--rl.async_steps=1")
-    with pytest.raises(ConfigError, match="while it draws.* = 'vllm' and rl.async_steps = 1; set"):
-        check_rl_config(toy_config(tmp_path, *flags, "--rl.generator.backend=vllm"))
-    check_rl_config(toy_config(tmp_path, *flags))
-    with pytest.raises(
-        ConfigError, match="rl.generator.in_flight is for the loop of torchtitan.rl.train"
-    ):
-        check_server_config(toy_config(tmp_path, "--rl.generator.in_flight"))
 
 
 def test_thread_beside_the_trainer_takes_over_weights_while_it_draws(tmp_path):

@@ -1,19 +1,19 @@
-import json
+from typing import Any
 
 import pytest
 
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
-from torchtitan.rl.checks import check_rl_config
+from torchtitan.rl.checks import check_rl_config, check_server_config
 from torchtitan.rl.job_config import JobConfig
 
 
-def config_with(**values) -> JobConfig:
-    """A config with keys set by their dotted names, dots written as double underscores."""
+def config_with(values: dict[str, Any]) -> JobConfig:
+    """A config with keys set by their dotted names; the section `rl` may be left out."""
     config = JobConfig()
     for key, value in values.items():
-        *path, name = key.split("__")
-        section = config
+        *path, name = key.split(".")
+        section: Any = config.rl if hasattr(config.rl, (*path, name)[0]) else config
         for part in path:
             section = getattr(section, part)
         assert hasattr(section, name), key
@@ -29,136 +29,123 @@ def test_defaults_are_on_policy_and_pass():
     assert rl.async_steps == 0
 
 
+GAE = {"advantage.name": "gae"}
+JSONL = {"task.name": "jsonl", "task.path": __file__, "task.reward_fn": "operator:eq"}
+TOOLS = JSONL | {"task.tools": ["torchtitan.rl.tools:calculator"]}
+EXACT, SHARED = {"generator.exact": True}, {"batch.share_prefixes": True}
+OF_DOCUMENTS = {"model.attn_mask_type": "position_block_causal", "batch.packing": True}
+VLLM, FLIES = {"generator.backend": "vllm"}, {"generator.in_flight": True}
+OPENAI = {"generator.backend": "openai", "generator.url": "http://a", "generator.model": "m"}
+RELOADS = OPENAI | {"generator.reload_url": "http://a/r"}
+LORA = {"model.converters": ["lora"], "generator.adapters": True}
+TO_SERVER = OPENAI | LORA
+SPLIT, SKIPS = {"parallelism.context_parallel_degree": 2}, {"batch.skip_zero_advantage": True}
+TOKENS, SEED = {"batch.max_tokens_per_microbatch": 4096}, "checkpoint.create_seed_checkpoint"
+SPLIT_COPY = {"generator.tensor_parallel_degree": 2, "redraws": 1, "async_steps": 1}
+GOOD = [RELOADS, TO_SERVER, JSONL, GAE, FLIES | {"async_steps": 1}]
+
 BAD_VALUES = [
-    ({"rl__minibatches": 17}, "at most rl.num_prompts_per_step = 16, got 17"),
-    (
-        {"rl__redraws": 1, "rl__num_samples_per_prompt": 1, "rl__advantage__name": "none"},
-        "rl.redraws = 1 compares completions of one prompt",
-    ),
-    ({"rl__overlong_tokens": 17}, "at most rl.sampling.max_tokens = 16, got 17"),
-    ({"rl__num_samples_per_prompt": 1}, "set it to 2 or more, or rl.advantage.name to 'none'"),
-    ({"rl__advantage__name": "none", "rl__advantage__std": True}, "rl.advantage.std divides"),
-    ({"model__value_head": True}, "got model.value_head = True; set it to false"),
-    ({"rl__loss__name": "grop"}, "rl.loss.name must be one of grpo, .* got 'grop'"),
-    (
-        {"rl__loss__agg_mode": "seq-mean-token-sum-norm"},
-        "rl.loss.norm = 0.0 is read by .* which divides by it",
-    ),
-    ({"rl__loss__norm": 8.0}, "rl.loss.norm = 8.0 is read by"),
-    ({"rl__loss__count_empty": True}, "rl.loss.count_empty is read by .* got 'token-mean'"),
-    ({"rl__loss__dual_clip": 0.5}, "rl.loss.dual_clip must be above 1, or 0 to turn it off"),
-    ({"rl__loss__max_token_mismatch": 0.0}, "rl.loss.max_token_mismatch must be above 0 nats"),
-    (
-        {"rl__loss__correction": "sequence", "parallelism__context_parallel_degree": 2},
-        "which context parallelism splits",
-    ),
-    (
-        {"rl__loss__name": "importance_sampling", "rl__loss__ratio_clip_low": 0.2},
-        "rl.loss.ratio_clip_low is not read by",
-    ),
-    ({"rl__loss__ratio_clip_low": 0.2}, "not read by rl.loss.name = 'grpo', which reads clip_eps"),
-    ({"rl__sampling__top_p": 0.9}, "rl.sampling.top_p must be 1.0 in training"),
-    ({"rl__sampling__top_k": 20}, "rl.sampling.top_k must be 0 in training"),
-    (
-        {"rl__sampling__max_tokens": 2048},
-        "rl.sampling.max_tokens must be at most the row length - 1 = 2047, got 2048",
-    ),
-    (
-        {"rl__batch__seq_len": 4096},
-        "rl.batch.seq_len must be at most training.seq_len = 2048, got 4096",
-    ),
-    (
-        {"rl__batch__pad_multiple": 3},
-        "rl.batch.pad_multiple must divide the row length, got 3 with 2048",
-    ),
-    (
-        {"rl__batch__max_tokens_per_microbatch": 100},
-        "rl.batch.seq_len, must be at most rl.batch.max_tokens_per_microbatch = 100, got 2048",
-    ),
-    (
-        {"rl__batch__max_tokens_per_microbatch": 4096, "rl__batch__local_batch_size": 2},
-        "got rl.batch.local_batch_size = 2; change one of the two",
-    ),
-    (
-        {"rl__batch__skip_zero_advantage": True, "rl__loss__entropy_coef": 0.01},
-        "rl.batch.skip_zero_advantage leaves out samples whose policy loss is 0",
-    ),
-    ({"rl__batch__packing": True}, "got model.attn_mask_type = None"),
-    (
-        {"rl__loss__name": "gspo", "parallelism__context_parallel_degree": 2},
-        "which context parallelism splits",
-    ),
-    (
-        {"rl__generator__backend": "vllm", "rl__weight_sync__mode": "reference"},
-        "rl.generator.backend = 'vllm' has weights of its own",
-    ),
-    ({"rl__async_steps": 2, "rl__generator__rescore": True}, "got rl.async_steps = 2"),
-    ({"rl__async_steps": 1, "rl__weight_sync__mode": "reference"}, "rl.async_steps = 1 draws"),
-    ({"optimizer__early_step_in_backward": True}, "optimizer.early_step_in_backward = True; set"),
-    (
-        {"rl__generator__backend": "vllm", "rl__generator__rescore": True},
-        "rl.generator.rescore would hide how far",
-    ),
-    (
-        {"rl__generator__memory_share": 0.5},
-        "memory_share = 0.5 has no effect with rl.generator.backend = 'local'",
-    ),
-    (
-        {
-            "rl__generator__backend": "vllm",
-            "rl__generator__tensor_parallel_degree": 2,
-            "rl__redraws": 1,
-            "rl__async_steps": 1,
-        },
-        "have to exchange redraws and replies",
-    ),
-    (
-        {"rl__generator__ranks": 1, "rl__weight_sync__mode": "reference"},
-        "rl.generator.ranks = 1 generates on separate ranks",
-    ),
-    (
-        {"rl__generator__ranks": 1, "checkpoint__create_seed_checkpoint": True},
-        "needs separate ranks .* got checkpoint.create_seed_checkpoint = True",
-    ),
-    (
-        {"rl__weight_sync__delta": True},
-        "rl.weight_sync.delta sends .* got rl.generator.ranks = 0, weight_transfer = '' and adapters",
-    ),
-    ({"rl__loss__name": "cross_entropy"}, "reads no rewards"),
-    ({"rl__task__name": "sums"}, "rl.task.name must be one of"),
-    ({"rl__task__num_min": 3}, "rl.task.num_min must be at most rl.task.num_max = 2, got 3"),
-    ({"rl__task__name": "sort", "rl__task__num_letters": 27}, "at most 26"),
-    ({"rl__task__name": "jsonl"}, "rl.task.path must be a file"),
-    ({"training__gradient_reduction": "mean"}, "got training.gradient_reduction = 'mean' and"),
+    ({"minibatches": 17}, "at most rl.num_prompts_per_step = 16, got 17"),
+    ({"num_samples_per_prompt": 1}, "set it to 2 or more, or rl.advantage.name to 'none'"),
+    (GAE | {"redraws": 1, "num_samples_per_prompt": 1}, "rl.redraws = 1 compares completions"),
+    ({"overlong_tokens": 17}, "at most rl.sampling.max_tokens = 16, got 17"),
+    ({"advantage.name": "none", "advantage.std": True}, "rl.advantage.std divides"),
+    ({"model.value_head": True}, "got model.value_head = True; set it to false"),
+    ({"optimizer.early_step_in_backward": True}, "early_step_in_backward = True; set them"),
+    ({"training.gradient_reduction": "mean"}, "got training.gradient_reduction = 'mean' and"),
+    # Losses and batches.
+    (SPLIT | {"loss.correction": "sequence"}, "which context parallelism splits"),
+    (SPLIT | {"loss.name": "gspo"}, "which context parallelism splits"),
+    ({"loss.name": "dro", "loss.ratio_clip_low": 0.2}, "rl.loss.ratio_clip_low is not read by"),
+    (SKIPS | {"loss.entropy_coef": 0.01}, "leaves out samples whose policy loss is 0"),
+    (TOKENS | {"batch.local_batch_size": 2}, "got rl.batch.local_batch_size = 2; change one"),
+    ({"loss.name": "grop"}, "rl.loss.name must be one of grpo, .* got 'grop'"),
+    ({"loss.name": "cross_entropy"}, "reads no rewards"),
+    ({"loss.agg_mode": "seq-mean-token-sum-norm"}, "rl.loss.norm = 0.0 is read by .* divides by"),
+    ({"loss.norm": 8.0}, "rl.loss.norm = 8.0 is read by"),
+    ({"loss.count_empty": True}, "rl.loss.count_empty is read by .* got 'token-mean'"),
+    ({"loss.dual_clip": 0.5}, "rl.loss.dual_clip must be above 1, or 0 to turn it off"),
+    ({"loss.max_token_mismatch": 0.0}, "rl.loss.max_token_mismatch must be above 0 nats"),
+    ({"loss.ratio_clip_low": 0.2}, "not read by rl.loss.name = 'grpo', which reads clip_eps"),
+    ({"batch.seq_len": 4096}, "at most training.seq_len = 2048, got 4096"),
+    ({"batch.pad_multiple": 3}, "pad_multiple must divide the row length, got 3 with 2048"),
+    ({"batch.max_tokens_per_microbatch": 9}, "max_tokens_per_microbatch = 9, got 2048; lower it"),
+    ({"batch.packing": True}, "got model.attn_mask_type = None"),
+    (SHARED | {"model.attn_type": "flex"}, "got rl.batch.packing = False"),
+    (OF_DOCUMENTS | SHARED | EXACT, "rl.generator.exact .*got rl.batch.share_prefixes = True"),
+    # Sampling and tasks.
+    ({"sampling.top_p": 0.9}, "rl.sampling.top_p must be 1.0 in training"),
+    ({"sampling.top_k": 20}, "rl.sampling.top_k must be 0 in training"),
+    ({"sampling.max_tokens": 2049}, "at most the longest episode - 1 = 2048, got 2049"),
+    (VLLM | {"sampling.max_tokens": 2048}, "at most the longest episode - 1 = 2047, got 2048"),
+    ({"task.name": "sums"}, "rl.task.name must be one of"),
+    ({"task.num_min": 3}, "rl.task.num_min must be at most rl.task.num_max = 2, got 3"),
+    ({"task.name": "sort", "task.num_letters": 27}, "at most 26"),
+    ({"task.name": "jsonl"}, "rl.task.path must be a file"),
+    (JSONL | {"task.eval_path": "none"}, "rl.task.eval_path must be a file .* got 'none'"),
+    (JSONL | {"task.chat_template": "a.jinja"}, "must be a file with a Jinja template, got 'a.j"),
+    (JSONL | {"task.chat_variables": "[1]"}, r"must be a JSON object, got '\[1\]'"),
+    (JSONL | {"task.tools": ["nowhere:f"]}, "rl.task.tools names a function to import"),
+    (TOOLS, "another turn to read them, got rl.task.max_turns = 1; raise it"),
+    (JSONL | {"task.reward_fn": "json.loads"}, "got 'json.loads': .*; write it like my_rewards:"),
+    (JSONL | {"task.reward_fn": "no_such_module:f"}, "no_such_module"),
+    (JSONL | {"task.reward_fn": "json:no_such_function"}, "no_such_function"),
+    (JSONL | {"task.reward_fn": "json:__name__"}, "it is a str"),
+    # The critic.
+    (GAE | {"advantage.std": True}, "without comparing .*, got rl.advantage.std = True"),
+    (GAE | {"batch.skip_zero_advantage": True}, "learns from all .*skip_zero_advantage = True"),
+    (GAE | {"critic.warmup_steps": 10_000}, "at most training.steps - 1 = 9999, got 10000"),
+    (GAE | {"critic.initial_load_path": "no"}, "must be a folder of weights, got 'no'"),
+    ({"critic.lr": 1.0}, "rl.critic.lr = 1.0 has no effect with .*'group_mean'; set that to 'gae'"),
+    # The generator and its weights.
+    ({"generator.memory_share": 0.5}, "memory_share = 0.5 has no effect with .*backend = 'local'"),
+    ({"async_steps": 1, "weight_sync.mode": "reference"}, "rl.async_steps = 1 draws"),
+    (VLLM | {"weight_sync.mode": "reference"}, "backend = 'vllm' has weights of its own"),
+    ({"generator.ranks": 1, "weight_sync.mode": "reference"}, "ranks = 1 generates on separate"),
+    ({"async_steps": 2, "generator.rescore": True}, "got rl.async_steps = 2"),
+    (VLLM | {"generator.rescore": True}, "rl.generator.rescore would hide how far"),
+    ({"weight_sync.delta": True}, "got rl.generator.ranks = 0, weight_transfer = '' and adapters"),
+    ({"generator.ranks": 1, SEED: True}, "needs separate ranks .* got checkpoint.create_seed"),
+    (VLLM | SPLIT_COPY, "have to exchange redraws and replies"),
+    (FLIES, "while it draws.* 'local' and rl.async_steps = 0; set"),
+    (VLLM | FLIES | {"async_steps": 1}, "while it draws.* = 'vllm' and rl.async_steps = 1; set"),
+    (VLLM | EXACT, "got rl.generator.backend = 'vllm'; change one"),
+    (EXACT | {"generator.rescore": True}, "got rl.generator.rescore = True"),
+    (EXACT | {"parallelism.tensor_parallel_degree": 2}, "tensor_parallel_degree = 2; change one"),
+    (EXACT | {"compile.enable": True}, "got compile.enable = True; change one of the two"),
+    (RELOADS | {"generator.url": ""}, "rl.generator.url must be an address like"),
+    (OPENAI | {"generator.reload_url": "a:80"}, "reload_url must be an .* got 'a:80'"),
+    (OPENAI | {"generator.url": "http://a,b:80"}, "url must be an address like .* got 'b:80'"),
+    (RELOADS | {"generator.url": "http://a, http://b"}, "names 2 servers.*got reload_url = 'http"),
+    (OPENAI | {"generator.model": ""}, "rl.generator.model must be the model's name"),
+    (RELOADS | {"generator.weight_transfer": "gloo"}, "sends .* got rl.generator.reload_url"),
+    (OPENAI | {"generator.ranks": 2}, "must not take weights while .* rl.generator.ranks = 2"),
+    ({"generator.url": "a"}, "url = 'a' has no effect .*; set that to 'openai'"),
+    (OPENAI | {"generator.rescore": True}, "rescore would hide how far"),
+    (TO_SERVER | {"model.converters": []}, "sends the adapters of the converter 'lora', got"),
+    (RELOADS | LORA, "got rl.generator.reload_url = 'http://a/r';"),
+    (TO_SERVER | {"lora.rank_pattern": {"wq": 2}}, "of one rank and scale, .* lora.rank_patt"),
+    (LORA, "files of adapters, .*backend = 'local'"),
+    (LORA | VLLM, "vLLM read the base from .*; train from that"),
 ]
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_VALUES, ids=[str(v) for v, _ in BAD_VALUES])
 def test_bad_value_is_one_error_that_names_key_value_and_remedy(values, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        check_rl_config(config_with(**values))
+        check_rl_config(config_with(values))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("json.loads", "got 'json.loads': .*; write it like my_rewards:exact_match"),
-        ("no_such_module:f", "no_such_module"),
-        ("json:no_such_function", "no_such_function"),
-        ("json:__name__", "it is a str"),
-    ],
-)
-def test_reward_function_that_cannot_be_found_is_refused(tmp_path, name, message):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
-    values = {"rl__task__name": "jsonl", "rl__task__path": str(path)}
-    with pytest.raises(ConfigError, match=message):
-        check_rl_config(config_with(**values, rl__task__reward_fn=name))
-    values["rl__task__reward_fn"] = "operator:eq"
-    check_rl_config(config_with(**values))
-    with pytest.raises(ConfigError, match="rl.task.eval_path must be a file .* got 'missing'"):
-        check_rl_config(config_with(**values, rl__task__eval_path="missing"))
+@pytest.mark.parametrize("values", GOOD, ids=str)
+def test_settings_of_which_the_bad_ones_are_made_pass(values):
+    check_rl_config(config_with(values))
+
+
+@pytest.mark.parametrize("key", ["generator.in_flight", "teacher.folder"])
+def test_settings_of_the_loop_are_refused_by_the_server(key):
+    with pytest.raises(ConfigError, match=f"rl.{key} is for the loop of torchtitan.rl.train"):
+        check_server_config(config_with({key: "x"}))
 
 
 def test_rl_sections_are_read_from_toml_and_flags(tmp_path):

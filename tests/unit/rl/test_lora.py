@@ -1,6 +1,5 @@
 """RL with adapters: a reference without memory, merged weights for the generator, small copies."""
 
-import pytest
 import torch
 
 from tests.unit.rl.toy import toy_config, toy_samples
@@ -11,27 +10,13 @@ LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=1e-2"]
 KL = "--rl.loss.kl_coef=0.1"
 
 
-@pytest.fixture
-def build(tmp_path):
-    controllers = []
-
-    def build(*flags, name="run"):
-        controllers.append(Controller(toy_config(tmp_path / name, *LORA, *flags)))
-        controllers[-1].setup()
-        return controllers[-1]
-
-    yield build
-    for controller in controllers:
-        controller.close()
-
-
 def logprobs(controller, scores):
     batch = controller.batcher.batch(toy_samples(3))
     return torch.cat([values for values in scores(batch) if values is not None])
 
 
-def test_reference_is_the_model_without_adapters_and_copies_nothing(build):
-    controller = build(KL)
+def test_reference_is_the_model_without_adapters_and_copies_nothing(start):
+    controller = start(*LORA, KL)
     first = logprobs(controller, controller.trainer.forward)
     for _ in range(2):
         metrics = controller.train_step()
@@ -54,18 +39,18 @@ def test_folders_for_peft_are_written_though_steps_come_two_at_a_time(tmp_path):
     assert found == {"step-4", "step-8", "step-10"} | peft
 
 
-def test_critic_with_adapters_continues_with_the_policys_base(build, tmp_path):
+def test_critic_with_adapters_continues_with_the_policys_base(tmp_path, start):
     base = PolicyTrainer(toy_config(tmp_path / "base", "--debug.seed=8"))
     base.save_checkpoint(str(tmp_path / "base"))
     base.close()
     flags = ["--rl.advantage.name=gae", "--checkpoint.enable", "--checkpoint.interval=1"]
     flags += [f"--checkpoint.initial_load_path={tmp_path / 'base'}"]
-    controller = build(*flags)
+    controller = start(*LORA, *flags)
     controller.train_step()
     controller.checkpointer.save(1, force=True)
     values = logprobs(controller, controller.critic.forward)
     expected = controller.train_step()
-    resumed = build(*flags)
+    resumed = start(*LORA, *flags)
     assert torch.equal(logprobs(resumed, resumed.critic.forward), values)
     again = resumed.train_step()
     names = [name for name in expected if name.startswith(("loss", "critic"))]

@@ -200,7 +200,6 @@ def test_metrics_are_sums_over_tokens_that_become_means():
     batch = make_batch([0.0] * 4, [1.0, 1.0, 1.0, 9.0])
     batch["loss_mask"][0, 3] = batch["loss_weights"][0, 3] = 0
     output = GRPOLoss()(logprobs, None, batch)
-    assert tuple(output.metrics) == GRPOLoss().metric_names
     metrics = finalize_metrics({k: v.item() for k, v in output.metrics.items()}, 3)
     assert metrics["ratio_mean"] == pytest.approx(1.0)
     assert metrics["ratio_clipped_frac"] == pytest.approx(1 / 3)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import toy_config
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import with_advantages
 from torchtitan.rl.types import TrainingSample
@@ -14,18 +13,12 @@ from torchtitan.rl.types import TrainingSample
 TWICE_TWO = ["--rl.epochs=2", "--rl.minibatches=2"]
 
 
-def controller_of(folder, *overrides):
-    controller = Controller(toy_config(folder, *overrides))
-    controller.setup()
-    return controller
-
-
 def weights(trainer):
     return [p.detach().clone() for part in trainer.engine.model_parts for p in part.parameters()]
 
 
-def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path):
-    controller = controller_of(tmp_path / "a", *TWICE_TWO, "--training.steps=4")
+def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path, start):
+    controller = start(*TWICE_TWO, "--training.steps=4", folder=tmp_path / "a")
     controller.rollouts.start_until(1)
     episodes = controller.rollouts.take(1)
     controller.rollouts.take = lambda number: episodes
@@ -51,18 +44,17 @@ def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path):
     by_hand.close()
 
 
-def test_lag_counts_updates_and_is_bounded_by_batches_ahead(tmp_path):
-    controller = controller_of(tmp_path, *TWICE_TWO, "--training.steps=18", "--rl.async_steps=2")
+def test_lag_counts_updates_and_is_bounded_by_batches_ahead(start):
+    controller = start(*TWICE_TWO, "--training.steps=18", "--rl.async_steps=2")
     lags = [controller.train_step()["rl/lag"] for _ in range(5)]
     assert lags == [0, 4, 8, 8, 8]
     # The last batch makes only as many updates as steps are left.
     assert (controller.step, controller.num_batches) == (18, 5)
-    controller.close()
 
 
-def test_correction_is_relative_to_the_policy_before_the_first_update(tmp_path):
+def test_correction_is_relative_to_the_policy_before_the_first_update(start):
     overrides = [*TWICE_TWO, "--rl.loss.correction=token", "--optimizer.lr=1e-2"]
-    controller = controller_of(tmp_path, *overrides)
+    controller = start(*overrides)
     seen = []
     forward_backward = controller.trainer.forward_backward
 
@@ -83,14 +75,13 @@ def test_correction_is_relative_to_the_policy_before_the_first_update(tmp_path):
         torch.testing.assert_close(old, generator, rtol=0, atol=2e-5)
         assert metrics["mismatch_max"] < 2e-5
     assert abs(seen[3][2]["ratio_mean"] - 1) > 1e-4
-    controller.close()
 
 
-def test_evaluations_and_checkpoints_are_due_where_a_multiple_is_passed(tmp_path):
+def test_evaluations_and_checkpoints_are_due_where_a_multiple_is_passed(tmp_path, start):
     overrides = ["--training.steps=12", "--rl.eval_every=6", "--rl.eval_samples=2"]
     overrides += ["--checkpoint.enable", "--checkpoint.interval=6", "--metrics.enable_jsonl"]
     overrides += ["--metrics.log_freq=5", "--checkpoint.keep_latest_k=0"]
-    controller = controller_of(tmp_path, *TWICE_TWO, *overrides)
+    controller = start(*TWICE_TWO, *overrides)
     controller.train()
     controller.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

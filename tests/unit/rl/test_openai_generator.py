@@ -14,19 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.rl.test_dialogues import GUESS, STOPS
-from tests.unit.rl.test_job_config import config_with
 from tests.unit.rl.toy import toy_config
-from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations import openai
 from torchtitan.integrations.openai import OpenAIGenerator
 from torchtitan.integrations.vllm_lane import join, receive
 from torchtitan.rl import weight_transport
-from torchtitan.rl.checks import check_rl_config
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import CopyGenerator, PolicyModel, build_generator
+from torchtitan.rl.job_config import RLGenerator
 from torchtitan.rl.types import SamplingConfig
-from torchtitan.rl.weight_sync import WeightMismatchError, WeightSync
+from torchtitan.rl.weight_sync import WeightMismatchError, push_weights
 from torchtitan.rl.weight_transport import WeightChanges
 from torchtitan.tools.errors import RunError
 
@@ -72,6 +69,25 @@ class StandIn(http.server.ThreadingHTTPServer):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def answer_to(self, path, message):
+        own = {
+            "/v1/completions": self.complete,
+            "/reload": self.reload,
+            "/collective_rpc": self.collective_rpc,
+            "/v1/load_lora_adapter": self.load_adapters,
+            "/v1/unload_lora_adapter": self.unload_adapters,
+            "/reset_prefix_cache": lambda _: {"success": self.can_forget},
+            "/init_weight_transfer_engine": self.start_transfer,
+            "/start_weight_update": lambda _: self.begin_transfer(),
+            "/update_weights": self.receive,
+            "/finish_weight_update": self.finish_transfer,
+        }
+        with self.lock:
+            if self.fails and self.n_good == 0:
+                return self.fails.pop(0)
+            self.n_good = max(self.n_good - 1, 0)
+            return 200, own[path](message)
+
     def complete(self, request):
         self.requests.append(request)
         sampling = SamplingConfig(
@@ -94,7 +110,7 @@ class StandIn(http.server.ThreadingHTTPServer):
     def load_adapters(self, message):
         self.engine.load_peft(message["lora_path"])
         self.adapters.append(message["lora_name"])
-        WeightSync(self.engine, self.generator).update()
+        push_weights(self.engine, self.generator)
         return "Success: LoRA adapter added successfully."
 
     def unload_adapters(self, message):
@@ -138,6 +154,11 @@ class StandIn(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        status, answer = self.server.answer_to(self.path, json.loads(self.rfile.read(length)))
+        self.answer(status, answer)
+
     def do_GET(self):
         if self.path == "/get_world_size":
             self.answer(200, {"world_size": 1})
@@ -146,28 +167,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(200, f"{text}{self.server.started}\n")
         else:
             self.answer(404, None)
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            if self.server.fails and self.server.n_good == 0:
-                status, answer = self.server.fails.pop(0)
-            else:
-                own = {
-                    "/v1/completions": self.server.complete,
-                    "/reload": self.server.reload,
-                    "/collective_rpc": self.server.collective_rpc,
-                    "/v1/load_lora_adapter": self.server.load_adapters,
-                    "/v1/unload_lora_adapter": self.server.unload_adapters,
-                    "/reset_prefix_cache": lambda _: {"success": self.server.can_forget},
-                    "/init_weight_transfer_engine": self.server.start_transfer,
-                    "/start_weight_update": lambda _: self.server.begin_transfer(),
-                    "/update_weights": self.server.receive,
-                    "/finish_weight_update": self.server.finish_transfer,
-                }
-                status, answer = 200, own[self.path](body)
-                self.server.n_good = max(self.server.n_good - 1, 0)
-        self.answer(status, answer)
 
     def answer(self, status, answer):
         text = answer if isinstance(answer, str) else json.dumps(answer)
@@ -205,10 +204,9 @@ SHORT = ["--rl.num_prompts_per_step=2", "--rl.eval_samples=2", "--rl.sampling.te
 
 
 @pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several turns"])
-def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path):
+def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path, start):
     """The server has the trainer's weights, and training uses exactly the tokens that it drew."""
-    controller = Controller(toy_config(tmp_path, *SHORT, *extra, *flags_of(server)))
-    controller.setup()
+    controller = start(*SHORT, *extra, *flags_of(server))
     if extra:
         controller.task.reply = lambda prompt, turns: "<>"
     for _ in range(2):
@@ -233,12 +231,10 @@ DELTA = ["--rl.weight_sync.delta", "--optimizer.lr=1e-10"]
 
 
 @pytest.mark.parametrize("extra", [[], DELTA], ids=["whole", "delta"])
-def test_weights_may_come_without_files(extra, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        weight_transport, "_BUCKET_BYTES", 100_000
-    )  # several messages for an update
-    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server), *extra))
-    controller.setup()
+def test_weights_may_come_without_files(extra, server, tmp_path, monkeypatch, start):
+    # Several messages for an update.
+    monkeypatch.setattr(weight_transport, "_BUCKET_BYTES", 100_000)
+    controller = start(*SHORT, *flags_of_transfer(server), *extra)
     for _ in range(2):
         assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
     sent = dict(controller.trainer.engine.iter_hf_weights())
@@ -259,7 +255,7 @@ def test_transfer_that_the_server_refuses_ends_the_update_at_once(good_answers, 
     server.n_good, server.fails = good_answers, [refusal]
     started = time.monotonic()
     with pytest.raises(WeightMismatchError, match="not configured.*--weight-transfer-config"):
-        WeightSync(engine, generator).update()
+        push_weights(engine, generator)
     assert time.monotonic() - started < 10
     assert generator._lane is None  # parts of the update may be on the way in its connections
     engine.close()
@@ -268,12 +264,11 @@ def test_transfer_that_the_server_refuses_ends_the_update_at_once(good_answers, 
 LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=0.05"]
 
 
-def test_server_gets_adapters_alone(tmp_path):
+def test_server_gets_adapters_alone(tmp_path, start):
     with served(StandIn(tmp_path / "server", *LORA)) as server:
         flags = ["--rl.generator.backend=openai", "--rl.generator.model=toy"]
         flags += [f"--rl.generator.url={server.url}", "--rl.generator.adapters"]
-        controller = Controller(toy_config(tmp_path, *SHORT, *LORA, *flags))
-        controller.setup()
+        controller = start(*SHORT, *LORA, *flags)
         for step in range(3):
             assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
             (name,) = server.adapters
@@ -284,16 +279,16 @@ def test_server_gets_adapters_alone(tmp_path):
         names = {"adapter_config.json", "adapter_model.safetensors"}
         assert {path.name for path in left.iterdir()} == names
         server.fails = [(404, {"detail": "Not Found"})]
-        generator = OpenAIGenerator(
-            server.url, "toy", "", str(tmp_path / "other"), "", adapters=True
-        )
+        settings = RLGenerator(url=server.url, model="toy", adapters=True)
+        generator = OpenAIGenerator(settings, str(tmp_path / "other"), "")
         with pytest.raises(WeightMismatchError, match="404.*must be vLLM with --enable-lora"):
-            WeightSync(server.engine, generator).update()
+            push_weights(server.engine, generator)
 
 
 def test_adapters_whose_first_answer_was_lost_are_loaded(server, tmp_path, monkeypatch):
     monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
-    generator = OpenAIGenerator(server.url, "toy", "", str(tmp_path), "", adapters=True)
+    settings = RLGenerator(url=server.url, model="toy", adapters=True)
+    generator = OpenAIGenerator(settings, str(tmp_path), "")
     # The words of vLLM 0.11 and later.
     known = "The lora adapter 'toy' has already been loaded."
     server.fails = [(503, None), (400, {"error": {"message": known, "code": 400}})]
@@ -305,9 +300,8 @@ def test_adapters_whose_first_answer_was_lost_are_loaded(server, tmp_path, monke
 
 def generator_of(server, folder, reload_path="/reload", **more):
     reload_url = reload_path and f"{server.url}{reload_path}"
-    generator = OpenAIGenerator(
-        server.url, "toy", reload_url, str(folder), "nowhere", vocab_size=32, **more
-    )
+    settings = RLGenerator(url=server.url, model="toy", reload_url=reload_url, **more)
+    generator = OpenAIGenerator(settings, str(folder), "nowhere", vocab_size=32)
     generator.policy_version = 1
     return generator
 
@@ -360,7 +354,7 @@ def test_greedy_tokens_have_a_probability_of_one(server):
 
 
 def test_servers_end_come_back_and_join_and_draw_only_with_the_trainers_weights(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, start
 ):
     monkeypatch.setattr(openai, "_SECONDS_BETWEEN_TRIES", 0.01)
     named = tmp_path / "servers"
@@ -369,8 +363,7 @@ def test_servers_end_come_back_and_join_and_draw_only_with_the_trainers_weights(
         named.write_text(first.url)
         flags = ["--rl.generator.backend=openai", "--rl.generator.model=toy"]
         flags += [f"--rl.generator.url={named}", "--rl.generator.reload_url=/reload"]
-        controller = Controller(toy_config(tmp_path / "run", *SHORT, *flags, "--training.steps=9"))
-        controller.setup()
+        controller = start(*SHORT, *flags, "--training.steps=9")
 
         def drawn_by(*servers):
             """Train a step with the trainer's own weights; return the number of requests of each server."""
@@ -396,25 +389,21 @@ def test_servers_end_come_back_and_join_and_draw_only_with_the_trainers_weights(
         ]
         assert sum(drawn_by(*again)) == 8
         assert {server.reloads[0]["version"] for server in again} == {4}
-        controller.close()
 
 
-def test_run_whose_server_lost_weights_without_files_ends(tmp_path, server):
-    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server)))
-    controller.setup()
+def test_run_whose_server_lost_weights_without_files_ends(tmp_path, server, start):
+    controller = start(*SHORT, *flags_of_transfer(server))
     server.die()
     with served(StandIn(tmp_path / "again", port=server.server_port)) as again:
         with pytest.raises(RunError, match="was started again.*leaves no files"):
             controller.train_step()
         assert not again.requests
-    controller.close()
 
 
-def test_idle_connection_that_a_proxy_closes_is_no_restart(server, tmp_path):
+def test_idle_connection_that_a_proxy_closes_is_no_restart(server, start):
     """nginx closes it after 60 s, and so does an HTTPS server. The process tells when it started."""
     server.started = "1764409657.25"
-    controller = Controller(toy_config(tmp_path, *SHORT, *flags_of_transfer(server)))
-    controller.setup()
+    controller = start(*SHORT, *flags_of_transfer(server))
     for _ in range(2):
         server.cut()
         assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
@@ -422,7 +411,6 @@ def test_idle_connection_that_a_proxy_closes_is_no_restart(server, tmp_path):
     server.started = "1764409999.5"
     with pytest.raises(RunError, match="was started again.*leaves no files"):
         controller.train_step()
-    controller.close()
 
 
 def test_temporary_failures_are_retried_and_lasting_ones_raised(server, monkeypatch):
@@ -462,7 +450,7 @@ def test_failure_is_raised_before_slower_requests_end(server, monkeypatch):
 def test_server_of_vllm_is_asked_in_its_own_way_and_empties_its_cache(server, tmp_path):
     generator = generator_of(server, tmp_path / "weights", reload_path="")
     engine = TrainingEngine(toy_config(tmp_path))
-    WeightSync(engine, generator).update()
+    push_weights(engine, generator)
     assert generator.policy_version == engine.weights_version and len(server.reloads) == 1
     server.can_forget = False
     with pytest.raises(WeightMismatchError, match="reset_prefix_cache refused with .*success.: fa"):
@@ -497,37 +485,3 @@ def test_errors_of_the_weights_are_not_reported_as_errors_of_the_server(
     with pytest.raises(WeightMismatchError, match="division by zero"):
         generator.update_weights(Weights(pairs=pairs, version=2, digest=None))
     assert read == ["a", "b", "c"]
-
-
-OPENAI = {"backend": "openai", "url": "http://a", "reload_url": "http://a/r", "model": "m"}
-ADAPTERS = OPENAI | {"adapters": True, "reload_url": ""}
-
-
-@pytest.mark.parametrize(
-    ("good", "values", "message"),
-    [
-        (OPENAI, {"url": ""}, "rl.generator.url must be an address like"),
-        (OPENAI, {"reload_url": "a:80"}, "reload_url must be an address like .* got 'a:80'"),
-        (OPENAI, {"url": "http://a,b:80"}, "url must be an address like .* got 'b:80'"),
-        (OPENAI, {"url": "http://a, http://b"}, "names 2 servers.*got reload_url = 'http://a/r'"),
-        (OPENAI, {"model": ""}, "rl.generator.model must be the model's name"),
-        (OPENAI, {"weight_transfer": "gloo"}, "sends .* got rl.generator.reload_url"),
-        (OPENAI, {"ranks": 2}, "must not take weights while .* got rl.generator.ranks = 2"),
-        (OPENAI, {"backend": "local"}, "url = 'http://a' has no effect .*; set that to 'openai'"),
-        (OPENAI, {"rescore": True}, "rescore would hide how far"),
-        (ADAPTERS, {"model__converters": []}, "sends the adapters of the converter 'lora', got"),
-        (ADAPTERS, {"reload_url": "http://a/r"}, "got rl.generator.reload_url = 'http://a/r';"),
-        (ADAPTERS, {"lora__rank_pattern": {"wq": 2}}, "of one rank and scale, .* lora.rank_patt"),
-        ({"adapters": True}, {"backend": "local"}, "files of adapters, .*backend = 'local'"),
-        ({"adapters": True}, {"backend": "vllm"}, "vLLM read the base from .*; train from that"),
-    ],
-)
-def test_settings_are_checked(good, values, message):
-    def checked(values):
-        named = {k if "__" in k else f"rl__generator__{k}": value for k, value in values.items()}
-        check_rl_config(config_with(**{"model__converters": ["lora"]} | named))
-
-    if "url" in good:
-        checked(good)
-    with pytest.raises(ConfigError, match=message):
-        checked(good | values)

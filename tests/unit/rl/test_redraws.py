@@ -2,18 +2,12 @@
 
 import pytest
 
-from tests.unit.rl.toy import toy_config
 from torchtitan.rl.advantages import OverlongPenalty
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.rollout import Request
 from torchtitan.rl.tasks import Grade
 from torchtitan.rl.types import Episode
 
-
-def controller_of(folder, *overrides):
-    controller = Controller(toy_config(folder, "--rl.num_samples_per_prompt=2", *overrides))
-    controller.setup()
-    return controller
+TWO = "--rl.num_samples_per_prompt=2"
 
 
 def test_penalty_grows_linearly_over_the_last_tokens():
@@ -33,8 +27,8 @@ def test_penalty_of_a_dialogue_is_that_of_its_longest_turn():
     assert request.with_extras(episode, 0).reward == 0.5  # 5 tokens, half-way from 4 to 6
 
 
-def test_long_completions_lose_reward_in_training_and_not_in_evaluation(tmp_path):
-    controller = controller_of(tmp_path, "--rl.overlong_tokens=2", "--rl.overlong_penalty=0.5")
+def test_long_completions_lose_reward_in_training_and_not_in_evaluation(start):
+    controller = start(TWO, "--rl.overlong_tokens=2", "--rl.overlong_penalty=0.5")
     controller.task.grade = lambda prompt, text: Grade(1.0, {})
     controller.rollouts.start_until(1)
     episodes = controller.rollouts.take(1)
@@ -44,12 +38,11 @@ def test_long_completions_lose_reward_in_training_and_not_in_evaluation(tmp_path
         lost = {4: 0.5, 3: 0.25}.get(len(episode.token_ids), 0.0)
         assert (episode.reward, episode.scores["overlong_penalty"]) == (1 - lost, lost)
     assert {e.reward for e in controller.rollouts.of_held_out(greedy=False)} == {1.0}
-    controller.close()
 
 
 @pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])
-def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, tmp_path):
-    controller = controller_of(tmp_path, "--rl.redraws=2", *mode)
+def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, start):
+    controller = start(TWO, "--rl.redraws=2", *mode)
     rollouts, task = controller.rollouts, controller.task
     prompts = [task.prompt(i) for i in range(12)]
     assert len({p.text for p in prompts}) == 12
@@ -71,13 +64,12 @@ def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, tmp
     assert [e.scores["redraws"] for e in episodes] == [2, 2, 0, 0, 1, 1, 2, 2]
     assert len(n_graded) == 2 * (4 + 3 + 2)
     assert task.state_dict() == {"num_drawn": 12}
-    controller.close()
 
 
-def test_first_draws_are_those_without_redraws(tmp_path):
+def test_first_draws_are_those_without_redraws(start):
     found = []
     for overrides in ([], ["--rl.redraws=3"]):
-        controller = controller_of(tmp_path, *overrides)
+        controller = start(TWO, *overrides)
         rewards = iter([0.0, 1.0] * 4)
         controller.task.grade = lambda prompt, text, rewards=rewards: Grade(next(rewards), {})
         controller.rollouts.start_until(1)

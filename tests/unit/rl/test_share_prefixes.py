@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from tests.unit.rl.toy import VOCAB, gradients, toy_config
-from torchtitan.config.checks import ConfigError
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.critic import Critic
 from torchtitan.rl.losses import GRPOLoss, GSPOLoss
 from torchtitan.rl.policy import PolicyTrainer
@@ -169,32 +167,19 @@ def test_critic_and_its_gradients_are_those_of_separate_samples(tmp_path):
     assert shared_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--model.attn_type=flex"], "got rl.batch.packing = False"),
-        (["--rl.batch.packing", "--rl.generator.exact"], "rl.batch.share_prefixes"),
-    ],
-)
-def test_sharing_needs_packed_rows_and_the_ordinary_kernels(flags, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        PolicyTrainer(toy_config(tmp_path, *PACKED, "--rl.batch.share_prefixes", *flags))
-
-
 LOOP = [*PACKED, "--model.attn_type=flex", "--rl.batch.packing", "--training.steps=4"]
 LOOP += ["--rl.loss.kl_coef=0.1", "--rl.minibatches=2", "--rl.loss.correction=token"]
 
 
 @pytest.mark.parametrize("seed", [7, 8, 9])
-def test_runs_that_share_prefixes_draw_the_same_tokens_and_take_the_same_steps(seed, tmp_path):
+def test_runs_that_share_prefixes_draw_the_same_tokens_and_take_the_same_steps(
+    seed, tmp_path, start
+):
     runs = []
     for share in ([], ["--rl.batch.share_prefixes"]):
         flags = [f"--debug.seed={seed}", f"--rl.seed={seed}"]
-        config = toy_config(tmp_path / str(len(share)), *LOOP, *flags, *share)
-        controller = Controller(config)
-        controller.setup()
+        controller = start(*LOOP, *flags, *share, folder=tmp_path / str(len(share)))
         runs.append([controller.train_step() for _ in range(2)])
-        controller.close()
     for packed, shared in zip(*runs, strict=True):
         assert shared["rl/reward"] == packed["rl/reward"]
         assert shared["rl/slots_per_token"] < 0.8 * packed["rl/slots_per_token"]

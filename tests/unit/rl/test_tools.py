@@ -7,11 +7,8 @@ import pytest
 from tests.unit.data.chats import FORGETFUL, QWEN_LIKE, write_tokenizer
 from tests.unit.rl import tool_functions
 from tests.unit.rl.test_dialogues import Scripted, draw
-from tests.unit.rl.test_job_config import config_with
 from tests.unit.rl.toy import toy_config
-from torchtitan.config.checks import ConfigError
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
-from torchtitan.rl.checks import check_rl_config
 from torchtitan.rl.tasks import build_task
 from torchtitan.rl.tools import Toolbox, ToolCall, calculator, schema_of, tool_calls
 
@@ -223,23 +220,3 @@ def test_chat_prompts_need_no_tools_and_take_variables(folder):
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
     assert plain.text == "plain" and not task.replies
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"tools": ["nowhere:f"], "max_turns": 2}, "rl.task.tools names a function to import"),
-        ({"tools": TOOLS}, "another turn to read them, got rl.task.max_turns = 1; raise it"),
-        ({"chat_template": "none.jinja"}, "must be a file with a Jinja template, got 'none.jinja'"),
-        ({"chat_variables": "[1]"}, r"rl.task.chat_variables must be a JSON object, got '\[1\]'"),
-    ],
-)
-def test_settings_are_checked(values, message, tmp_path):
-    (tmp_path / "p.jsonl").write_text("{}")
-    values = {
-        "name": "jsonl",
-        "path": str(tmp_path / "p.jsonl"),
-        "reward_fn": "operator:eq",
-    } | values
-    with pytest.raises(ConfigError, match=message):
-        check_rl_config(config_with(**{f"rl__task__{key}": value for key, value in values.items()}))

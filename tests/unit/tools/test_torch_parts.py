@@ -12,9 +12,9 @@ from torchtitan.config import ConfigManager
 from torchtitan.job import resolve_job
 from torchtitan.tools import torch_parts
 from torchtitan.tools.errors import RunError
+from torchtitan.tools.torch_versions import TESTED
 
 PACKAGE = Path(torch_parts.__file__).resolve().parents[1]
-INSTALLED = ".".join(torch.__version__.split(".")[:2])
 MISSING = "does_not_exist_in_this_torch"
 
 # What may stay outside `torch_parts`: names of Python, and of other libraries.
@@ -119,22 +119,20 @@ def test_a_private_name_elsewhere_is_found(code):
 
 
 def test_parts_that_the_package_names_are_those_of_the_table():
-    assert [name for name, files in torch_parts.uses().items() if not files] == []
-    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    named = set(re.findall(r"\btorch_parts\.(\w+)", sources)) - vars(torch_parts).keys()
-    assert named <= torch_parts.PARTS.keys()
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"\btorch_parts\.(\w+)", text)}
+    assert named - vars(torch_parts).keys() <= torch_parts.PARTS.keys()
+    quoted = {name for text in sources for name in re.findall(r"\"(\w+)\"", text)}
+    imported = " ".join(re.findall(r"torch_parts import (.*)", "\n".join(sources)))
+    assert torch_parts.PARTS.keys() <= named | quoted | set(re.findall(r"\w+", imported))
 
 
-@pytest.mark.skipif(INSTALLED not in torch_parts.VERSIONS, reason="not read yet")
+@pytest.mark.skipif(torch.__version__.split("+")[0] not in TESTED, reason="not read yet")
 @pytest.mark.parametrize("name", torch_parts.PARTS)
-def test_installed_torch_has_the_part_as_the_table_says(name):
-    part = torch_parts.PARTS[name]
-    spelling = part.spelling_in(INSTALLED)
-    if spelling is None:
-        assert part.instead and torch_parts.get(name) is None
-    elif torch.distributed.is_nccl_available() or "NCCL" not in spelling:
-        *_, missing = torch_parts._resolve(spelling, part.members)
-        assert not missing
+def test_tested_torch_has_the_part(name):
+    spellings, members = torch_parts.PARTS[name].spellings, torch_parts.PARTS[name].members
+    if torch.distributed.is_nccl_available() or "NCCL" not in spellings[0]:
+        assert "" in [torch_parts._resolve(spelling, members)[-1] for spelling in spellings]
 
 
 FOUR_RANKS = ["--comm.mode=fake_backend", "--parallelism.data_parallel_shard_degree=4"]
@@ -177,8 +175,7 @@ def test_a_missing_part_is_one_sentence_at_start_up_of_jobs_that_use_it(
 
 def test_a_part_with_a_replacement_may_be_missing(monkeypatch):
     name = "staging_stream"
-    spellings = {f"torch:{MISSING}": ("2.11", "2.15")}
-    gone = torch_parts.PARTS[name]._replace(spellings=spellings)
+    gone = torch_parts.PARTS[name]._replace(spellings=[f"torch:{MISSING}"])
     monkeypatch.setitem(torch_parts.PARTS, name, gone)
     monkeypatch.setattr(torch_parts, "place", torch_parts.place.__wrapped__)
     assert torch_parts.get(name) is None

@@ -25,18 +25,18 @@ def check_job_config(
     known_converters: the registered names; None skips their check.
     builds_data: False for an engine without a trainer, which reads no data and writes fewer files.
     """
+    parallelism = job_config.parallelism
+    pp, ep = parallelism.pipeline_parallel_degree, parallelism.expert_parallel_degree
     refuse(
         values.single_values(job_config),
         values.checkpoint_settings(job_config.checkpoint),
         values.features(job_config),
-        values.unavailable(job_config),
         values.data(job_config),
         values.lora(job_config),
         values.loss(job_config, builds_data),
         values.optimizer(job_config),
-        layout.degrees(job_config),
         layout.tensor_parallel(job_config),
-        layout.early_step(job_config),
+        layout.early_step(job_config.optimizer, pp, ep),
         model.output_in_high_precision(job_config),
         files.addresses(job_config),
         files.checkpoint_folders(job_config),
@@ -63,7 +63,7 @@ def check_ranks(job_config: JobConfig, world_size: int) -> None:
 
 def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool = True) -> None:
     """Raise ConfigError for the first broken rule that depends on the model's `TrainSpec`."""
-    check_flavor(job_config, train_spec)
+    refuse(model.flavor(job_config, train_spec))
     model_args = train_spec.model_args[job_config.model.flavor]
     refuse(
         model.attention(job_config, model_args),
@@ -78,10 +78,6 @@ def check_against_spec(job_config: JobConfig, train_spec: Any, builds_data: bool
         layout.pipeline_schedule(job_config),
         layout.pipeline_stages(job_config, train_spec, model_args),
     )
-
-
-def check_flavor(job_config: JobConfig, train_spec: Any) -> None:
-    refuse(model.flavor(job_config, train_spec))
 
 
 def check_datasets(job_config: JobConfig, known: Collection[str]) -> None:

@@ -31,20 +31,6 @@ from torchtitan.config.pipeline_layout import (
 from torchtitan.tools.files import open_file
 
 
-def degrees(job_config: JobConfig) -> Iterator[str]:
-    parallelism = job_config.parallelism
-    tp, etp = parallelism.tensor_parallel_degree, parallelism.expert_tensor_parallel_degree
-    if parallelism.expert_parallel_degree > 1 and etp not in (1, tp):
-        yield _other_tensor_degree(etp, tp)
-
-
-def _other_tensor_degree(etp: int, tp: int) -> str:
-    return (
-        f"parallelism.expert_tensor_parallel_degree must be 1 or equal tensor_parallel_degree, "
-        f"got {etp} with {tp}; set it to {' or '.join(map(str, {1, tp}))}"
-    )
-
-
 def world_size(job_config: JobConfig, world_size: int) -> Iterator[str]:
     degrees = {name: getattr(job_config.parallelism, name) for name in DEGREES}
     degrees["data_parallel_shard_degree"] = shards = shard_degree(job_config, world_size)
@@ -90,8 +76,12 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     dp_shard = shard_degree(job_config, world_size)
     ranks = dp_shard * cp * tp
-    if ranks % etp:  # otherwise allowed, because etp has no effect without expert parallelism
-        yield _other_tensor_degree(etp, tp)
+    # Without expert parallelism, another degree has no effect.
+    if (ep > 1 and etp not in (1, tp)) or ranks % etp:
+        yield (
+            f"parallelism.expert_tensor_parallel_degree must be 1 or equal tensor_parallel_degree, "
+            f"got {etp} with {tp}; set it to {' or '.join(map(str, {1, tp}))}"
+        )
     names = "data_parallel_shard_degree * context_parallel_degree * tensor_parallel_degree"
     what = f"{names} / expert_tensor_parallel_degree = {dp_shard} * {cp} * {tp} / {etp}"
     yield from divides("parallelism.expert_parallel_degree", ep, what, ranks // etp)
@@ -172,17 +162,12 @@ def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) 
         )
     if getattr(model_args, "n_linear_layers", 0):
         heads = model_args.linear_key_heads // parallelism.tensor_parallel_degree
-        if heads % cp:
-            yield (
-                f"parallelism.context_parallel_degree must divide the {heads} key heads of linear attention "
-                f"of a rank, got {cp}; choose a divisor"
-            )
-    heads = getattr(model_args, "n_heads", 0) // parallelism.tensor_parallel_degree
-    if parallelism.context_parallel_rotate_method == "alltoall" and heads % cp:
-        yield (
-            f"parallelism.context_parallel_degree must divide the {heads} attention heads of a rank for "
-            f"context_parallel_rotate_method = 'alltoall', got {cp}; set the method to 'allgather'"
-        )
+        what = "a rank's key heads of linear attention"
+        yield from divides("parallelism.context_parallel_degree", cp, what, heads)
+    if parallelism.context_parallel_rotate_method == "alltoall":
+        heads = getattr(model_args, "n_heads", 0) // parallelism.tensor_parallel_degree
+        what = "a rank's attention heads, which context_parallel_rotate_method = 'alltoall' splits"
+        yield from divides("parallelism.context_parallel_degree", cp, what, heads)
 
 
 def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
@@ -246,13 +231,7 @@ def pipeline_stages(job_config: JobConfig, train_spec: Any, model_args: Any) -> 
         yield from problem_in(modules_of_stages, parallelism, model_args.n_layers)
 
 
-def early_step(job_config: JobConfig) -> Iterator[str]:
-    degrees = job_config.parallelism
-    pp, ep = degrees.pipeline_parallel_degree, degrees.expert_parallel_degree
-    yield from early_step_with(job_config.optimizer, pp, ep)
-
-
-def early_step_with(optimizer: Optimizer, pp: int, ep: int) -> Iterator[str]:
+def early_step(optimizer: Optimizer, pp: int, ep: int) -> Iterator[str]:
     if not optimizer.early_step_in_backward:
         return
     yield from clash(

@@ -82,9 +82,6 @@ def without_effect(job_config: JobConfig) -> dict[str, str]:
 
 def tell_settings_without_effect(job_config: JobConfig) -> None:
     unread = without_effect(job_config)
-    by_condition = [
-        f"{', '.join(key for key in unread if unread[key] == condition)} (read if {condition})"
-        for condition in dict.fromkeys(unread.values())
-    ]
-    if by_condition:
-        logger.info("settings that have no effect: %s", "; ".join(by_condition))
+    if unread:
+        told = (f"{key} (read if {condition})" for key, condition in unread.items())
+        logger.info(f"settings that have no effect: {'; '.join(told)}")

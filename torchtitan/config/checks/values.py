@@ -64,6 +64,11 @@ def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
 
 def features(job_config: JobConfig) -> Iterator[str]:
     checkpoint, ac = job_config.checkpoint, job_config.activation_checkpoint
+    if job_config.fault_tolerance.enable:
+        yield (
+            "fault_tolerance.enable = True is not available; leave it out, and let torchrun "
+            "--max-restarts start the job again, which continues from its newest checkpoint"
+        )
     if job_config.training.time_limit_minutes and (not checkpoint.enable or checkpoint.load_only):
         yield (
             f"training.time_limit_minutes ends the run with a checkpoint, got checkpoint.enable = "
@@ -85,21 +90,6 @@ def features(job_config: JobConfig) -> Iterator[str]:
         for problem in one_of("compile.backend", backend, known):
             yield f"{problem}; experimental.custom_import can name a module that registers more"
     yield from profiling_cycle(job_config.profiling)
-
-
-def unavailable(job_config: JobConfig) -> Iterator[str]:
-    """Features of torchtitan 0.2.x that this version lacks."""
-    if job_config.fault_tolerance.enable:
-        yield (
-            "fault_tolerance.enable = True is not available; leave it out, and let torchrun "
-            "--max-restarts start the job again, which continues from its newest checkpoint"
-        )
-    backend = job_config.parallelism.expert_parallel_comm_backend
-    if backend != "standard":
-        yield (
-            f"parallelism.expert_parallel_comm_backend must be 'standard' in this version, got "
-            f"{backend!r}; leave it out"
-        )
 
 
 def profiling_cycle(profiling: Profiling) -> Iterator[str]:

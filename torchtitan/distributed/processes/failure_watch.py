@@ -56,12 +56,8 @@ class Watch:
         """Return `function()`, or `instead()` if this or an earlier function failed in this call."""
         return function()
 
-    def raise_failures(self, *, waits: bool) -> None:
-        """Raise the failure of a function that `attempt` called; the other ranks raise RunError.
-
-        waits: wait for all ranks first; unnecessary after a collective that all ranks enter after
-            their last `attempt`.
-        """
+    def raise_failures(self) -> None:
+        """Raise the failure of a function that `attempt` called; the other ranks raise RunError. Collective."""
 
     def close(self) -> None:
         """Stop watching. All ranks call this once the engine makes no more collective calls."""
@@ -130,9 +126,9 @@ class FailureWatch(Watch):
                         self._send("function", _text_of(error))
         return instead()
 
-    def raise_failures(self, *, waits: bool) -> None:
-        if waits:
-            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._host_group)
+    def raise_failures(self) -> None:
+        # Ranks wait for each other: all have made their last `attempt` then.
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=self._host_group)
         self._raised = self._take_failure()
         if self._raised is not None:
             raise self._raised

@@ -34,7 +34,6 @@ from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero
 from torchtitan.integrations.tinker.conversions import (
     adapters_of,
     check_finite,
-    finite_output,
     loss_of,
     only_targets,
     output_of,
@@ -202,21 +201,12 @@ class LocalTrainingClient(AsyncNames):
         """Save a state under `sampler_weights/<name>`, for `create_sampling_client`."""
         return self.save_state(os.path.join("sampler_weights", name))
 
-    def save_external(
-        self, name: str, rank: int | None = None
-    ) -> ClientFuture[SaveWeightsResponse]:
-        """Save with `external`, see `save_state`."""
-        return self.save_state(name, rank=rank, external=True)
-
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[str]:
         """Yield a new folder, which replaces the saved state `name` if the block succeeds."""
         path = self._state_path(name)
         parent, last = os.path.split(path)
         new, old = os.path.join(parent, f".{last}"), os.path.join(parent, f".{last}.old")
-
-        def clear() -> None:
-            shutil.rmtree(new, ignore_errors=True)
 
         def replace() -> None:
             shutil.rmtree(old, ignore_errors=True)
@@ -225,13 +215,13 @@ class LocalTrainingClient(AsyncNames):
             os.rename(new, path)
             shutil.rmtree(old, ignore_errors=True)
 
-        from_rank_zero(clear)
+        from_rank_zero(lambda: shutil.rmtree(new, ignore_errors=True))
         try:
             yield new
             from_rank_zero(replace)
         except Exception:
             if is_rank_zero():
-                clear()
+                shutil.rmtree(new, ignore_errors=True)
             raise
 
     def _state_path(self, name: str) -> str:
@@ -259,10 +249,6 @@ class LocalTrainingClient(AsyncNames):
     def load_state_with_optimizer(self, path: str | None) -> ClientFuture[bool]:
         """Load weights and optimizer of a saved state, to continue exactly from there."""
         return self.load_state(path, optimizer=True)
-
-    def load_initial_state(self) -> ClientFuture[bool]:
-        """Load the config's newest checkpoint, else its initial one; False if there is none."""
-        return self.load_state_with_optimizer(None)
 
     @on_thread
     def load_sampler_weights(self, sampler: LocalSamplingClient) -> None:
@@ -302,9 +288,7 @@ class LocalTrainingClient(AsyncNames):
             state.optimizers[number], optimizer.state = optimizer.state, state.optimizers[number]
         for name, weight in self._trained:
             state.gradients[name], weight.grad = weight.grad, state.gradients[name]
-        before = trainer._denominator, trainer._num_accumulated, trainer._passes
-        trainer._denominator, trainer._num_accumulated, trainer._passes = state.step
-        state.step = before
+        state.passes, trainer.passes = trainer.passes, state.passes
         self._failure, state.failure = state.failure, self._failure
 
     @on_thread
@@ -374,7 +358,7 @@ class LocalTrainingClient(AsyncNames):
         output = self._trainer.forward_backward(batch, loss, return_logprobs=True)
         assert output.logprobs is not None
         of_loss = {name: output.metrics[name] for name in loss.metric_names}
-        return finite_output(output.logprobs, output.loss, of_loss)
+        return output_of(output.logprobs, {"loss:sum": output.loss, **of_loss})
 
     def _forward_backward_custom(
         self, data: list[Datum], loss_fn: CustomLoss
@@ -436,7 +420,7 @@ class LocalServiceClient(AsyncNames):
     def __init__(self, job_config: JobConfig):
         self._config = job_config
         self._training = LocalTrainingClient(job_config)
-        self._training.load_initial_state().result()
+        self._training.load_state_with_optimizer(None).result()
         self._base = self._training.save_weights_and_get_sampling_client(pinned=True).result()
 
     def create_lora_training_client(

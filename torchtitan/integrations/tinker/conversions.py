@@ -164,25 +164,20 @@ def check_finite(logprobs: list[Tensor]) -> list[Tensor]:
     return logprobs
 
 
-def error_or(call: Callable[[], _T]) -> _T | Exception:
+def error_or(call: Callable[..., _T], *args: Any) -> _T | Exception:
     try:
-        return call()
+        return call(*args)
     except (ValueError, FloatingPointError) as error:
         return error
 
 
-def finite_output(
-    logprobs: list[Tensor], loss: float, metrics: dict[str, float]
-) -> ForwardBackwardOutput:
+def output_of(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
+    """Return an output. Raises for log-probs, or a loss among the metrics, that are not finite."""
     check_finite(logprobs)
-    if not math.isfinite(loss):
+    if not math.isfinite(loss := metrics.get("loss:sum", 0.0)):
         raise ValueError(
             f"the loss is {loss}: logprobs of the data are too far from the policy's, or "
             "advantages or weights too large; leave such tokens out with mask"
         )
-    return output_of(logprobs, {"loss:sum": loss, **metrics})
-
-
-def output_of(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
     outputs = [{"logprobs": TensorData.from_torch(values)} for values in logprobs]
     return ForwardBackwardOutput(outputs, metrics)

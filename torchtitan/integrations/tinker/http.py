@@ -1,6 +1,7 @@
 """An HTTP/1.1 server on asyncio that limits each client's memory, time and connections.
 
-Requests are JSON, or the protobuf messages of `wire`; nothing in a request is executed or unpickled.
+ASGI servers have not all of these limits: uvicorn waits without end for a client's headers, hypercorn takes
+any number of connections. Nothing in a request is executed or unpickled.
 """
 
 import asyncio
@@ -35,8 +36,7 @@ REACHED_AT = contextvars.ContextVar("REACHED_AT", default="")
 
 _MAX_CONNECTIONS = 512
 _MAX_HEADER_BYTES = 2**16
-# Limit of a refused request's body that is read and dropped; closing early would lose the answer.
-_MAX_BYTES_DROPPED = 2**16
+_MAX_BYTES_DROPPED = 2**16  # of a refused request's body
 # Timeout for a request's headers; longer than the 10 s between a client's heartbeats.
 _SECONDS_IDLE = 15
 _SECONDS_PER_REQUEST = 60  # timeout to read a request's body, and to send each part of the answer
@@ -95,9 +95,6 @@ class HttpServer:
         self._open: set[asyncio.StreamWriter] = set()
         # Connections that have not sent a complete request, longest waiting first.
         self._unread: dict[asyncio.StreamWriter, None] = {}
-        self._n_answering = 0
-        # A request for a result that is not finished blocks its thread for up to 20 s.
-        self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, "http")
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="http", daemon=True
@@ -110,9 +107,11 @@ class HttpServer:
         if self._thread.ident is not None:
             self._thread.join(2 * _SECONDS_TO_FINISH)
         self._socket.close()
-        self._pool.shutdown(wait=False)
 
     async def _serve(self) -> None:
+        # A request for a result that is not finished blocks its thread for up to 20 s.
+        threads = ThreadPoolExecutor(_MAX_CONNECTIONS, "http")
+        asyncio.get_running_loop().set_default_executor(threads)
         server = await asyncio.start_server(
             self._connection, sock=self._socket, limit=_MAX_HEADER_BYTES
         )
@@ -120,7 +119,7 @@ class HttpServer:
             await asyncio.sleep(0.1)
         server.close()
         until = time.monotonic() + _SECONDS_TO_FINISH
-        while self._n_answering and time.monotonic() < until:
+        while len(self._open) > len(self._unread) and time.monotonic() < until:  # answering
             await asyncio.sleep(0.02)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,13 +153,8 @@ class HttpServer:
         self._unread.pop(writer, None)
         keeps = headers.get("Connection", "").lower() != "close"
         REACHED_AT.set(f"http://{headers['Host']}")
-        self._n_answering += 1
-        try:
-            run, call = contextvars.copy_context().run, (self._answer, method, path, body)
-            loop = asyncio.get_running_loop()
-            await self._send(writer, await loop.run_in_executor(self._pool, run, *call), keeps)
-        finally:
-            self._n_answering -= 1
+        answer = await asyncio.to_thread(self._answer, method, path, body)
+        await self._send(writer, answer, keeps)
         return keeps
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, Any, bytes]:
@@ -176,7 +170,16 @@ class HttpServer:
         length = headers.get("Content-Length", "0")
         if headers.get("Transfer-Encoding") or not (length.isascii() and length.isdecimal()):
             raise Refused("requests need a Content-Length", 411)
-        size, refusal = int(length[:20]), None
+        size = int(length[:20])
+
+        async def read_body() -> bytes:
+            try:
+                async with asyncio.timeout(_SECONDS_PER_REQUEST):
+                    return await reader.readexactly(size)
+            except TimeoutError as error:
+                limit = f"within {_SECONDS_PER_REQUEST} s; send less at once"
+                raise Refused(f"a request must arrive {limit}", 408) from error
+
         try:
             self._access.check(headers, path)
             if size > self._max_bytes:
@@ -184,18 +187,11 @@ class HttpServer:
                 raise Refused(f"requests may have {self._max_bytes} bytes, {got}", 413)
             if headers.get("Content-Encoding", "identity") != "identity":
                 raise Refused("requests must not be compressed", 415)
-        except Refused as error:
-            refusal, size = error, size if size <= _MAX_BYTES_DROPPED else 0
-        try:
-            async with asyncio.timeout(_SECONDS_PER_REQUEST):
-                body = await reader.readexactly(size)
-        except TimeoutError as error:
-            raise Refused(
-                f"a request must arrive within {_SECONDS_PER_REQUEST} s; send less at once", 408
-            ) from error
-        if refusal is not None:
-            raise refusal
-        return method, path, headers, body
+        except Refused:
+            if size <= _MAX_BYTES_DROPPED:  # closing early would lose the answer
+                await read_body()
+            raise
+        return method, path, headers, await read_body()
 
     def _answer(self, method: str, path: str, body: bytes) -> Answer:
         try:

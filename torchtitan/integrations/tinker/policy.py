@@ -6,7 +6,7 @@ other ranks. Arguments and results of a command are plain values without HTTP.
 
 import contextlib
 import os
-import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -51,7 +51,7 @@ class Policy:
 
     def __init__(self, client: LocalTrainingClient, job_config: JobConfig):
         self._client, self._config = client, job_config
-        client.load_initial_state().result()
+        client.load_state_with_optimizer(None).result()
         base = client.save_weights_and_get_sampling_client(pinned=True).result()
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
         self._passes = SharedPasses(client) if client.shares_passes else None
@@ -120,13 +120,12 @@ class Policy:
         if len(items) == 1 or self._passes is None:
             return self._each(self._forward_backward, items)
         self._use("")  # store the model in the policy: a shared pass zeroes the policy's gradients
-        results = self._each(lambda model, _: self._check_waits(model), items)
-        good = [number for number, error in enumerate(results) if error is None]
-        states = self._waiting.get([items[number][0] for number in good])
-        calls = [Call(s, items[number][1]) for s, number in zip(states, good, strict=True)]
-        for number, result in zip(good, self._passes.run(calls).result(), strict=True):
-            results[number] = result
-        return results
+        problems = self._each(lambda model, _: self._check_waits(model), items)
+        good = [item for item, problem in zip(items, problems, strict=True) if problem is None]
+        states = self._waiting.get([model for model, _ in good])
+        calls = [Call(state, request) for state, (_, request) in zip(states, good, strict=True)]
+        found = iter(self._passes.run(calls).result())
+        return [next(found) if problem is None else problem for problem in problems]
 
     def _each(self, call: Callable[..., Any], items: list[tuple[str, Any]]) -> list[Any]:
         return [attempt(lambda item=item: call(*item), self._config) for item in items]
@@ -181,18 +180,12 @@ class Policy:
 
 
 class CommandLoop:
-    """Runs commands on a policy on all ranks, one after the other.
-
-    put: queues a command; call it on rank 0, from any thread.
-    """
+    """Runs commands on a policy on all ranks, one after the other."""
 
     def __init__(self, policy: Policy, job_config: JobConfig):
         self._policy, self._config = policy, job_config
-        # A SimpleQueue is reentrant: a signal handler may call `stop` while this thread is in `get`.
-        self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self.put = self._queue.put
-        # Commands taken from the queue that have not run yet.
         self._waiting = RequestQueue(job_config.rl.serve.max_datums_per_pass)
+        self._changed = threading.Condition()  # of `_waiting` and `_is_stopping`
         self._is_stopping = False
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -200,10 +193,17 @@ class CommandLoop:
             seconds = job_config.comm.init_timeout_seconds + 2 * _SECONDS_BETWEEN_SIGNS_OF_LIFE
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
+    def put(self, command: Command) -> None:
+        """Queue a command. Call on rank 0, from any thread."""
+        with self._changed:
+            self._waiting.add(command)
+            self._changed.notify()
+
     def stop(self) -> None:
         """End `run` after the running command. Call on rank 0, from any thread."""
-        self._is_stopping = True
-        self._queue.put(None)  # wakes `run`
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
 
     def run(self) -> None:
         """Run commands until `stop`. Collective."""
@@ -251,26 +251,18 @@ class CommandLoop:
 
     def _next(self) -> list[Command] | None:
         """Return the commands to run as one; [] if none arrived for a while, None after `stop`."""
-        if not self._waiting.has_commands and not self._take(_SECONDS_BETWEEN_SIGNS_OF_LIFE):
-            return []
-        while self._take(0):
-            pass
-        # While more commands may join the waiting ones, wait a moment for them.
-        until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
-        while self._waiting.may_gather() and not self._is_stopping:
-            if time.monotonic() > until or not self._take(_SECONDS_TO_GATHER):
-                break
-        return None if self._is_stopping else self._waiting.next_batch()
-
-    def _take(self, seconds: float) -> bool:
-        """Take one entry from the queue; return False if none arrives within `seconds`."""
-        try:
-            command = self._queue.get(seconds > 0, seconds)
-        except queue.Empty:
-            return False
-        if command is not None:
-            self._waiting.add(command)
-        return True
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._waiting.has_commands or self._is_stopping,
+                _SECONDS_BETWEEN_SIGNS_OF_LIFE,
+            ):
+                return []
+            # While more commands may join the waiting ones, wait a moment for them.
+            until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
+            while self._waiting.may_gather() and not self._is_stopping:
+                if time.monotonic() > until or not self._changed.wait(_SECONDS_TO_GATHER):
+                    break
+            return None if self._is_stopping else self._waiting.next_batch()
 
 
 def drop_oldest(entries: dict[str, Any], most: int) -> None:

@@ -8,12 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan.integrations.tinker.request_queue import Command
 from torchtitan.integrations.tinker.requests import Refused, take
-
-if TYPE_CHECKING:
-    from torchtitan.integrations.tinker.request_queue import Command
 
 _MAX_WAITING = 8192  # requests without a result
 _SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
@@ -61,7 +59,7 @@ def _digest(request: bytes | dict[str, Any]) -> bytes:
 class Results:
     """The requests of all clients. Safe to call from any thread. put: queues a command."""
 
-    def __init__(self, put: "Callable[[Command], None]"):
+    def __init__(self, put: Callable[[Command], None]):
         self._put = put
         self._changed = threading.Condition()
         self._all: dict[str, _Request] = {}
@@ -88,7 +86,7 @@ class Results:
         self,
         request_id: str,
         content: bytes | dict[str, Any],
-        command: "Command",
+        command: Command,
         write: Callable[[Any], Answer],
         undo: Callable[[], None] = lambda: None,
         channel: Any = None,

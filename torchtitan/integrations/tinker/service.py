@@ -111,33 +111,30 @@ class Service:
             "sample_use_retrieve_futures": True,
             "sample_enable_stuck_detection": False,  # samples wait for the policy while it trains
         }
-        self._routes: list[tuple[re.Pattern[str], Callable[..., Answer]]] = [
-            (re.compile(pattern), handler)
-            for pattern, handler in (
-                ("GET healthz", lambda _: Answer({"status": "ok"})),
-                ("GET get_server_capabilities", self._capabilities),
-                ("POST client/config", lambda _: Answer(client_config)),
-                ("POST client/dynamic_config", lambda _: Answer({})),
-                ("POST telemetry", lambda _: Answer({"status": "accepted"})),
-                ("POST create_session", self._create_session),
-                ("POST session_heartbeat", self._heartbeat),
-                ("POST sessions/([^/]+)/finish", self._finish_session),
-                ("POST create_model", self._create_model),
-                ("POST get_info", self._get_info),
-                ("POST weights_info", self._weights_info),
-                ("GET training_runs/([^/]+)", self._training_run),
-                ("POST optim_step", self._optim_step),
-                ("POST save_weights", lambda x: self._save(x, "weights", "save_weights")),
-                ("POST save_weights_external", self._save_external),
-                ("POST load_weights", self._load_weights),
-                ("POST save_weights_for_sampler", self._save_for_sampler),
-                ("POST create_sampling_session", self._create_sampling_session),
-                ("GET samplers/([^/]+)", self._get_sampler),
-                ("POST asample", self._sample),
-                ("POST retrieve_future", self._retrieve),
-                ("POST retrieve_futures", self._retrieve_many),
-                *self.files.routes,
-            )
+        self._routes: list[tuple[str, Callable[..., Answer]]] = [
+            ("GET healthz", lambda _: Answer({"status": "ok"})),
+            ("GET get_server_capabilities", self._capabilities),
+            ("POST client/config", lambda _: Answer(client_config)),
+            ("POST client/dynamic_config", lambda _: Answer({})),
+            ("POST telemetry", lambda _: Answer({"status": "accepted"})),
+            ("POST create_session", self._create_session),
+            ("POST session_heartbeat", self._heartbeat),
+            ("POST sessions/([^/]+)/finish", self._finish_session),
+            ("POST create_model", self._create_model),
+            ("POST get_info", self._get_info),
+            ("POST weights_info", self._weights_info),
+            ("GET training_runs/([^/]+)", self._training_run),
+            ("POST optim_step", self._optim_step),
+            ("POST save_weights", lambda x: self._save(x, "weights", "save_weights")),
+            ("POST save_weights_external", self._save_external),
+            ("POST load_weights", self._load_weights),
+            ("POST save_weights_for_sampler", self._save_for_sampler),
+            ("POST create_sampling_session", self._create_sampling_session),
+            ("GET samplers/([^/]+)", self._get_sampler),
+            ("POST asample", self._sample),
+            ("POST retrieve_future", self._retrieve),
+            ("POST retrieve_futures", self._retrieve_many),
+            *self.files.routes,
         ]
 
     def answer(self, method: str, path: str, body: bytes) -> Answer:
@@ -146,7 +143,7 @@ class Service:
         if route == "POST forward_backward":
             return self._forward_backward(body)
         for pattern, handler in self._routes:
-            if match := pattern.fullmatch(route):
+            if match := re.fullmatch(pattern, route):
                 return handler(read_json(body), *match.groups())
         raise Refused(f"{method} {path} is not supported by this server", 404)
 

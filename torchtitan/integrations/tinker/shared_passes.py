@@ -3,8 +3,7 @@
 B rows, T slots per row; the rows of a model are adjacent (`LossInputs.models`).
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,9 +12,7 @@ from torch import Tensor
 from torchtitan.adapters.multi_lora import MultiLoRA
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.conversions import (
-    check_finite,
     error_or,
-    finite_output,
     loss_of,
     only_targets,
     output_of,
@@ -25,7 +22,7 @@ from torchtitan.integrations.tinker.states import TrainingState
 from torchtitan.integrations.tinker.types import ForwardBackwardOutput
 from torchtitan.integrations.tinker.wire import ForwardBackwardRequest
 from torchtitan.rl.losses import LossOutput, PolicyLoss, finalize_metrics
-from torchtitan.rl.types import LossInputs, TrainingBatch, TrainingSample
+from torchtitan.rl.types import LossInputs, TrainingSample
 
 
 class Call(NamedTuple):
@@ -71,15 +68,18 @@ class LossesOfModels:
             metrics[f"{i}/{_SUM}"] = loss.detach()
         return LossOutput(total, metrics)
 
-    def of_model(
-        self, i: int, metrics: Mapping[str, float], num_tokens: int
-    ) -> tuple[float, dict[str, float]]:
-        """Return model i's loss and metrics. metrics: sums over the batch. num_tokens: of model i."""
+    def of_model(self, i: int, metrics: Mapping[str, float], num_tokens: int) -> dict[str, float]:
+        """Return model i's metrics. metrics: sums over the batch. num_tokens: of model i."""
         own = {name: metrics[f"{i}/{name}"] for name in self._losses[i].metric_names}
-        return metrics[f"{i}/{_SUM}"], finalize_metrics(own, num_tokens)
+        return {"loss:sum": metrics[f"{i}/{_SUM}"], **finalize_metrics(own, num_tokens)}
 
 
-_Prepared = tuple[PolicyLoss, list[TrainingSample]]
+class _Share(NamedTuple):
+    """What a call contributes to a pass."""
+
+    state: TrainingState
+    loss: PolicyLoss
+    samples: list[TrainingSample]
 
 
 class SharedPasses:
@@ -101,19 +101,18 @@ class SharedPasses:
 
         calls: either all are forward-only or none is. A model may have several calls.
         """
-        results: list[Any] = [error_or(lambda c=call: self._prepared(c)) for call in calls]
-        good = [n for n, result in enumerate(results) if not isinstance(result, Exception)]
-        if good:
-            run = self._forward if calls[0].request.forward_only else self._forward_backward
-            found = run([calls[n].state for n in good], [results[n] for n in good])
-            for number, result in zip(good, found, strict=True):
-                results[number] = result
+        trains = any(not call.request.forward_only for call in calls)
+        prepared = [error_or(self._prepared, call) for call in calls]
+        pairs = zip(calls, prepared, strict=True)
+        shares = [_Share(call.state, *x) for call, x in pairs if not isinstance(x, Exception)]
+        outputs = iter(self._run(shares, trains) if shares else ())
+        results = [x if isinstance(x, Exception) else next(outputs) for x in prepared]
         for call, result in zip(calls, results, strict=True):
-            if isinstance(result, Exception) and not call.request.forward_only:
+            if trains and isinstance(result, Exception):
                 call.state.failure = call.state.failure or result
         return results
 
-    def _prepared(self, call: Call) -> _Prepared:
+    def _prepared(self, call: Call) -> tuple[PolicyLoss, list[TrainingSample]]:
         """Return the loss and the samples of a call. Raises ValueError for data that cannot be used."""
         request = call.request
         if request.problem is not None:
@@ -123,45 +122,33 @@ class SharedPasses:
             return loss, self._client.samples(data, loss)
         return loss, self._client.samples([only_targets(datum) for datum in data])
 
-    def _forward(self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]) -> list[Any]:
-        with self._adapters_of(states, prepared, trains=False) as (batch, _):
-            logprobs = iter(self._client._trainer.forward(batch))
-        own = [[next(logprobs) for _ in samples] for _, samples in prepared]
-        return [error_or(lambda x=x: output_of(check_finite(x), {})) for x in own]
-
-    def _forward_backward(
-        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared]
-    ) -> list[Any]:
-        trainer, loss = self._client._trainer, LossesOfModels([loss for loss, _ in prepared])
-        try:
-            with self._adapters_of(states, prepared, trains=True) as (batch, gradients):
-                output = trainer.forward_backward(batch, loss, return_logprobs=True)
-        finally:
-            trainer.zero_grad()  # the gradients belong to the states, not to the policy
-        logprobs = iter(output.logprobs)
-        results = []
-        for i, (state, (_, samples)) in enumerate(zip(states, prepared, strict=True)):
-            own = [next(logprobs) for _ in samples]
-            numbers = loss.of_model(i, output.metrics, int(sum(x.loss_mask.sum() for x in samples)))
-            results.append(error_or(lambda o=own, n=numbers: finite_output(o, *n)))
-            if not isinstance(results[-1], Exception):
-                state.add_gradients(gradients[i])
-        return results
-
-    @contextlib.contextmanager
-    def _adapters_of(
-        self, states: Sequence[TrainingState], prepared: Sequence[_Prepared], trains: bool
-    ) -> Iterator[tuple[TrainingBatch, list[dict[str, Tensor]]]]:
-        """Yield (batch of all samples, list). Inside, each row uses the adapters of its model. If
-        `trains`, the list holds each model's gradients after the context."""
-        adapters, runner = self._adapters, self._client._trainer.engine.runner
-        samples = [sample for _, own in prepared for sample in own]
-        models = [i for i, (_, own) in enumerate(prepared) for _ in own]
+    def _run(
+        self, shares: Sequence[_Share], trains: bool
+    ) -> list[ForwardBackwardOutput | Exception]:
+        trainer, loss = self._client._trainer, LossesOfModels([share.loss for share in shares])
+        samples = [sample for share in shares for sample in share.samples]
+        models = [i for i, share in enumerate(shares) for _ in share.samples]
         batch = self._client._batcher.batch(samples, models)
         batch = replace(batch, num_measured_tokens=1)  # keeps metrics as sums; see `of_model`
+        adapters, runner = self._adapters, trainer.engine.runner
         runner.around = lambda mb: adapters.set_rows(mb.batch.get("models") or [0] * len(mb.inputs))
+        metrics: Mapping[str, float] = {}
         try:
-            with adapters.adapters([state.weights for state in states], trains) as gradients:
-                yield batch, gradients
+            with adapters.adapters([share.state.weights for share in shares], trains) as gradients:
+                if trains:
+                    done = trainer.forward_backward(batch, loss, return_logprobs=True)
+                    logprobs, metrics = iter(done.logprobs), done.metrics
+                else:
+                    logprobs = iter(trainer.forward(batch))
         finally:
             runner.around = None
+            if trains:
+                trainer.zero_grad()  # the gradients belong to the states, not to the policy
+        results = []
+        for i, share in enumerate(shares):
+            num_tokens = sum(int(sample.loss_mask.sum()) for sample in share.samples)
+            of_model = loss.of_model(i, metrics, num_tokens) if trains else {}
+            results.append(error_or(output_of, [next(logprobs) for _ in share.samples], of_model))
+            if trains and not isinstance(results[-1], Exception):
+                share.state.add_gradients(gradients[i])
+        return results

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.distributed.processes.ranks import on_all_ranks
 from torchtitan.rl.job_config import RLServe
+from torchtitan.rl.learner import Pass
 from torchtitan.tools.files import regular_file, save_tensors
 from torchtitan.tools.logging import logger
 
@@ -30,12 +31,13 @@ class TrainingState:
     """The trained weights of a policy, their optimizer state, and the state of the current step.
 
     weights, gradients: name -> this rank's shard. optimizers: the `state` of each optimizer.
+    passes: see `Learner`.
     """
 
     weights: dict[str, Tensor]
     optimizers: list[Any]
     gradients: dict[str, Tensor | None]
-    step: tuple[float | None, int, tuple] = (None, 0, ())
+    passes: tuple[Pass, ...] = ()
     failure: Exception | None = None
 
     def tensors(self) -> Iterator[Tensor]:
@@ -52,8 +54,7 @@ class TrainingState:
         for name, new in gradients.items():
             old = self.gradients[name]
             self.gradients[name] = new if old is None else old.add_(new)
-        denominator, num_accumulated, passes = self.step
-        self.step = denominator, num_accumulated + 1, passes
+        self.passes += (Pass(),)
 
     def own_memory(self) -> None:
         """Copy each gradient to separate memory; gradients of a shared pass are views of one buffer."""

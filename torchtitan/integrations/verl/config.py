@@ -10,7 +10,7 @@ from verl.workers.config import TorchtitanEngineConfig
 
 from torchtitan.adapters.peft_files import read_config
 from torchtitan.config import JobConfig
-from torchtitan.config.checks.common import refuse
+from torchtitan.config.checks.common import clash, one_of, refuse, value_of
 from torchtitan.distributed.processes.ranks import num_ranks
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.optim.optimizer import build_optimizers
@@ -196,12 +196,9 @@ def in_verls_words(message: str) -> str:
 
 def _set(job: JobConfig, key: str, value: Any) -> None:
     """Set a dotted key. Raises AttributeError for an unknown key."""
-    *sections, name = key.split(".")
-    part: Any = job
-    for section in sections:
-        part = getattr(part, section)
-    getattr(part, name)
-    setattr(part, name, value)
+    section, _, name = key.rpartition(".")
+    value_of(job, key)
+    setattr(value_of(job, section), name, value)
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -278,12 +275,9 @@ def _model_problems(config: Any, model_type: str) -> Iterator[str]:
             "model.lora_rank"
         )
     if has_adapters(config):
-        for name in ("exclude_modules", "target_parameters"):
-            if value := getattr(config, name, None):
-                yield (
-                    f"torchtitan's engine chooses adapters by model.target_modules only, got "
-                    f"model.{name} = {value!r}; remove it"
-                )
+        names = ("exclude_modules", "target_parameters")
+        others = {f"model.{name}": getattr(config, name, None) for name in names}
+        yield from clash("model.target_modules", "chooses the layers of all adapters", others)
         targets = config.target_modules
         if isinstance(targets, str) and targets != "all-linear":
             yield (
@@ -316,13 +310,8 @@ def _model_problems(config: Any, model_type: str) -> Iterator[str]:
 
 def _checkpoint_problems(config: Any) -> Iterator[str]:
     for name in ("save_contents", "load_contents"):
-        contents = getattr(config, name, CHECKPOINT_CONTENTS)
-        unknown = [part for part in contents if part not in CHECKPOINT_CONTENTS]
-        if unknown:
-            yield (
-                f"checkpoint.{name} can hold {', '.join(CHECKPOINT_CONTENTS)}, got {unknown}; "
-                "correct or remove it"
-            )
+        for part in getattr(config, name, CHECKPOINT_CONTENTS):
+            yield from one_of(f"each entry of checkpoint.{name}", part, CHECKPOINT_CONTENTS)
     saved = getattr(config, "save_contents", CHECKPOINT_CONTENTS)
     if "model" not in saved and {"optimizer", "extra"} & set(saved):
         yield (

@@ -6,7 +6,6 @@ copies in host memory. If several ranks hold the same block, the first of these 
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,6 @@ Entry = tuple[list[tuple[str, tuple[int, ...]]], str, Tensor, Tensor, Tensor, di
 elements as int32 [n], their new values [n], the process group of the ranks that share the weight)"""
 
 
-class _Weight(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class WeightDeltas:
     """Iterates over the changes of all weights since the last iteration, or since `prime`.
 
@@ -41,20 +35,21 @@ class WeightDeltas:
     def __init__(self, engine: TrainingEngine, dtype: torch.dtype):
         self._engine, self._dtype = engine, dtype
         held = [
-            (name, tuple(shard.offsets), _Weight(tuple(shard.shape), shard.tensor.dtype))
+            (name, tuple(shard.offsets), tuple(shard.shape), shard.tensor.dtype)
             for name, shard in self._shards()
         ]
-        self._weights: dict[str, _Weight] = {}  # in the same order on all ranks
+        # name -> (shape, dtype), in the same order on all ranks
+        self._weights: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         owners: dict[Block, int] = {}  # block -> the first rank that holds it
         for rank, blocks in enumerate(all_ranks(held)):
-            for name, offsets, weight in blocks:
-                self._weights.setdefault(name, weight)
+            for name, offsets, shape, weight_dtype in blocks:
+                self._weights.setdefault(name, (shape, weight_dtype))
                 owners.setdefault((name, offsets), rank)
-        for name, weight in self._weights.items():
-            if math.prod(weight.shape) >= 2**31:
+        for name, (shape, _) in self._weights.items():
+            if math.prod(shape) >= 2**31:
                 raise ValueError(
                     f"sharded deltas need weights of fewer than 2**31 elements, got {name} of shape "
-                    f"{weight.shape}; choose another checkpoint engine of verl"
+                    f"{shape}; choose another checkpoint engine of verl"
                 )
         self._own = {block for block, owner in owners.items() if owner == dist.get_rank()}
         self._sent: dict[Block, Tensor] = {}
@@ -85,10 +80,9 @@ class WeightDeltas:
             positions[name].append(translate_flat_indices(local, place).int())
             values[name].append(changed)
         for name, (shape, dtype) in self._weights.items():
-            where = torch.cat(
-                [*positions.pop(name), torch.empty(0, dtype=torch.int32, device=device)]
-            )
-            what = torch.cat([*values.pop(name), torch.empty(0, dtype=dtype, device=device)])
+            nothing = torch.empty(0, device=device)
+            where = torch.cat([*positions.pop(name), nothing.int()])
+            what = torch.cat([*values.pop(name), nothing.to(dtype)])
             count = torch.tensor([where.numel()])
             dtype_name = str(dtype).removeprefix("torch.")
             yield [(name, shape)], dtype_name, count, where, what, dist.group.WORLD

@@ -156,9 +156,8 @@ class VerlEngine(BaseEngine):
         Returns {"model_output": jagged tensors [samples, tokens], "loss": one per microbatch,
         "metrics": lists}; these are empty on ranks without the last pipeline stage.
         """
-        samples.check(data, forward_only)
         replays = self.engine_config.router_replay.mode == "R3"
-        samples.check_experts(data, replays)
+        samples.check(data, forward_only, replays)
         # Entries that verl's split into microbatches and its losses read.
         settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
         if "loss_mask" in data.keys():

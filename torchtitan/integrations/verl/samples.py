@@ -33,8 +33,11 @@ def setting(data: TensorDict, key: str, default: Any) -> Any:
     return tu.get_non_tensor_data(data=data, key=key, default=default)
 
 
-def check(data: TensorDict, forward_only: bool) -> None:
-    """Raise ValueError for a batch that needs a feature that our engine lacks."""
+def check(data: TensorDict, forward_only: bool, replays: bool) -> None:
+    """Raise ValueError for a batch that needs a feature that our engine lacks.
+
+    replays: the engine replays routing; the batch must agree.
+    """
     for key, feature in (_REFUSED if forward_only else _REFUSED | _REFUSED_IN_TRAINING).items():
         if setting(data, key, False):
             raise ValueError(f"torchtitan's engine has no {feature}, got {key} = True; turn it off")
@@ -69,11 +72,6 @@ def check(data: TensorDict, forward_only: bool) -> None:
             f"torchtitan's engine trains models of text only, got multi_modal_inputs with "
             f"{sorted(keys)}; leave images and videos out, or use another engine"
         )
-
-
-def check_experts(data: TensorDict, replays: bool) -> None:
-    """Raise ValueError if the engine replays routing and the batch has no routed_experts, or if the
-    batch requests routing replay and the engine's config does not."""
     if replays and "routed_experts" not in data.keys():
         raise ValueError(
             "engine.router_replay.mode = 'R3' needs routed_experts in each batch, got "

@@ -18,12 +18,7 @@ from torchtitan.models import rope
 from torchtitan.models.attention import attend, build_inner_attention
 from torchtitan.models.decoder import PROJECTION_STD, Decoder, FeedForward, init_linear
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
-from torchtitan.models.hf_adapter import (
-    HF_EXPERTS,
-    KeyMapAdapter,
-    block_hf_key_map,
-    dense_hf_key_map,
-)
+from torchtitan.models.hf_adapter import CORRECTION_BIAS, HFAdapter, block_hf_key_map
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_deepseekv3
 from torchtitan.models.rope import RoPEArgs, YaRNArgs, apply_rotary_emb, yarn_mscale
@@ -181,128 +176,79 @@ class DeepSeekV3Model(Decoder):
         return precompute_freqs_cis(replace(self.model_args, max_seq_len=length))
 
 
-_LATENT_QUERIES = {
-    "self_attn.q_a_proj": "attention.wq_a",
-    "self_attn.q_a_layernorm": "attention.q_norm",
-    "self_attn.q_b_proj": "attention.wq_b",
-}
-_BIASED = {
-    "self_attn.q_a_proj": "attention.wq_a",
-    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
-    "self_attn.o_proj": "attention.wo",
-}
-_LATENTS_AND_SHARED_EXPERTS = {
-    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
-    "self_attn.kv_a_layernorm": "attention.kv_norm",
-    "self_attn.kv_b_proj": "attention.wkv_b",
-    "mlp.shared_experts.gate_proj": "moe.shared_experts.w1",
-    "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
-    "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
-}
-
-
-class DeepSeekV3StateDictAdapter(KeyMapAdapter):
-    """Renames keys only: RoPE pairs are neighbours in our weights and in Hugging Face's.
-
-    V2's files have no correction bias for the router.
-    """
+class DeepSeekV3StateDictAdapter(HFAdapter):
+    """Renames keys only: RoPE pairs are neighbours in our weights and in Hugging Face's."""
 
     quantized_format = "fp8"
-
-    def __init__(self, model_args: DeepSeekV3ModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, hf_assets_path)
-        self.from_hf_map = dense_hf_key_map()
-        for name in "qkv" if model_args.q_lora_rank else "kv":
-            del self.from_hf_map[f"model.layers.{{}}.self_attn.{name}_proj.weight"]
-        queries = _LATENT_QUERIES if model_args.q_lora_rank else {}
-        self.from_hf_map |= block_hf_key_map(queries | _LATENTS_AND_SHARED_EXPERTS) | HF_EXPERTS
-        if model_args.attention_bias:
-            self.from_hf_map |= block_hf_key_map(_BIASED, "bias")
-        bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
-        self.from_hf_map[bias] = "layers.{}.moe.expert_bias"
-
-
-def _debug_model(**fields: Any) -> DeepSeekV3ModelArgs:
-    return DeepSeekV3ModelArgs(
-        vocab_size=2048,
-        dim=256,
-        inter_dim=1024,
-        moe_inter_dim=256,
-        n_layers=6,
-        mscale=0.70,
-        moe_args=_v2_experts(8, top_k=3),
-        **fields,
-    )
+    own_names = {
+        **block_hf_key_map(
+            {
+                "self_attn.q_a_proj": "attention.wq_a",
+                "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+                "self_attn.o_proj": "attention.wo",
+            },
+            "weight",
+            "bias",
+        ),
+        **block_hf_key_map(
+            {
+                "self_attn.q_a_layernorm": "attention.q_norm",
+                "self_attn.q_b_proj": "attention.wq_b",
+                "self_attn.kv_a_layernorm": "attention.kv_norm",
+                "self_attn.kv_b_proj": "attention.wkv_b",
+            }
+        ),
+        **CORRECTION_BIAS,  # V2's files have none
+    }
 
 
-def _v2_experts(num_experts: int, **fields: Any) -> MoEArgs:
-    return MoEArgs(
-        num_experts=num_experts,
-        num_shared_experts=2,
-        score_func="softmax",
-        score_before_experts=False,
-        **fields,
-    )
+def _flavor(
+    dim: int, inter_dim: int, moe_inter_dim: int, n_layers: int, n_heads: int, **fields: Any
+) -> DeepSeekV3ModelArgs:
+    sizes = {"dim": dim, "inter_dim": inter_dim, "moe_inter_dim": moe_inter_dim}
+    return DeepSeekV3ModelArgs(**sizes, n_layers=n_layers, n_heads=n_heads, **fields)
+
+
+def _v2_experts(num_experts: int, top_k: int, **fields: Any) -> dict[str, Any]:
+    experts = {"num_experts": num_experts, "num_shared_experts": 2, "top_k": top_k}
+    experts |= {"score_func": "softmax", "score_before_experts": False}
+    return {"moe_args": MoEArgs(**experts, **fields)}
 
 
 _PACKED = {"attn_type": "flex", "attn_mask_type": "block_causal"}
-
+_DEBUG = {"vocab_size": 2048, "mscale": 0.70, **_v2_experts(8, 3)}
+_V2_GROUPS = {"num_expert_groups": 8, "num_limited_groups": 3, "group_score": "max"}
+_V3_EXPERTS = MoEArgs(
+    num_experts=256,
+    top_k=8,
+    num_expert_groups=8,
+    num_limited_groups=4,
+    route_norm=True,
+    route_scale=2.5,
+    score_before_experts=False,
+)
+_16B = {"mscale": 0.70, **_v2_experts(64, 6)}
+_236B = {"q_lora_rank": 1536, **_v2_experts(160, 6, route_scale=16.0, **_V2_GROUPS)}
+_671B = {"q_lora_rank": 1536, "vocab_size": 129280, "n_dense_layers": 3, "moe_args": _V3_EXPERTS}
 deepseekv3_args: dict[str, DeepSeekV3ModelArgs] = {
-    "debugmodel": _debug_model(),
-    "debugmodel_flex_attn": _debug_model(**_PACKED),
-    "16B": DeepSeekV3ModelArgs(mscale=0.70, moe_args=_v2_experts(64, top_k=6), **_PACKED),
-    "236B": DeepSeekV3ModelArgs(
-        dim=5120,
-        inter_dim=12288,
-        moe_inter_dim=1536,
-        n_layers=60,
-        n_heads=128,
-        q_lora_rank=1536,
-        moe_args=_v2_experts(
-            160,
-            top_k=6,
-            num_expert_groups=8,
-            num_limited_groups=3,
-            group_score="max",
-            route_scale=16.0,
-        ),
-        **_PACKED,
-    ),
-    "671B": DeepSeekV3ModelArgs(
-        vocab_size=129280,
-        dim=7168,
-        inter_dim=18432,
-        moe_inter_dim=2048,
-        n_layers=61,
-        n_dense_layers=3,
-        n_heads=128,
-        q_lora_rank=1536,
-        moe_args=MoEArgs(
-            num_experts=256,
-            top_k=8,
-            num_expert_groups=8,
-            num_limited_groups=4,
-            route_norm=True,
-            route_scale=2.5,
-            score_before_experts=False,
-        ),
-        **_PACKED,
-    ),
+    "debugmodel": _flavor(256, 1024, 256, 6, 16, **_DEBUG),
+    "debugmodel_flex_attn": _flavor(256, 1024, 256, 6, 16, **_DEBUG, **_PACKED),
+    "16B": _flavor(2048, 10944, 1408, 27, 16, **_16B, **_PACKED),
+    "236B": _flavor(5120, 12288, 1536, 60, 128, **_236B, **_PACKED),
+    "671B": _flavor(7168, 18432, 2048, 61, 128, **_671B, **_PACKED),
 }
 
 
+_SAME_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ROWS = (
     hf.Field("n_routed_experts", "moe_args.num_experts"),
     hf.TOP_K,
     hf.Field("intermediate_size", "inter_dim"),
     hf.Field("moe_intermediate_size", "moe_inter_dim"),
-    hf.Field("kv_lora_rank", "kv_lora_rank"),
     hf.Field(
         "q_lora_rank", "q_lora_rank", hf.COUNT, 0, to_hf=lambda args: args.q_lora_rank or None
     ),
-    hf.Field("qk_nope_head_dim", "qk_nope_head_dim"),
-    hf.Field("qk_rope_head_dim", "qk_rope_head_dim"),
-    hf.Field("v_head_dim", "v_head_dim"),
+    *(hf.Field(name, name) for name in _SAME_SIZES),
     hf.Field("n_shared_experts", "moe_args.num_shared_experts", hf.COUNT),
     hf.Field("routed_scaling_factor", "moe_args.route_scale", float),
     *hf.ROUTER_GROUPS,
@@ -336,12 +282,17 @@ _ROWS = (
 )
 
 
-_FIRST_DENSE = hf.Field("first_k_dense_replace", "n_dense_layers", hf.COUNT)
-_V3_ROUTER = (
-    hf.Field("norm_topk_prob", "moe_args.route_norm", bool, True),
-    hf.Field("scoring_func", "moe_args.score_func", str, "sigmoid"),
-    hf.Must("topk_method", "noaux_tc"),
-)
+def _router(norm_topk_prob: bool, scoring_func: str, method: Any) -> tuple[hf.Row, ...]:
+    """Return the router's rows. The arguments are the values if a config lacks them, and the only method."""
+    return (
+        hf.Field("norm_topk_prob", "moe_args.route_norm", bool, norm_topk_prob),
+        hf.Field("scoring_func", "moe_args.score_func", str, scoring_func),
+        hf.Must("topk_method", method),
+    )
+
+
+def _v2_method(args: DeepSeekV3ModelArgs) -> str:
+    return "greedy" if args.moe_args.num_expert_groups is None else "group_limited_greedy"
 
 
 def _types(n_dense: int, n_layers: int) -> list[str]:
@@ -356,50 +307,27 @@ def _first_dense(types: Any, config: hf.Config) -> int:
     return n_dense
 
 
-def _v2_method(args: DeepSeekV3ModelArgs) -> str:
-    return "greedy" if args.moe_args.num_expert_groups is None else "group_limited_greedy"
-
-
+_FIRST_DENSE = hf.Field("first_k_dense_replace", "n_dense_layers", hf.COUNT)
+_LAYER_TYPES = hf.Field(
+    "mlp_layer_types",
+    "n_dense_layers",
+    None,
+    1,
+    from_hf=_first_dense,
+    to_hf=lambda args: _types(args.n_dense_layers, args.n_layers),
+    also=("first_k_dense_replace",),
+)
+_V2_ROUTER, _V3_ROUTER = (
+    _router(False, "softmax", _v2_method),
+    _router(True, "sigmoid", "noaux_tc"),
+)
+_V2_ARGS = hf.SOFTMAX_ROUTER | {"moe_args.group_score": "max"}
+_V3_ARGS = hf.SIGMOID_ROUTER | {"moe_args.group_score": "top2_sum"}
+_KIMI = {"inside": ("kimi_k25",), "aliases": ("kimi_k2",)}
 hf_types = {
-    "deepseek_v2": hf.HFType(
-        "DeepseekV2",
-        (
-            *_ROWS,
-            _FIRST_DENSE,
-            hf.Field("norm_topk_prob", "moe_args.route_norm", bool, False),
-            hf.Field("scoring_func", "moe_args.score_func", str, "softmax"),
-            hf.Must("topk_method", _v2_method),
-        ),
-        hf.SOFTMAX_ROUTER | {"moe_args.group_score": "max"},
-    ),
-    "deepseek_v3": hf.HFType(
-        "DeepseekV3",
-        (
-            *_ROWS,
-            _FIRST_DENSE,
-            *_V3_ROUTER,
-        ),
-        hf.SIGMOID_ROUTER | {"moe_args.group_score": "top2_sum"},
-        inside=("kimi_k25",),
-        aliases=("kimi_k2",),
-    ),
-    "glm4_moe_lite": hf.HFType(
-        "Glm4MoeLite",
-        (
-            *_ROWS,
-            hf.Field(
-                "mlp_layer_types",
-                "n_dense_layers",
-                None,
-                1,
-                from_hf=_first_dense,
-                to_hf=lambda args: _types(args.n_dense_layers, args.n_layers),
-                also=("first_k_dense_replace",),
-            ),
-            *_V3_ROUTER,
-        ),
-        hf.SIGMOID_ROUTER | {"moe_args.group_score": "top2_sum"},
-    ),
+    "deepseek_v2": hf.HFType("DeepseekV2", (*_ROWS, _FIRST_DENSE, *_V2_ROUTER), _V2_ARGS),
+    "deepseek_v3": hf.HFType("DeepseekV3", (*_ROWS, _FIRST_DENSE, *_V3_ROUTER), _V3_ARGS, **_KIMI),
+    "glm4_moe_lite": hf.HFType("Glm4MoeLite", (*_ROWS, _LAYER_TYPES, *_V3_ROUTER), _V3_ARGS),
 }
 
 

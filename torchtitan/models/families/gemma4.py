@@ -7,12 +7,9 @@ from typing import Any
 
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
-from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs, LayerKind
+from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLMArgs, LayerKind
 from torchtitan.models.families.gemma3 import GELU, SHARED_ROWS
-from torchtitan.models.family import build_decoder_train_spec
-from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION, CausalLMAdapter, Layers
-from torchtitan.models.rope import RoPEArgs
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION, Layers
 
 _ARGS: dict[str, Any] = {"norm_kind": "early", "norm_placement": "both", "qk_norm": True}
 _ARGS |= {"v_norm": True, "softmax_scale": 1.0, "layer_scale": True, "hidden_act": GELU}
@@ -90,33 +87,19 @@ _INSIDE |= {"left_out": (r"(model\.)?(vision_tower|embed_vision|audio_tower|embe
 _INSIDE |= {"names": {"model.layers.{}.layer_scalar": "layers.{}.layer_scale"}}
 hf_types = {"gemma4_text": hf.HFType("Gemma4", _ROWS, _ARGS, _DEFAULTS, **_INSIDE)}
 
-
-def _gemma4(
-    dim: int, n_layers: int, hidden_dim: int, full: LayerKind, **fields: Any
-) -> CausalLMArgs:
-    kinds = {
-        SLIDING_ATTENTION: LayerKind(RoPEArgs(1e4), fields.pop("window")),
-        FULL_ATTENTION: full,
-    }
-    types = ([SLIDING_ATTENTION] * 5 + [FULL_ATTENTION]) * (n_layers // 6)
-    fields |= {"layer_kinds": kinds, "layer_types": tuple(types), "attn_type": "flex", **_ARGS}
-    fields |= {"norm_eps": 1e-6, "rope_theta": 1e6, "embedding_scale": dim**0.5, "logits_cap": 30.0}
-    fields |= {"enable_weight_tying": True, "hf_type": "gemma4_text"}
-    return CausalLMArgs(dim=dim, n_layers=n_layers, hidden_dim=hidden_dim, **fields)
-
-
-def _full(head_dim: int, n_kv_heads: int) -> LayerKind:
-    rope = RoPEArgs(share=0.25, proportional=True)
-    return LayerKind(rope, head_dim=head_dim, n_kv_heads=n_kv_heads, values_from_keys=True)
-
-
-_SMALL: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "window": 64}
-_31B: dict[str, Any] = {"n_heads": 32, "n_kv_heads": 16, "head_dim": 256, "window": 1024}
-flavors = {
-    "debugmodel": _gemma4(256, 6, 768, _full(128, 1), vocab_size=2048, max_seq_len=32768, **_SMALL),
-    "31B": _gemma4(5376, 60, 21504, _full(512, 4), vocab_size=262144, max_seq_len=262144, **_31B),
+_SMALL = {"sliding_window": 64, "head_dim": 64, "global_head_dim": 128, "vocab_size": 2048}
+_SMALL |= {"num_global_key_value_heads": 1, "max_position_embeddings": 32768}
+_31B = {"sliding_window": 1024, "num_global_key_value_heads": 4, "max_position_embeddings": 262144}
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
 }
-
-
-def get_train_spec() -> TrainSpec:
-    return build_decoder_train_spec(CausalLM, flavors, CausalLMAdapter)
+get_train_spec = hf_lm.train_spec_of(
+    hf_types,
+    {
+        "debugmodel": _GEMMA4 | hf_lm.sizes(256, 6, 768, 4, 2, **_SMALL),
+        "31B": _GEMMA4 | hf_lm.sizes(5376, 60, 21504, 32, 16, **_31B),
+    },
+)

@@ -1,15 +1,9 @@
 """MiniMax-M2, 2.1 and 2.5."""
 
-from typing import Any
-
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
-from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs, LayerKind
-from torchtitan.models.family import build_decoder_train_spec
-from torchtitan.models.hf_causal_lm import CausalLMAdapter, Layers
-from torchtitan.models.moe import MoEArgs
-from torchtitan.models.rope import RoPEArgs
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLMArgs
+from torchtitan.models.hf_causal_lm import Layers
 
 
 def _share(args: CausalLMArgs) -> float:
@@ -53,29 +47,12 @@ hf_types = {
     )
 }
 
-
-def _minimax(dim: int, n_layers: int, moe_inter_dim: int, experts: int, **fields: Any) -> Any:
-    fields = {"norm_eps": 1e-6, "max_seq_len": 196608} | fields
-    return CausalLMArgs(
-        dim=dim,
-        n_layers=n_layers,
-        qk_norm="whole",
-        rope_theta=5e6,
-        layer_kinds={FULL_ATTENTION: LayerKind(RoPEArgs(share=0.5))},
-        moe_enabled=True,
-        moe_inter_dim=moe_inter_dim,
-        moe_args=MoEArgs(experts, 0, route_norm=True, score_before_experts=False, top_k=8),
-        hf_type="minimax_m2",
-        **fields,
-    )
-
-
-_SMALL: dict[str, Any] = {"vocab_size": 2048, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32}
-flavors = {
-    "debugmodel": _minimax(256, 4, 256, 16, **_SMALL),
-    "M2": _minimax(3072, 62, 1536, 256, n_heads=48, vocab_size=200064),
+_M2 = {
+    "model_type": "minimax_m2",
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 196608,
 }
-
-
-def get_train_spec() -> TrainSpec:
-    return build_decoder_train_spec(CausalLM, flavors, CausalLMAdapter)
+_TINY = hf_lm.sizes(256, 4, 256, 8, 2, num_local_experts=16, rotary_dim=16, **hf_lm.SMALL)
+_229B = hf_lm.sizes(3072, 62, 1536, 48, 8, num_local_experts=256, head_dim=128, vocab_size=200064)
+get_train_spec = hf_lm.train_spec_of(hf_types, {"debugmodel": _M2 | _TINY, "M2": _M2 | _229B})

@@ -4,12 +4,7 @@ from typing import Any
 
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
-from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs, LayerKind
-from torchtitan.models.family import build_decoder_train_spec
-from torchtitan.models.hf_causal_lm import CausalLMAdapter, Layers
-from torchtitan.models.moe import MoEArgs
-from torchtitan.models.rope import RoPEArgs, YaRNArgs
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.models.hf_causal_lm import Layers
 
 _MIXTRAL_ROWS = (
     hf.KV_HEADS,
@@ -40,42 +35,34 @@ hf_types = {
     ),
 }
 
-
-def _mistral(dim: int, n_layers: int, hidden_dim: int, **fields: Any) -> CausalLMArgs:
-    fields = {"vocab_size": 131072, "max_seq_len": 131072, "hf_type": "mistral"} | fields
-    return CausalLMArgs(dim=dim, n_layers=n_layers, hidden_dim=hidden_dim, **fields)
-
-
-def _ministral3(dim: int, n_layers: int, hidden_dim: int, **fields: Any) -> CausalLMArgs:
-    rope = RoPEArgs(scaling=YaRNArgs(16, 16384))
-    fields |= {"hf_type": "ministral3", "rope_theta": 1e6, "max_seq_len": 262144}
-    fields |= {"layer_kinds": {FULL_ATTENTION: LayerKind(rope)}}
-    return _mistral(dim, n_layers, hidden_dim, query_scale=0.1, query_scale_length=16384, **fields)
-
-
-_EXPERTS = MoEArgs(8, 0, "softmax", route_norm=True, score_before_experts=False, top_k=2)
-
-
-def _mixtral(dim: int, n_layers: int, moe_inter_dim: int, **fields: Any) -> CausalLMArgs:
-    fields |= {"hf_type": "mixtral", "rope_theta": 1e6, "moe_enabled": True, "moe_args": _EXPERTS}
-    return CausalLMArgs(dim=dim, n_layers=n_layers, moe_inter_dim=moe_inter_dim, **fields)
-
-
-_OLD = {"vocab_size": 32000, "max_seq_len": 32768}
-_SMALL = {"vocab_size": 2048, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32}
-flavors = {
-    "debugmodel": _mistral(256, 6, 768, **_SMALL),
-    "debugmodel_moe": _mixtral(256, 6, 256, **_SMALL),
-    "7B-v0.3": _mistral(4096, 32, 14336, rope_theta=1e6, **_OLD | {"vocab_size": 32768}),
-    "Nemo-12B": _mistral(5120, 40, 14336, rope_theta=1e6),
-    "Small-24B": _mistral(5120, 40, 32768, rope_theta=1e8, max_seq_len=32768),
-    "Ministral-3-3B": _ministral3(3072, 26, 9216, enable_weight_tying=True),
-    "Ministral-3-8B": _ministral3(4096, 34, 14336),
-    "Ministral-3-14B": _ministral3(5120, 40, 16384),
-    "Mixtral-8x7B": _mixtral(4096, 32, 14336, **_OLD),
-    "Mixtral-8x22B": _mixtral(6144, 56, 16384, n_heads=48, vocab_size=32768, max_seq_len=65536),
-}
-
-
-def get_train_spec() -> TrainSpec:
-    return build_decoder_train_spec(CausalLM, flavors, CausalLMAdapter)
+_LONG = {"vocab_size": 131072, "max_position_embeddings": 131072}
+_OLD = {"vocab_size": 32000, "max_position_embeddings": 32768}
+_ALL = {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
+_MISTRAL = {"model_type": "mistral", **_ALL, **_LONG, "rope_theta": 10000}
+_YARN = {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 16384}
+_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_YARN |= {"llama_4_scaling_beta": 0.1}
+_MINISTRAL3: dict[str, Any] = {"model_type": "ministral3", **_ALL, **_LONG, "rope_theta": 1e6}
+_MINISTRAL3 |= {"max_position_embeddings": 262144, "rope_scaling": _YARN}
+_MIXTRAL = {"model_type": "mixtral", **_ALL, **_LONG, "rope_theta": 1e6}
+_MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+get_train_spec = hf_lm.train_spec_of(
+    hf_types,
+    {
+        "debugmodel": _MISTRAL | hf_lm.sizes(256, 6, 768, 8, 2, **hf_lm.SMALL),
+        "debugmodel_moe": _MIXTRAL | hf_lm.sizes(256, 6, 256, 8, 2, **hf_lm.SMALL),
+        "7B-v0.3": _MISTRAL
+        | _OLD
+        | hf_lm.sizes(4096, 32, 14336, 32, 8, vocab_size=32768, rope_theta=1e6),
+        "Nemo-12B": _MISTRAL | hf_lm.sizes(5120, 40, 14336, 32, 8, rope_theta=1e6),
+        "Small-24B": _MISTRAL
+        | hf_lm.sizes(5120, 40, 32768, 32, 8, rope_theta=1e8, max_position_embeddings=32768),
+        "Ministral-3-3B": _MINISTRAL3
+        | hf_lm.sizes(3072, 26, 9216, 32, 8, tie_word_embeddings=True),
+        "Ministral-3-8B": _MINISTRAL3 | hf_lm.sizes(4096, 34, 14336, 32, 8),
+        "Ministral-3-14B": _MINISTRAL3 | hf_lm.sizes(5120, 40, 16384, 32, 8),
+        "Mixtral-8x7B": _MIXTRAL | _OLD | hf_lm.sizes(4096, 32, 14336, 32, 8),
+        "Mixtral-8x22B": _MIXTRAL
+        | hf_lm.sizes(6144, 56, 16384, 48, 8, vocab_size=32768, max_position_embeddings=65536),
+    },
+)

@@ -1,14 +1,9 @@
 """Qwen 1.5 and 2 with experts, of which one sees every token through a gate."""
 
-from typing import Any
-
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
-from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs
-from torchtitan.models.family import build_decoder_train_spec
-from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION, CausalLMAdapter, Layers
-from torchtitan.models.moe import MoEArgs
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.models.causal_lm import FULL_ATTENTION
+from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION, Layers
 
 
 def _types(config: hf.Config) -> list[str]:
@@ -32,50 +27,32 @@ hf_types = {
     "qwen2_moe": hf.HFType("Qwen2Moe", _ROWS, hf.SOFTMAX_ROUTER | _GATED | {"moe_enabled": True})
 }
 
-
-def _qwen2_moe(
-    dim: int,
-    n_layers: int,
-    hidden_dim: int,
-    moe_inter_dim: int,
-    shared_dim: int,
-    num_experts: int,
-    top_k: int,
-    **fields: Any,
-) -> CausalLMArgs:
-    experts = MoEArgs(
-        num_experts,
-        score_func="softmax",
-        score_before_experts=False,
-        top_k=top_k,
-        shared_expert_dim=shared_dim,
-        shared_expert_gate=True,
-    )
-    fields = {"rope_theta": 1e6, "vocab_size": 151936, "norm_eps": 1e-6} | fields
-    return CausalLMArgs(
-        dim=dim,
-        n_layers=n_layers,
-        hidden_dim=hidden_dim,
-        qkv_bias=True,
-        moe_enabled=True,
-        moe_inter_dim=moe_inter_dim,
-        moe_args=experts,
-        hf_type="qwen2_moe",
-        **fields,
-    )
-
-
-_SMALL: dict[str, Any] = {"vocab_size": 2048, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32}
-flavors = {
-    "debugmodel": _qwen2_moe(256, 4, 768, 128, 256, 8, 2, **_SMALL),
-    "1.5-MoE-A2.7B": _qwen2_moe(
-        2048, 24, 5632, 1408, 5632, 60, 4, n_heads=16, n_kv_heads=16, max_seq_len=8192
-    ),
-    "57B-A14B": _qwen2_moe(
-        3584, 28, 18944, 2560, 20480, 64, 8, n_heads=28, n_kv_heads=4, max_seq_len=131072
-    ),
+_QWEN2 = {
+    "model_type": "qwen2_moe",
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 131072,
 }
 
 
-def get_train_spec() -> TrainSpec:
-    return build_decoder_train_spec(CausalLM, flavors, CausalLMAdapter)
+def _experts(number: int, per_token: int, size: int, shared_size: int) -> dict[str, int]:
+    return {
+        "num_experts": number,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": shared_size,
+    }
+
+
+_A2_7B = hf_lm.sizes(2048, 24, 5632, 16, 16, **_experts(60, 4, 1408, 5632))
+_A14B = hf_lm.sizes(3584, 28, 18944, 28, 4, **_experts(64, 8, 2560, 20480))
+_TINY = hf_lm.sizes(256, 4, 768, 8, 2, **_experts(8, 2, 128, 256), **hf_lm.SMALL)
+get_train_spec = hf_lm.train_spec_of(
+    hf_types,
+    {
+        "debugmodel": _QWEN2 | _TINY,
+        "1.5-MoE-A2.7B": _QWEN2 | _A2_7B | {"max_position_embeddings": 8192},
+        "57B-A14B": _QWEN2 | _A14B,
+    },
+)

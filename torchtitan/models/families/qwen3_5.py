@@ -4,13 +4,9 @@ from typing import Any
 
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
-from torchtitan.models.causal_lm import FULL_ATTENTION, CausalLM, CausalLMArgs, LayerKind
-from torchtitan.models.family import build_decoder_train_spec
+from torchtitan.models.causal_lm import CausalLMArgs
 from torchtitan.models.hf_adapter import Fused, HFKeyMap
-from torchtitan.models.hf_causal_lm import LINEAR_ATTENTION, CausalLMAdapter, Layers
-from torchtitan.models.moe import MoEArgs
-from torchtitan.models.rope import RoPEArgs
-from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.models.hf_causal_lm import LINEAR_ATTENTION, Layers
 
 # ---- Hugging Face's names ----
 
@@ -124,64 +120,47 @@ hf_types = {
 
 # ---- flavors ----
 
-
-def _qwen(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, **fields: Any) -> CausalLMArgs:
-    types = [LINEAR_ATTENTION if n % 4 != 3 else FULL_ATTENTION for n in range(n_layers)]
-    kinds = {
-        LINEAR_ATTENTION: LayerKind(None, mixer="gated_delta"),
-        FULL_ATTENTION: LayerKind(RoPEArgs(share=0.25)),
-    }
-    fields = {"vocab_size": 248320, "head_dim": 256, "eos_id": 248044} | fields
-    fields = {"hf_type": "qwen3_5_text"} | fields
-    return CausalLMArgs(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        norm_eps=1e-6,
-        rope_theta=1e7,
-        max_seq_len=262144,
-        layer_kinds=kinds,
-        layer_types=tuple(types),
-        **_ARGS,
-        **fields,
-    )
-
-
-def _moe(num_experts: int, top_k: int, inter_dim: int) -> dict[str, Any]:
-    experts = MoEArgs(
-        num_experts=num_experts,
-        num_shared_experts=1,
-        top_k=top_k,
-        score_func="softmax",
-        route_norm=True,
-        score_before_experts=False,
-        shared_expert_dim=inter_dim,
-        shared_expert_gate=True,
-    )
-    fields = {"moe_enabled": True, "moe_inter_dim": inter_dim, "moe_args": experts}
-    return fields | {"hf_type": "qwen3_5_moe_text"}
-
-
-_TIED = {"enable_weight_tying": True}
-_SMALL = {"vocab_size": 2048, "head_dim": 32, "linear_key_heads": 4, "linear_value_heads": 8}
-_SMALL |= {"linear_key_dim": 32, "linear_value_dim": 32, "hidden_dim": 768}
-_NEXT_80B = _moe(512, 10, 512) | {"hf_type": "qwen3_next", "hidden_dim": 5120}
-_NEXT_80B |= {"vocab_size": 151936, "eos_id": 151643}
-flavors = {
-    "debugmodel": _qwen(256, 4, 8, 2, **_SMALL),
-    "debugmodel_moe": _qwen(256, 4, 8, 2, **_SMALL, **_moe(8, 2, 128)),
-    "0.8B": _qwen(1024, 24, 8, 2, hidden_dim=3584, linear_value_heads=16, **_TIED),
-    "2B": _qwen(2048, 24, 8, 2, hidden_dim=6144, linear_value_heads=16, **_TIED),
-    "4B": _qwen(2560, 32, 16, 4, hidden_dim=9216, **_TIED),
-    "9B": _qwen(4096, 32, 16, 4, hidden_dim=12288),
-    "27B": _qwen(5120, 64, 24, 4, hidden_dim=17408, linear_value_heads=48),
-    "35B-A3B": _qwen(2048, 40, 16, 2, **_moe(256, 8, 512)),
-    "122B-A10B": _qwen(3072, 48, 32, 2, linear_value_heads=64, **_moe(256, 8, 1024)),
-    "397B-A17B": _qwen(4096, 60, 32, 2, linear_value_heads=64, **_moe(512, 10, 1024)),
-    "Next-80B-A3B": _qwen(2048, 48, 16, 2, **_NEXT_80B),
+_QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "eos_token_id": 248044,
+    "rope_theta": 1e7,
+    "max_position_embeddings": 262144,
 }
 
 
-def get_train_spec() -> TrainSpec:
-    return build_decoder_train_spec(CausalLM, flavors, CausalLMAdapter)
+def _qwen(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, **others: Any) -> dict[str, Any]:
+    return _QWEN3_5 | hf_lm.sizes(dim, n_layers, 11008, n_heads, n_kv_heads) | others
+
+
+def _moe(num_experts: int, top_k: int, inter_dim: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": inter_dim,
+        "shared_expert_intermediate_size": inter_dim,
+    }
+
+
+_TIED = {"tie_word_embeddings": True}
+_SMALL = hf_lm.SMALL | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+_SMALL |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "intermediate_size": 768}
+_NEXT_80B = _moe(512, 10, 512) | {"model_type": "qwen3_next", "intermediate_size": 5120}
+_NEXT_80B |= {"vocab_size": 151936, "eos_token_id": 151643}
+get_train_spec = hf_lm.train_spec_of(
+    hf_types,
+    {
+        "debugmodel": _qwen(256, 4, 8, 2, **_SMALL),
+        "debugmodel_moe": _qwen(256, 4, 8, 2, **_SMALL, **_moe(8, 2, 128)),
+        "0.8B": _qwen(1024, 24, 8, 2, intermediate_size=3584, linear_num_value_heads=16, **_TIED),
+        "2B": _qwen(2048, 24, 8, 2, intermediate_size=6144, linear_num_value_heads=16, **_TIED),
+        "4B": _qwen(2560, 32, 16, 4, intermediate_size=9216, **_TIED),
+        "9B": _qwen(4096, 32, 16, 4, intermediate_size=12288),
+        "27B": _qwen(5120, 64, 24, 4, intermediate_size=17408, linear_num_value_heads=48),
+        "35B-A3B": _qwen(2048, 40, 16, 2, **_moe(256, 8, 512)),
+        "122B-A10B": _qwen(3072, 48, 32, 2, linear_num_value_heads=64, **_moe(256, 8, 1024)),
+        "397B-A17B": _qwen(4096, 60, 32, 2, linear_num_value_heads=64, **_moe(512, 10, 1024)),
+        "Next-80B-A3B": _qwen(2048, 48, 16, 2, **_NEXT_80B),
+    },
+)

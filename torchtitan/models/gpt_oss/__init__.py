@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torchtitan.batch.mask import DocumentMask, Masks
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
-from torchtitan.models import decoder, rope
+from torchtitan.models import decoder
 from torchtitan.models import hf_fields as hf
 from torchtitan.models.attention import attend
 from torchtitan.models.decoder import Decoder, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
-from torchtitan.models.hf_adapter import Fused, KeyMapAdapter, block_hf_key_map, dense_hf_key_map
+from torchtitan.models.hf_adapter import Fused, HFAdapter, HFKeyMap, block_hf_key_map
 from torchtitan.models.moe import MoE, MoEArgs, MoEDecoderArgs
 from torchtitan.models.moe.moe import StackedExperts
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_gptoss
@@ -138,12 +138,19 @@ def precompute_rope_cache(
     ntk_beta: float = 32.0,
     original_seq_len: int = 4096,
 ) -> Tensor:
-    """Return the table fp32 [max_seq_len, 2 * dim] of `models.rope` for heads of size `dim`.
+    """Return the table fp32 [max_seq_len, 2 * dim] of `models.rope` for heads of size `dim`."""
+    return _yarn(rope_factor, original_seq_len, ntk_beta, ntk_alpha).table(
+        dim, max_seq_len, base, max_seq_len
+    )
 
-    YaRN stretches the table, without rounding the blend's bounds to whole pairs, and scales its magnitude.
-    """
-    yarn = YaRNArgs(rope_factor, original_seq_len, ntk_beta, ntk_alpha, truncate=False)
-    return rope.precompute_rope_cache(dim, max_seq_len, base, yarn, yarn_mscale(rope_factor))
+
+def _yarn(*sizes: Any) -> RoPEArgs:
+    """YaRN that does not round the blend's bounds to whole pairs. sizes: the first of `YaRNArgs`."""
+    return RoPEArgs(scaling=YaRNArgs(*sizes, truncate=False), magnitude=yarn_mscale(sizes[0]))
+
+
+def _rope(args: GptOssModelArgs) -> RoPEArgs:
+    return _yarn(args.rope_factor, args.original_seq_len, args.ntk_beta, args.ntk_alpha)
 
 
 class Attention(decoder.Attention):
@@ -207,18 +214,24 @@ class GptOssModel(Decoder):
 
     def build_rope_table(self, length: int) -> Tensor:
         args = self.model_args
-        yarn = args.rope_factor, args.ntk_alpha, args.ntk_beta, args.original_seq_len
-        return precompute_rope_cache(args.head_dim, length, args.rope_theta, *yarn)
+        return _rope(args).table(args.head_dim, length, args.rope_theta, args.max_seq_len)
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         window = documents.with_window(self.model_args.sliding_window_size)
         return {"basic_mask": documents, "sliding_window_mask": window}
 
 
-_EXPERTS = {"gate_up_proj": "mlp1", "down_proj": "mlp2"}
+def _expert_names(hf_name: str, name: str) -> HFKeyMap:
+    hf, ours = f"model.layers.{{}}.mlp.experts.{hf_name}", f"layers.{{}}.moe.experts.{name}"
+    return {
+        hf: Fused((f"{ours}_weight",), transposed=True),
+        f"{hf}_blocks": f"{ours}_weight",
+        f"{hf}_scales": None,  # the reader has multiplied by them
+        f"{hf}_bias": f"{ours}_bias",
+    }
 
 
-class GptOssStateDictAdapter(KeyMapAdapter):
+class GptOssStateDictAdapter(HFAdapter):
     """Writes unquantized files, which transformers loads; reads unquantized and MXFP4 files.
 
     Experts' weights are [E, in, out] in unquantized files, and [E, out, in], as in our model, when
@@ -226,56 +239,29 @@ class GptOssStateDictAdapter(KeyMapAdapter):
     """
 
     quantized_format = "mxfp4"
-
-    def __init__(self, model_args: GptOssModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, hf_assets_path)
-        self.from_hf_map = dense_hf_key_map([f"self_attn.{name}_proj" for name in "qkvo"])
-        self.from_hf_map["model.layers.{}.self_attn.sinks"] = "layers.{}.attention.sinks"
-        for kind in ("weight", "bias"):
-            self.from_hf_map |= block_hf_key_map({"mlp.router": "moe.router.gate"}, kind)
-        for hf_name, name in _EXPERTS.items():
-            hf, ours = f"model.layers.{{}}.mlp.experts.{hf_name}", f"layers.{{}}.moe.experts.{name}"
-            self.from_hf_map |= {
-                hf: Fused((f"{ours}_weight",), transposed=True),
-                f"{hf}_blocks": f"{ours}_weight",
-                f"{hf}_scales": None,  # the reader has multiplied by them
-                f"{hf}_bias": f"{ours}_bias",
-            }
+    own_names = {
+        **block_hf_key_map({f"self_attn.{n}_proj": f"attention.w{n}" for n in "qkvo"}, "bias"),
+        **block_hf_key_map({"mlp.router": "moe.router.gate"}, "weight", "bias"),
+        "model.layers.{}.self_attn.sinks": "layers.{}.attention.sinks",
+        **_expert_names("gate_up_proj", "mlp1"),
+        **_expert_names("down_proj", "mlp2"),
+    }
 
 
 def _experts(num_experts: int) -> MoEArgs:
-    return MoEArgs(
-        num_experts=num_experts,
-        num_shared_experts=0,
-        score_func="softmax",
-        route_norm=True,
-        gate_bias=True,
-        score_before_experts=False,
-        top_k=4,
-    )
+    router = {"score_func": "softmax", "route_norm": True, "gate_bias": True, "top_k": 4}
+    return MoEArgs(num_experts, num_shared_experts=0, score_before_experts=False, **router)
 
 
+# For a CPU: a vocabulary of 2,048, and experts as wide as the model.
+_SMALL = {"vocab_size": 2048, "moe_inter_dim": 256, "n_heads": 8, "n_kv_heads": 2}
+_SMALL |= {"sliding_window_size": 32}
 gptoss_configs: dict[str, GptOssModelArgs] = {
     "debugmodel": GptOssModelArgs(dim=256, n_layers=4, moe_args=_experts(8)),
-    # "debugmodel" for a CPU: a vocabulary of 2,048, and experts as wide as the model.
-    "debugmodel_small": GptOssModelArgs(
-        vocab_size=2048,
-        dim=256,
-        moe_inter_dim=256,
-        n_layers=4,
-        n_heads=8,
-        n_kv_heads=2,
-        sliding_window_size=32,
-        moe_args=_experts(8),
-    ),
+    "debugmodel_small": GptOssModelArgs(dim=256, n_layers=4, moe_args=_experts(8), **_SMALL),
     "20b": GptOssModelArgs(moe_args=_experts(32)),
     "120b": GptOssModelArgs(n_layers=36, moe_args=_experts(128)),
 }
-
-
-def _yarn(args: GptOssModelArgs) -> YaRNArgs:
-    sizes = args.rope_factor, args.original_seq_len, args.ntk_beta, args.ntk_alpha
-    return YaRNArgs(*sizes, truncate=False)
 
 
 _LAYERS = ("sliding_attention", "full_attention")
@@ -292,7 +278,7 @@ _ROWS = (
     hf.Must("swiglu_alpha", 1.702, "the activation's slope is fixed"),
     hf.Must("layer_types", lambda args: [_LAYERS[n % 2] for n in range(args.n_layers)]),
     hf.RoPE(
-        lambda args: RoPEArgs(scaling=_yarn(args), magnitude=yarn_mscale(args.rope_factor)),
+        _rope,
         kind="yarn",
         ours={
             "factor": "rope_factor",

@@ -8,7 +8,7 @@ from torchtitan.models import hf_fields as hf
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
-from torchtitan.models.hf_adapter import HF_LINEARS, KeyMapAdapter, dense_hf_key_map
+from torchtitan.models.hf_adapter import HFAdapter
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
 from torchtitan.models.rope import (
     RoPEScalingArgs,
@@ -72,15 +72,14 @@ class Transformer(Decoder):
         return self.model_args.rope_scaling_args
 
 
-class Llama3StateDictAdapter(KeyMapAdapter):
+class Llama3StateDictAdapter(HFAdapter):
     """Renames to Hugging Face's LlamaForCausalLM, which pairs a head's numbers by halves in RoPE."""
 
-    def __init__(self, model_args: TransformerModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, hf_assets_path)
-        self.from_hf_map = dense_hf_key_map(biased=HF_LINEARS)
-        n_heads = model_args.n_heads
-        heads = {"wq": n_heads, "wk": model_args.n_kv_heads or n_heads}
-        self.rotated_heads = {
+    @property
+    def rotated_heads(self) -> dict[str, int]:
+        args = self.model_args
+        heads = {"wq": args.n_heads, "wk": args.n_kv_heads or args.n_heads}
+        return {
             f"layers.{{}}.attention.{name}.{kind}": n
             for name, n in heads.items()
             for kind in ("weight", "bias")

@@ -19,15 +19,19 @@ from torchtitan.models import llama3, rope
 from torchtitan.models.decoder import Attention, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
 from torchtitan.models.hf_adapter import (
-    HF_LINEARS,
     Fused,
-    HFKeyMap,
-    KeyMapAdapter,
-    dense_hf_key_map,
+    HFAdapter,
+    block_hf_key_map,
+    feed_forward_names,
 )
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs, build_moe
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_llama
-from torchtitan.models.rope import apply_rotary_emb, precompute_freqs_cis, reshape_for_broadcast
+from torchtitan.models.rope import (
+    apply_rotary_emb,
+    precompute_freqs_cis,
+    query_factors,
+    reshape_for_broadcast,
+)
 from torchtitan.protocols.train_spec import TrainSpec
 
 
@@ -150,11 +154,8 @@ class Transformer(llama3.Transformer):
         args, table = self.model_args, super().build_rope_table(length)
         if not args.attn_temperature_tuning:
             return table
-        if table.device.type == "meta":  # arange there would load torch's compiler
-            return table.new_empty(length, table.shape[1] + 1)
-        steps = torch.arange(1, length + 1, dtype=torch.float32).div(args.floor_scale).floor()
-        factors = torch.log1p(steps) * args.attn_scale + 1.0
-        return torch.cat((table, factors[:, None].to(table.dtype)), dim=1)
+        factors = query_factors(torch.arange(1, length + 1), args.attn_scale, args.floor_scale)
+        return torch.cat((table, factors.to(table.dtype)), dim=1)
 
     def layer_masks(self, documents: DocumentMask) -> Masks:
         chunks = documents.in_chunks(self.model_args.fixed_attn_block_size)
@@ -181,7 +182,10 @@ def _scale_queries(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor
     return (xq * factors[..., None, None]).to(xq.dtype), xk
 
 
-class Llama4StateDictAdapter(KeyMapAdapter):
+_MOE, _HF_MOE = "layers.{}.moe", "model.layers.{}.feed_forward"
+
+
+class Llama4StateDictAdapter(HFAdapter):
     """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours in ours and in HF's weights.
 
     Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration. Reading
@@ -190,24 +194,15 @@ class Llama4StateDictAdapter(KeyMapAdapter):
 
     ignored_hf_keys = (r"vision_model\.", r"multi_modal_projector\.")
     text_prefixes = ("language_model.",)
-
-    def __init__(self, model_args: TransformerModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, hf_assets_path)
-        text: HFKeyMap = {
-            name.replace(".mlp.", ".feed_forward."): ours
-            for name, ours in dense_hf_key_map(biased=HF_LINEARS).items()
-        }
-        hf_moe, moe = "model.layers.{}.feed_forward", "layers.{}.moe"
-        for name, ours in {"gate": "w1", "up": "w3", "down": "w2"}.items():
-            shared = f"{hf_moe}.shared_expert.{name}_proj.weight"
-            text[shared] = f"{moe}.shared_experts.{ours}.weight"
-        gate_up = f"{moe}.experts.w1", f"{moe}.experts.w3"
-        text |= {
-            f"{hf_moe}.router.weight": f"{moe}.router.gate.weight",
-            f"{hf_moe}.experts.gate_up_proj": Fused(gate_up, transposed=True),
-            f"{hf_moe}.experts.down_proj": Fused((f"{moe}.experts.w2",), transposed=True),
-        }
-        self.name_text_model(text)
+    own_names = {
+        **block_hf_key_map(feed_forward_names("feed_forward", "feed_forward"), "weight", "bias"),
+        **block_hf_key_map(feed_forward_names("feed_forward.shared_expert", "moe.shared_experts")),
+        f"{_HF_MOE}.router.weight": f"{_MOE}.router.gate.weight",
+        f"{_HF_MOE}.experts.gate_up_proj": Fused(
+            (f"{_MOE}.experts.w1", f"{_MOE}.experts.w3"), transposed=True
+        ),
+        f"{_HF_MOE}.experts.down_proj": Fused((f"{_MOE}.experts.w2",), transposed=True),
+    }
 
 
 _DEBUG = {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048}

@@ -8,12 +8,7 @@ from typing import Any
 from torchtitan.models import hf_fields as hf
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
-from torchtitan.models.hf_adapter import (
-    HF_EXPERTS,
-    KeyMapAdapter,
-    block_hf_key_map,
-    dense_hf_key_map,
-)
+from torchtitan.models.hf_adapter import HFAdapter
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
 from torchtitan.models.norm import head_norm
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
@@ -69,19 +64,8 @@ class Qwen3Model(Decoder):
         return args.moe_inter_dim if args.moe_enabled else args.hidden_dim
 
 
-class Qwen3StateDictAdapter(KeyMapAdapter):
+class Qwen3StateDictAdapter(HFAdapter):
     """Renames to Hugging Face's Qwen3ForCausalLM and Qwen2ForCausalLM."""
-
-    def __init__(self, model_args: Qwen3ModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, hf_assets_path)
-        biased = [f"self_attn.{name}_proj" for name in "qkv"] if model_args.qkv_bias else []
-        self.from_hf_map = dense_hf_key_map(biased)
-        if model_args.qk_norm:
-            self.from_hf_map |= block_hf_key_map(
-                {f"self_attn.{norm}": f"attention.{norm}" for norm in ("q_norm", "k_norm")}
-            )
-        if model_args.moe_enabled:
-            self.from_hf_map |= HF_EXPERTS
 
 
 def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **fields: Any) -> Qwen3ModelArgs:

@@ -1,0 +1,134 @@
+"""The form of samples with chats: their keys and roles, by other names where `training.chat_keys` says so."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtitan.config.checks.common import guess
+from torchtitan.data.chat_template import Message
+from torchtitan.data.local_files import JoinedDocuments, load_local_documents
+
+RESULT_ROLES = ("tool", "function", "ipython")
+ROLES = ("system", "developer", "user", "assistant", *RESULT_ROLES)
+# Keys of a message that hold the model's reasoning; most templates read the first key.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_IN_PLACE_OF_CONTENT = {"tool_calls", *_REASONING_KEYS}
+_COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+REFERENCE_KEYS = ("ref_chosen_logps", "ref_rejected_logps")  # TRL's names
+_PAIR_COLUMNS = ("prompt", "chosen", "rejected", *_COLUMNS[3:], *REFERENCE_KEYS)
+_MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
+
+
+def load_chats(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
+    """Return the chats in local files, as they stand there. keys: see `renamed`."""
+    return load_local_documents(path, (*_COLUMNS, *(keys or ())))
+
+
+def load_pairs(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
+    """Return the preference pairs in local files, as they stand there. keys: see `renamed`."""
+    return load_local_documents(path, (*_PAIR_COLUMNS, *(keys or ())))
+
+
+def parse_keys(entries: Sequence[str]) -> dict[str, str]:
+    """Return `training.chat_keys` as {name in the files: our name}; ValueError for an unknown name."""
+    known = (*dict.fromkeys(_COLUMNS + _PAIR_COLUMNS), *_MESSAGE_KEYS, *ROLES)
+    keys = dict(entry.partition("=")[::2] for entry in entries)
+    for theirs, ours in keys.items():
+        if not theirs or ours not in known:
+            raise ValueError(
+                f"training.chat_keys must be a list of 'name in the files=name here', got "
+                f"{theirs + '=' + ours!r}{guess(ours, known)}; names here are {', '.join(known)}"
+            )
+    return keys
+
+
+def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
+    """Return a sample with its keys, its messages' keys and its roles renamed to ours.
+
+    keys: name in the files -> our name. If our name is a role, the value is the text of a turn (texts of
+        one role are joined by a blank line) before `messages`, or before the `prompt` of a pair, which
+        must be lists of messages then; else ValueError.
+    """
+    if not keys or not isinstance(sample, Mapping):
+        return sample
+    result = {key: value for key, value in sample.items() if key not in keys}
+    turns: dict[str, list[str]] = {}
+    for theirs, ours in keys.items():
+        if ours in ROLES and isinstance(sample.get(theirs), str) and sample[theirs]:
+            turns.setdefault(ours, []).append(sample[theirs])
+        elif ours not in ROLES and sample.get(theirs) is not None:
+            result[ours] = sample[theirs]
+    for name in ("messages", "prompt", "completion", "chosen", "rejected"):
+        for i, message in enumerate(result[name] if is_list_of(dict, result.get(name)) else ()):
+            message = {keys.get(key, key): value for key, value in message.items()}
+            if "role" in message:
+                message["role"] = keys.get(str(message["role"]), message["role"])
+            result[name] = [*result[name][:i], message, *result[name][i + 1 :]]
+    if turns:
+        first = [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns.items()]
+        name = "prompt" if "chosen" in result else "messages"
+        rest = result.get(name) or []
+        if not isinstance(rest, list):
+            raise ValueError(
+                f"training.chat_keys puts the turns of {', '.join(turns)} before {name!r}, which must be a list "
+                f"of messages then, got {rest!r:.80}; leave out one of the two, or name the role of "
+                f'{name!r} too, as in "{name}=user"'
+            )
+        result[name] = first + rest
+    return result
+
+
+def check_chat(sample: Any) -> None:
+    """Raise ValueError unless the sample has `messages`, or `prompt` and `completion`."""
+    if not isinstance(sample, Mapping):
+        raise ValueError(f"need an object with 'messages', got {type(sample).__name__}; correct it")
+    if sample.get("messages") is not None:
+        return
+    prompt, completion = sample.get("prompt"), sample.get("completion")
+    if prompt is None or completion is None:
+        raise ValueError(
+            "need an object with 'messages', or with 'prompt' and 'completion', got the keys "
+            f"{sorted(sample)}; convert the data, or name yours in training.chat_keys"
+        )
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise ValueError(
+            "'prompt' and 'completion' must both be texts or both be lists of messages; convert one"
+        )
+
+
+def checked_messages(messages: Any, key: str) -> list[Message]:
+    """Return messages without None values; reasoning gets the keys `thinking` and `reasoning_content`."""
+    if not is_list_of(dict, messages) or not messages:
+        raise ValueError(
+            f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "
+            "correct it, or leave out the chat"
+        )
+    checked: list[Message] = []
+    for number, message in enumerate(messages, 1):
+        message = {name: value for name, value in message.items() if value is not None}
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            got = f"'role' {role!r}{guess(role, ROLES)}" if role else f"the keys {sorted(message)}"
+            raise ValueError(
+                f"message {number} of {key!r} must have a 'role' of {', '.join(ROLES)}, got {got}; convert "
+                "the chat, or name your keys and roles in training.chat_keys"
+            )
+        parts = content if is_list_of(dict, content) else [{"text": content}]
+        is_good = all(isinstance(part.get("text"), str) for part in parts)
+        is_good |= role in RESULT_ROLES and isinstance(content, dict | list)  # written as JSON
+        is_good |= (
+            role == "assistant" and content is None and bool(_IN_PLACE_OF_CONTENT & {*message})
+        )
+        if not is_good:
+            raise ValueError(
+                f"message {number} of {key!r} must have a text as its 'content' (role {role!r}), got "
+                f"{content!r:.80}; give it a text, or leave out the chat"
+            )
+        thoughts = [message[name] for name in _REASONING_KEYS if name in message]
+        if thoughts:
+            message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
+        checked.append(message)
+    return checked
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
