@@ -110,15 +110,15 @@ _TAKE_MEMORY = "copy to host in checkpoint/saver.py _take_memory"
 # A rollout asks for each token whether rows go on; a step returns numbers.
 _RL_STEPS = {
     # A push asks whether any rank failed.
-    "copy of a number in rl/weight_sync.py update": 3,
-    "aten::_local_scalar_dense in rl/weight_sync.py update": 3,
+    "copy of a number in rl/weight_sync.py push_weights": 3,
+    "aten::_local_scalar_dense in rl/weight_sync.py push_weights": 3,
     "aten::_local_scalar_dense in rl/learner.py optim_step": 2,
     "copy of pageable in generation/kv_cache.py keep_last": 2,
     "copy of pageable in generation/kv_cache.py put_rows": 2,
     "copy of pageable in rl/decoding.py _read_prompts": 2,
-    "copy of pageable in rl/decoding.py continue_prompts": 4,
+    "copy of pageable in rl/decoding.py continue_prompts": 2,
     "copy of pageable in rl/decoding.py _draw": 2,
-    "copy to host in rl/decoding.py of_all_ranks": 2,
+    "copy to host in rl/decoding.py continue_prompts": 2,
     "copy to host in rl/decoding.py _draw": 2,
     "copy to host in rl/learner.py forward_backward": 2,
     "event.synchronize, late in tools/host_copy.py read": 4,
