@@ -113,7 +113,7 @@ _RL_STEPS = {
     "copy of a number in rl/weight_sync.py push_weights": 3,
     "aten::_local_scalar_dense in rl/weight_sync.py push_weights": 3,
     "aten::_local_scalar_dense in rl/learner.py optim_step": 2,
-    "copy of pageable in generation/kv_cache.py keep_last": 2,
+    "copy of pageable in generation/kv_cache.py __call__": 2,
     "copy of pageable in generation/kv_cache.py put_rows": 2,
     "copy of pageable in rl/decoding.py _read_prompts": 2,
     "copy of pageable in rl/decoding.py continue_prompts": 2,
