@@ -1,4 +1,4 @@
-"""Rows of trees give, in every layout, the loss and gradients of one process with a row per sequence."""
+"""Rows of trees give, in every layout, the log-probs, loss and gradients of one process with a row per sequence."""
 
 import dataclasses
 import random
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from tests.distributed.layout_matrix import (
     BY_NAME,
+    FAMILIES,
     ONE_PROCESS,
     ROWS,
     SEQ_LEN,
@@ -20,13 +21,27 @@ from tests.distributed.layout_matrix import (
 )
 from torchtitan.batch.documents import IGNORE_INDEX, PADDING
 from torchtitan.batch.trees import tree_batch
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import dist_sum
+from torchtitan.loss.logprobs import TokenLogProbs
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.gloo import run_ranks
 
 IN_CI = ["CP 2", "PP 2, 1F1B"]
-SLOW = ["FSDP 2", "TP 2", "CP 2, alltoall, full AC", "FSDP 2, CP 2", "TP 2, PP 2, ZBVZeroBubble"]
+SLOW = [
+    "1 process",
+    "FSDP 2",
+    "TP 2",
+    "CP 2, alltoall, full AC",
+    "FSDP 2, TP 2",
+    "FSDP 2, CP 2",
+    "CP 2, PP 2",
+    "TP 2, PP 2, ZBVZeroBubble",
+]
 BATCHES, MORE_BATCHES = 1, 25
-FAMILIES = [("llama3", "documents, varlen"), ("gpt_oss", "documents, flex")]
+CASES = [("llama3", "documents, varlen"), ("gpt_oss", "documents, flex")]
+# Sums in another order, as shares of the largest number.
+TOLERANCES = {"float32": 1e-6, "float64": 1e-13}
 
 
 def sequences(seed):
@@ -57,16 +72,11 @@ def filled(batch):
     return {key: F.pad(x, (0, n_more), value=padding[key]) for key, x in batch.items()}
 
 
-def batches_of(seed, engine, is_separate):
-    """Return (a rank's rows of trees, or a batch per sequence; the number of labels of all ranks)."""
-    rows = sequences(seed)
-    trees = [tree_batch(*row, seq_len=SEQ_LEN).batch for row in rows]
-    num_valid = sum(int((x["labels"] != IGNORE_INDEX).sum()) for x in trees)
+def batches_of(trees, rows, engine, is_separate):
+    """Return a rank's rows of trees, or a batch per sequence."""
     if not is_separate:
-        joined = {key: torch.cat([filled(x)[key] for x in trees]) for key in trees[0]}
-        n_rows = ROWS // engine.dp_size
-        own = slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
-        return {key: x[own] for key, x in joined.items()}, num_valid
+        batches = [filled(tree.batch) for tree in trees]
+        return {key: torch.cat([x[key] for x in batches])[own_rows(engine)] for key in batches[0]}
     batches = []
     for prompt, continuation in (pair for row in rows for pair in zip(*row, strict=True)):
         tokens = torch.tensor([*prompt, *continuation])[None]
@@ -74,21 +84,60 @@ def batches_of(seed, engine, is_separate):
         labels[:, : len(prompt) - 1] = IGNORE_INDEX
         positions = torch.arange(labels.shape[1])[None]
         batches.append({"input": tokens[:, :-1], "positions": positions, "labels": labels})
-    return batches, num_valid
+    return batches
 
 
-def results_on_rank(layout, family, rows_of, folder, n_batches, is_separate):
-    """Return (loss, gradients) of each batch."""
+def own_rows(engine):
+    n_rows = ROWS // engine.dp_size
+    return slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
+
+
+def logprobs_of(outputs, trees, rows, engine, is_separate):
+    """Return (row, sequence) -> log-probs of the continuation's tokens, of this rank's rows."""
+    found = {}
+    of_calls = iter(x.logprobs for x in outputs or ())  # None without the last stage
+    of_rows = None if is_separate else next(of_calls, None)
+    for row in range(ROWS)[slice(None) if is_separate else own_rows(engine)]:
+        of_trees = None
+        if of_rows is not None:
+            of_trees = trees[row].of_sequences(of_rows[row - own_rows(engine).start][None])
+        for i, (prompt, _) in enumerate(zip(*rows[row], strict=True)):
+            of_sequence = next(of_calls)[0] if is_separate else of_trees and of_trees[i]
+            if of_sequence is not None:
+                found[row, i] = of_sequence[len(prompt) - 1 :].clone()
+    return found
+
+
+def compute_in_fp64():
+    """Let this process compute in fp64 what it computes in fp32."""
+    TORCH_DTYPE_MAP["float32"] = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    # Torch's grouped product refuses fp64.
+    name, flavor, changes = FAMILIES["gpt_oss"]
+    experts = get_train_spec(name).model_args[flavor].moe_args
+    changes = changes | {"moe_args": dataclasses.replace(experts, use_grouped_mm=False)}
+    FAMILIES["gpt_oss"] = name, flavor, changes
+
+
+def results_on_rank(layout, family, rows_of, dtype, folder, n_batches, is_separate):
+    """Return (loss, gradients and log-probs) of each batch."""
+    if dtype == "float64":
+        compute_in_fp64()
     flags = [*layout.overrides(), *batch_flags(family, rows_of), "--optimizer.lr=0"]
     if "ZBV" not in layout.name:
         flags.append(SHALLOW)
     engine = build_engine(family, flags, folder)
     results = []
     for seed in range(n_batches):
-        batches, num_valid = batches_of(seed, engine, is_separate)
+        rows = sequences(seed)
+        trees = [tree_batch(*row, seq_len=SEQ_LEN) for row in rows]
+        num_valid = sum(int((x.batch["labels"] != IGNORE_INDEX).sum()) for x in trees)
+        batches = batches_of(trees, rows, engine, is_separate)
+        outputs = engine.forward_step(batches, head=TokenLogProbs())
         loss = engine.forward_backward_step(input_dict=batches, global_valid_tokens=num_valid)
         loss = dist_sum(loss, engine.parallel_dims.get_optional_mesh("loss"))
-        results.append((loss, gradients_of(engine)))
+        logprobs = logprobs_of(outputs, trees, rows, engine, is_separate)
+        results.append((loss, {**logprobs, **gradients_of(engine)}))
         engine.optimizers.zero_grad()
     engine.close()
     return results
@@ -96,37 +145,58 @@ def results_on_rank(layout, family, rows_of, folder, n_batches, is_separate):
 
 @pytest.fixture(scope="module")
 def separate_rows(tmp_path_factory):
-    """(family, layout, batches) -> losses and gradients of one process."""
+    """(family, dtype, layout, batches) -> the results of one process."""
     known = {}
 
-    def find(family, rows_of, layout, n_batches):
-        key = family, "ZBV" in layout.name, n_batches
+    def find(family, rows_of, dtype, layout, n_batches):
+        key = family, dtype, "ZBV" in layout.name, n_batches
         if key not in known:
             one = dataclasses.replace(ONE_PROCESS, name=layout.name)  # which chooses the layers
-            given = one, family, rows_of, str(tmp_path_factory.mktemp("one")), n_batches, True
-            (known[key],) = run_ranks(results_on_rank, 1, *given)
+            given = (
+                one,
+                family,
+                rows_of,
+                dtype,
+                str(tmp_path_factory.mktemp("one")),
+                n_batches,
+                True,
+            )
+            (known[key],) = run_ranks(results_on_rank, 1, *given, timeout_seconds=600)
         return known[key]
 
     return find
 
 
 @pytest.mark.parametrize(
-    ("name", "n_batches"),
+    ("name", "dtype", "n_batches"),
     [
-        *((name, BATCHES) for name in IN_CI),
-        *(pytest.param(x, MORE_BATCHES, marks=pytest.mark.slow) for x in [*IN_CI, *SLOW]),
+        *((name, "float64", BATCHES) for name in IN_CI),
+        *(
+            pytest.param(name, dtype, MORE_BATCHES, marks=pytest.mark.slow)
+            for dtype in TOLERANCES
+            for name in [*IN_CI, *SLOW]
+        ),
     ],
 )
-def test_trees_give_loss_and_gradients_of_separate_rows(name, n_batches, separate_rows, tmp_path):
-    layout = BY_NAME[name]
-    for family, rows_of in FAMILIES:
-        given = layout, family, rows_of, str(tmp_path), n_batches, False
-        ranks = run_ranks(results_on_rank, layout.world_size, *given)
-        expected_results = separate_rows(family, rows_of, layout, n_batches)
+def test_trees_give_logprobs_loss_and_gradients_of_separate_rows(
+    name, dtype, n_batches, separate_rows, tmp_path
+):
+    layout, tolerance = BY_NAME[name], TOLERANCES[dtype]
+    for family, rows_of in CASES:
+        given = layout, family, rows_of, dtype, str(tmp_path), n_batches, False
+        ranks = run_ranks(results_on_rank, layout.world_size, *given, timeout_seconds=600)
+        expected_results = separate_rows(family, rows_of, dtype, layout, n_batches)
         for (expected_loss, expected), *found in zip(expected_results, *ranks, strict=True):
+            # The engine adds up losses in fp32.
             assert [loss for loss, _ in found] == pytest.approx([expected_loss] * len(ranks), 1e-6)
             assert set().union(*(of_rank for _, of_rank in found)) == expected.keys()
-            # fp32: sums in another order, as shares of the largest number.
-            largest = max(x.abs().max() for x in expected.values())
-            for key, gradient in (item for _, of_rank in found for item in of_rank.items()):
-                assert (gradient - expected[key]).abs().max() <= 1e-6 * largest, key
+            for is_output in (False, True):
+                largest = max(
+                    x.abs().max()
+                    for key, x in expected.items()
+                    if isinstance(key, tuple) == is_output
+                )
+                for key, x in (item for _, of_rank in found for item in of_rank.items()):
+                    if isinstance(key, tuple) == is_output:
+                        assert x.dtype == getattr(torch, dtype)
+                        assert (x - expected[key]).abs().max() <= tolerance * largest, key

@@ -25,7 +25,6 @@ from tests.isolation.packings import (
     VOCAB_SIZE,
     Segment,
     make_batch,
-    row_length,
     spans_of,
 )
 from torchtitan.batch.documents import document_starts, read_document_ids
@@ -35,7 +34,7 @@ from torchtitan.models import gated_delta
 from torchtitan.models.gated_delta import GatedDeltaNet
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.testing import isolation
-from torchtitan.testing.isolation import KERNELS, attend_by_block_mask, run_alone, run_packed
+from torchtitan.testing.isolation import KERNELS
 
 MAX_TOKENS = 24
 
@@ -65,34 +64,6 @@ def test_every_way_to_write_a_packing_reads_as_its_documents(packing, seed):
 
 
 # ---- kernels ----
-
-
-@given(
-    packing=packings(),
-    heads=st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)]),
-    head_dim=st.sampled_from([8, 16]),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=60, deadline=None)
-def test_packed_documents_give_outputs_and_gradients_of_documents_alone(
-    packing, heads, head_dim, seed
-):
-    generator, (h, k) = torch.Generator().manual_seed(seed), heads
-    inputs = [
-        torch.randn(len(packing), row_length(packing), n, head_dim, generator=generator)
-        for n in (h, k, k, h)
-    ]
-    inputs = [x.transpose(1, 2).requires_grad_(i < 3) for i, x in enumerate(inputs)]
-    ids = make_batch(packing, "document_ids", random.Random(seed))["document_ids"].int()
-    alone, exact = (
-        run_alone([x.detach().to(dtype) for x in inputs], spans_of(packing))
-        for dtype in (torch.float32, torch.float64)
-    )
-    for kernel in (KERNELS["flex"], KERNELS["varlen"], attend_by_block_mask):
-        packed = run_packed(kernel, inputs, ids)
-        for ours, single, theirs in zip(packed, alone, exact, strict=True):
-            assert kernel is attend_by_block_mask or torch.equal(ours, single)
-            torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5)
 
 
 def problems_of(n_packings, device="cpu"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Required, Self, TypeAlias, TypedDict
 
 import torch
@@ -173,14 +174,11 @@ class TokenBatch:
         own = {field.name for field in dataclasses.fields(self)}
         of_rows = own | {k for k, x in self.entries.items() if _has_rows(k, x, num_rows, n_rows)}
 
-        def rows_from(first: int) -> Any:
-            def cut(key: str, x: Any) -> Any:
-                is_cut = key in of_rows and isinstance(x, Tensor | list | tuple)
-                return x[first : first + n_rows] if is_cut else x
+        def cut(first: int, key: str, x: Any) -> Any:
+            is_cut = key in of_rows and isinstance(x, Tensor | list | tuple)
+            return x[first : first + n_rows] if is_cut else x
 
-            return self._with_each(cut)
-
-        return [rows_from(first) for first in range(0, num_rows, n_rows)]
+        return [self._with_each(partial(cut, first)) for first in range(0, num_rows, n_rows)]
 
     def _with_each(self, change: Callable[[str, Any], Any]) -> Self:
         """Return a copy whose fields, and whose values in `entries`, are `change(name, value)`."""

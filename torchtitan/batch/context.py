@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.batch.batch import Entries, TokenBatch
-from torchtitan.batch.mask import DocumentMask, Masks, positions_of_rank, shards_of
+from torchtitan.batch.mask import (
+    DocumentMask,
+    Masks,
+    positions_of_rank,
+    shards_of,
+    starts_from_boundaries,
+)
 from torchtitan.config.context_layout import sequence_multiple
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed import ParallelDims
@@ -151,10 +157,10 @@ def cp_shard(
             "get_attention_masks, which has the document boundaries, got a "
             f"{type(given[unknown[0]]).__name__}; set it to 'alltoall'"
         )
-    starts: dict[str, Tensor] = {}
+    starts: dict[str, Tensor] = {}  # on the host
     if rotate_method == "allgather" or load_balancer_type == "ptrr":
-        known = {name: x for name, x in boundaries.items() if x is not None}
-        starts = _starts_on_host(known, n_rows, seq_len)
+        known = {name: fetch(x) for name, x in boundaries.items() if x is not None}
+        starts = {name: starts_from_boundaries(x, n_rows, seq_len) for name, x in known.items()}
     # With several masks, balance the mask with the most work; sliding windows are ignored.
     widest = None
     if attention_masks is not None and starts:
@@ -173,17 +179,6 @@ def cp_shard(
         sharded[name] = mask.with_part(ContextPart(shards, rotate_method, keys))
     parts = tuple(shards.shard(x, input_seq_dim) for x in inputs)
     return parts, sharded if is_dict else sharded[""]
-
-
-def _starts_on_host(boundaries: dict[str, Tensor], n_rows: int, seq_len: int) -> dict[str, Tensor]:
-    """Return the column where each token's document begins, [1 or B, T], from `boundaries`."""
-    starts = {name: fetch(x) for name, x in boundaries.items()}
-    for name, lengths in starts.items():
-        if lengths.dim() == 1:  # cumulative lengths, through all rows
-            size = n_rows * seq_len
-            first = lengths[:-1].repeat_interleave(lengths.diff(), output_size=size)
-            starts[name] = first.view(n_rows, seq_len) % seq_len
-    return starts
 
 
 def prepare_context_parallel_input(

@@ -270,41 +270,26 @@ def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
     return values.expand(n_rows, seq_len)
 
 
-def _per_row(batch: Mapping[str, Any], key: str) -> Tensor:
-    """Return an entry [B, n]. A shared row [1, n] is refused: its lengths might count through all rows."""
-    n_rows, values = len(batch["input"]), batch[key]
+def _read(batch: Mapping[str, Any], source: str) -> Tensor:
+    """Return the document ids [B, T] that a source of boundaries gives."""
+    (n_rows, seq_len), values = batch["input"].shape, batch[source]
+    if source == "document_ids":
+        return per_token(batch, source).to(torch.int32)
+    if source == "positions":
+        return document_ids_from_positions(per_token(batch, source))
+    if values.dim() == 1 and source == "cu_seqlens":  # over all rows laid end to end
+        ids = document_ids_from_cu_seqlens(values[None], n_rows * seq_len)
+        return ids.view(n_rows, seq_len)
+    if values.dim() == 1 == n_rows:
+        values = values[None]
+    # A shared row [1, n] is refused: its lengths might count through all rows.
     if values.dim() != 2 or len(values) != n_rows:
         raise ValueError(
-            f"the batch's {key!r} must have a row for each of the {n_rows} of its 'input', got "
+            f"the batch's {source!r} must have a row for each of the {n_rows} of its 'input', got "
             f"shape {tuple(values.shape)}; give each row its documents, filled up to the longest"
         )
-    return values
-
-
-def _read_seq_lens(batch: Mapping[str, Any]) -> Tensor:
-    (n_rows, seq_len), lengths = batch["input"].shape, batch["seq_lens"]
-    is_only_row = lengths.dim() == 1 and n_rows == 1
-    return document_ids_from_lengths(
-        lengths if is_only_row else _per_row(batch, "seq_lens"), seq_len
-    )
-
-
-def _read_cu_seqlens(batch: Mapping[str, Any]) -> Tensor:
-    """Read cu_seqlens that are [B, n + 1], or 1-D over all rows laid end to end."""
-    n_rows, seq_len = batch["input"].shape
-    if batch["cu_seqlens"].dim() != 1:
-        return document_ids_from_cu_seqlens(_per_row(batch, "cu_seqlens"), seq_len)
-    flat = document_ids_from_cu_seqlens(batch["cu_seqlens"][None], n_rows * seq_len)
-    return flat.view(n_rows, seq_len)
-
-
-# Source of boundaries -> the function that reads it.
-_READ: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
-    "document_ids": lambda batch: per_token(batch, "document_ids").to(torch.int32),
-    "seq_lens": _read_seq_lens,
-    "cu_seqlens": _read_cu_seqlens,
-    "positions": lambda batch: document_ids_from_positions(per_token(batch, "positions")),
-}
+    number = document_ids_from_lengths if source == "seq_lens" else document_ids_from_cu_seqlens
+    return number(values, seq_len)
 
 
 def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -340,7 +325,7 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
                 "model.attn_mask_type to 'block_causal', which reads the end-of-text tokens"
             )
     if source is not None:
-        document_ids = _READ[source](batch)
+        document_ids = _read(batch, source)
     elif eos_id is None:
         raise ValueError(
             "document boundaries are read from end-of-text tokens, and the tokenizer is None or has no "
@@ -352,8 +337,7 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
         document_ids = document_ids_from_eos(batch["input"], eos_id)
     for other in (*BOUNDARY_KEYS, "positions"):
         if other != source and batch.get(other) is not None:
-            only_other = {"input": batch["input"], other: batch[other]}
-            _warn_of_second_source(source, document_ids, other, partial(_READ[other], only_other))
+            _warn_of_second_source(source, document_ids, other, partial(_read, batch, other))
     if source == "positions" and eos_id is not None:
         read = partial(_read_end_of_text, batch["input"], eos_id, document_ids)
         _warn_of_second_source(source, document_ids, END_OF_TEXT, read)

@@ -231,12 +231,7 @@ class DocumentMask:
         """
         boundaries = self.boundaries(seq_len) if self.starts is None else self.starts
         assert boundaries is not None
-        boundaries = boundaries.to(device)
-        if boundaries.dim() == 2:
-            return boundaries.expand(n_rows, -1)
-        tokens = torch.arange(n_rows * seq_len, device=device)
-        document = torch.searchsorted(boundaries, tokens, right=True) - 1
-        return boundaries[document].view(n_rows, seq_len) % seq_len
+        return starts_from_boundaries(boundaries.to(device), n_rows, seq_len).expand(n_rows, -1)
 
     def boundaries(self, seq_len: int) -> Tensor | None:
         """Return `starts` [B, T] ([1, T] zeros if each row is one document), or the 1-D cumulative document
@@ -268,6 +263,15 @@ def _of_blocks(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 Masks = DocumentMask | dict[str, DocumentMask]
 """One mask for all layers, or a mask for each kind of layer."""
+
+
+def starts_from_boundaries(boundaries: Tensor, n_rows: int, seq_len: int) -> Tensor:
+    """Return the column where each token's document begins, [1 or B, T], from `DocumentMask.boundaries`."""
+    if boundaries.dim() == 2:
+        return boundaries
+    tokens = torch.arange(n_rows * seq_len, device=boundaries.device)
+    document = torch.searchsorted(boundaries, tokens, right=True) - 1
+    return boundaries[document].view(n_rows, seq_len) % seq_len
 
 
 def check_window(window_size: int | None) -> None:

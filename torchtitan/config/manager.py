@@ -291,7 +291,9 @@ def _sentence_in(box: str) -> str:
     problem, _, hints = " ".join(lines).strip().partition("\n")
     sentence, is_unknown = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", problem.strip())
     if sentence in ("True is unknown", "False is unknown"):
-        sentence += "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
+        sentence += (
+            "; a switch takes no value, as in --checkpoint.enable and --checkpoint.no_enable"
+        )
     elif is_unknown and "Perhaps you meant" in hints:
         flags = re.findall(r"--[a-z][\w.-]+", hints.partition("For full helptext")[0])
         sentence += f", did you mean {' or '.join(flags[:4])}?"

@@ -172,13 +172,8 @@ def on_host_wait(what: str) -> None:
     """Hook for waits of the host for a stream, an event or the device; `Rehearsal` replaces it."""
 
 
-class Host:
-    """clock: operations that the host knows to be finished; all threads share it."""
-
-    clock = Clock()
-
-
-host = Host()
+host = types.SimpleNamespace(clock=Clock())
+"""clock: operations that the host knows to be finished; all threads share it."""
 
 
 class Event:
@@ -281,8 +276,8 @@ def _synchronize(device=None) -> None:
     host.clock |= default_stream.clock
 
 
-def patch_cuda(memory_gib: int = 141) -> None:
-    """Make `torch.cuda` and `torch.accelerator` report an H200 with `memory_gib` GiB."""
+def patch_cuda() -> None:
+    """Make `torch.cuda` and `torch.accelerator` report an H200."""
     global default_stream
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -290,7 +285,7 @@ def patch_cuda(memory_gib: int = 141) -> None:
     stream_class = make_stream_class(torch)
     default_stream = stream_class()
     card = types.SimpleNamespace(
-        name="NVIDIA H200", total_memory=memory_gib * 2**30, major=9, minor=0,
+        name="NVIDIA H200", total_memory=141 * 2**30, major=9, minor=0,
         multi_processor_count=132, warp_size=32, regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048, max_threads_per_block=1024, L2_cache_size=50 * 2**20,
         shared_memory_per_block=49152, shared_memory_per_block_optin=232448,

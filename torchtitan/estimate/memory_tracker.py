@@ -28,14 +28,30 @@ OTHER = "activations and temporaries"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-class MemoryTracker(TorchDispatchMode):
+class OperatorMode(TorchDispatchMode):
+    """While active, calls `see` for each operator on plain tensors."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor calls operators on local tensors, which come here again
+        result = func(*args, **(kwargs or {}))
+        # Not if DTensor infers a shape with fake tensors, which no rank allocates.
+        if torch._C._get_dispatch_mode(_FAKE) is None:
+            self.see(func, args, kwargs or {}, result)
+        return result
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        raise NotImplementedError
+
+
+class MemoryTracker(OperatorMode):
     """While active, counts each storage that an operator returns on a device type, until it is freed.
 
     live: current bytes, by kind. peak: `live` when its sum was largest since `reset_peak`.
     most: the largest bytes of each kind since then; kinds may reach them at different times.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
@@ -74,12 +90,7 @@ class MemoryTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize
         super().__exit__(*args)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor calls operators on local tensors, which come here again
-        result = func(*args, **(kwargs or {}))
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
-            return result  # DTensor infers a shape with fake tensors, which no rank allocates
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.device.type == self.device_type:
                 self._count(value.untyped_storage())
@@ -95,7 +106,6 @@ class MemoryTracker(TorchDispatchMode):
             self.live[OTHER] += inside
             self._update_peak()
             self.live[OTHER] -= inside
-        return result
 
     def _count(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
         """Update the size of a storage. kind: its new kind; None keeps its kind."""

@@ -30,7 +30,7 @@ from torchtitan.estimate.memory_tracker import (
     PARAMETERS,
     MemoryTracker,
 )
-from torchtitan.estimate.step_counter import StepCounter, StepCounts
+from torchtitan.estimate.step_counter import StepCounter, StepCounts, combined
 from torchtitan.job import resolve_job
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -97,26 +97,9 @@ class StepEstimate:
 
     def towards(self, other: "StepEstimate", times: float) -> "StepEstimate":
         """Return self + times * (other - self), for all counted values."""
-
-        def go_on(mine: Any, theirs: Any) -> Any:
-            if isinstance(mine, dict):
-                counted = {key: go_on(mine[key], theirs[key]) for key in mine | theirs}
-                return type(mine)(counted)
-            if isinstance(mine, StepCounts):
-                counts = StepCounts()
-                counts.add(mine, 1 - times)
-                counts.add(theirs, times)
-                return counts
-            difference = (theirs - mine) * times
-            return mine + (round(difference) if isinstance(mine, int) else difference)
-
         same = "rank", "world_size", "tokens", "bubble"
-        values = {
-            field.name: go_on(getattr(self, field.name), getattr(other, field.name))
-            for field in dataclasses.fields(self)
-            if field.name not in same
-        }
-        return dataclasses.replace(self, **values)
+        whole = combined(self, other, 1 - times, times)
+        return dataclasses.replace(whole, **{name: getattr(self, name) for name in same})
 
 
 def estimate_step(
@@ -199,7 +182,7 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
     tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.int64)
     if engine.device.type != "cpu":
         tokens = tokens.pin_memory()
-    has_values = getattr(engine.model_args, "value_head", False)
+    has_values = getattr(engine.model_args, "value_head", False)  # and no default loss
     n_run = min(engine.gradient_accumulation_steps, 2)
     for i in range(n_run):
         is_last = i + 1 == n_run
@@ -208,16 +191,11 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
                 input_dict={"input": tokens},
                 labels=tokens,
                 global_valid_tokens=1.0,
-                loss_fn=_squared_values if has_values else None,
+                loss_fn=(lambda values, *_: values.square().sum()) if has_values else None,
             )
         yield "forward and backward"
     engine.optim_step()
     yield "optimizer step"
-
-
-def _squared_values(values: Tensor, *_: Any) -> Tensor:
-    """The loss for a model with a value head, which has no default loss."""
-    return values.square().sum()
 
 
 def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) -> StepEstimate:
@@ -245,7 +223,8 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
             tracker.reset_peak()
             # All microbatches but the last count as much as the first.
             is_first = not total.flops
-            total.add(counter.take(), max(1, n_microbatches - 1) if is_first else 1)
+            times = max(1, n_microbatches - 1) if is_first else 1
+            total = combined(total, counter.take(), 1, times)
     dims = engine.parallel_dims
     training = engine.job_config.training
     tokens = engine.global_batch_size * training.seq_len
@@ -322,7 +301,7 @@ def _real_device() -> Iterator[None]:
 
 @contextmanager
 def _rehearsal() -> Iterator[Any]:
-    from torchtitan.estimate.rehearsal import Rehearsal, patch_kernels
+    from torchtitan.estimate.rehearsal import patch_kernels, rehearsing
 
     with (
         # Restores the function that `patch_kernels` replaces.
@@ -330,7 +309,7 @@ def _rehearsal() -> Iterator[Any]:
         mock.patch.object(F, "rms_norm", _fused_rms_norm),
     ):
         patch_kernels()
-        with Rehearsal() as rehearsal:
+        with rehearsing() as rehearsal:
             yield rehearsal
 
 

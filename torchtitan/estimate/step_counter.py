@@ -1,5 +1,6 @@
 """Counts what one rank computes, moves through its memory and sends."""
 
+import copy
 import dataclasses
 import math
 from collections import Counter, defaultdict
@@ -10,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from torchtitan.estimate.memory_tracker import OperatorMode
 from torchtitan.numerics.delta_rule import multiplications_per_token
 from torchtitan.numerics.nf4 import num_numbers
 
@@ -40,32 +40,20 @@ _MOVES_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empt
 # Operators that read only as many bytes as they write.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
 _OVERWRITE_THE_FIRST = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @dataclasses.dataclass
 class Traffic:
     """Traffic of one kind of collective on one mesh axis, in bytes except for `calls`.
 
-    payload: the unsharded tensors: the output of an all-gather, the input of a reduce-scatter or
-        all-reduce.
     sent: what this rank sends, by the ring algorithm.
     network: this GPU's share of the bytes that leave its node. A ring leaves a node once, so the
         ranks of the node share the bytes that one of them sends.
     """
 
-    calls: float = 0
-    payload: float = 0
-    sent: float = 0
-    network: float = 0
-
-    def __iadd__(self, other: "Traffic") -> "Traffic":
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-        return self
-
-    def __mul__(self, factor: float) -> "Traffic":
-        return Traffic(*(factor * value for value in dataclasses.astuple(self)))
+    calls: float = 0.0
+    sent: float = 0.0
+    network: float = 0.0
 
 
 @dataclasses.dataclass
@@ -78,23 +66,28 @@ class StepCounts:
         default_factory=lambda: defaultdict(Traffic)
     )
     flops: Counter[str] = dataclasses.field(default_factory=Counter)
-    moved: float = 0
-
-    def add(self, other: "StepCounts", times: float = 1) -> None:
-        for key, traffic in other.traffic.items():
-            self.traffic[key] += traffic * times
-        for key, flops in other.flops.items():
-            self.flops[key] += flops * times
-        self.moved += other.moved * times
+    moved: float = 0.0
 
 
-class StepCounter(TorchDispatchMode):
+def combined(a: Any, b: Any, times_a: float, times_b: float) -> Any:
+    """Return times_a * a + times_b * b, of numbers or of all numbers in dicts and dataclasses."""
+    if isinstance(a, dict):
+        result = copy.copy(a)  # which has the default for missing keys
+        for key in {*a, *b}:
+            result[key] = combined(a[key], b[key], times_a, times_b)
+        return result
+    if dataclasses.is_dataclass(a):
+        pairs = ((getattr(x, field.name) for x in (a, b)) for field in dataclasses.fields(a))
+        return type(a)(*(combined(*pair, times_a, times_b) for pair in pairs))  # type: ignore[operator]
+    total = times_a * a + times_b * b
+    return round(total) if isinstance(a, int) else total
+
+
+class StepCounter(OperatorMode):
     """While active, adds up in `counts` what this rank's operators send, compute and move.
 
     axis_of_group: (namespace of the operator, name of its process group) -> name of the mesh axis.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, axis_of_group: dict[tuple[str, str], str], gpus_per_node: int) -> None:
         super().__init__()
@@ -107,13 +100,7 @@ class StepCounter(TorchDispatchMode):
         counts, self.counts = self.counts, StepCounts()
         return counts
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor calls operators on local tensors, which come here again
-        result = func(*args, **kwargs)
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
-            return result  # DTensor infers a shape with fake tensors, which no rank allocates
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         namespace = getattr(func, "namespace", "")
         if namespace == "torchtitan" and "reduce_scatter" in func.name():
             namespace = "_c10d_functional"  # our reduce-scatter on the CPU, an all-to-all
@@ -121,7 +108,6 @@ class StepCounter(TorchDispatchMode):
             self._count_collective(namespace, func, args, result)
         else:
             self._count_computation(func, args, kwargs, result)
-        return result
 
     def _count_collective(self, namespace: str, func: Any, args: Any, result: Any) -> None:
         name = func.name().partition("::")[2]
@@ -131,7 +117,9 @@ class StepCounter(TorchDispatchMode):
         group = next((g for g in map(_as_group, args) if g is not None), None)
         if kind is None or group is None:
             return
-        payload = max(sum(t.nbytes for t in tree_iter(x) if _is_tensor(t)) for x in (*args, result))
+        payload = max(
+            sum(t.nbytes for t in tree_iter(x) if isinstance(t, Tensor)) for x in (*args, result)
+        )
         ranks = dist.get_process_group_ranks(group)
         n = len(ranks)
         node = dist.get_rank() // self.gpus_per_node
@@ -148,7 +136,8 @@ class StepCounter(TorchDispatchMode):
             sent = payload
             network = payload if ranks[args[2]] // self.gpus_per_node != node else 0.0
         axis = self.axis_of_group.get((namespace, group.group_name), f"{n} ranks")
-        self.counts.traffic[axis, kind] += Traffic(1, payload, sent, network)
+        traffic, new = self.counts.traffic, Traffic(1, sent, network)
+        traffic[axis, kind] = combined(traffic[axis, kind], new, 1, 1)
 
     def _count_computation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = getattr(func, "_overloadpacket", func)
@@ -236,7 +225,3 @@ def _bytes_of(value: Any) -> int:
         return 0
     dims = zip(value.shape, value.stride(), strict=True)
     return value.itemsize * math.prod(size for size, stride in dims if stride)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

@@ -8,14 +8,13 @@ Under tensor parallelism each rank computes the logits of its vocabulary entries
 numbers per token once. A chunk may have tokens of several models, each with its own adapters; a model's
 tokens are cut into chunks as if it were the only model.
 
-`head` has `temperature` (a number, or [N, 1]), `product` ((x, weight, bias) -> logits), `chunk_tokens` and
-`compile_backend`. B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n
+B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n
 tokens in a chunk, N tokens in all chunks; m models, r rank of their adapters.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,36 +70,72 @@ class Chunk(NamedTuple):
         return slice(self.begin, self.begin + sum(self.sizes))
 
 
-def operands_of(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    group: dist.ProcessGroup | None,
-    low_rank: LowRank | None,
-    cap: float | None = None,
-) -> tuple[Operands, Call]:
-    """Check the labels; return the operands, with h, weight and bias cast if autocast is on."""
-    rank, n_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    check_labels(labels, h.shape[:-1], n_ranks * weight.shape[0])
-    operands = [h.flatten(0, -2), weight, bias]
-    if torch.is_autocast_enabled(h.device.type):
-        dtype = torch.get_autocast_dtype(h.device.type)
-        operands = [None if t is None else t.to(dtype) for t in operands]
-    first = rank * weight.shape[0]
-    if low_rank is None:
-        return Operands(*operands), Call(first, group, cap)
-    assert low_rank.order is None, "the rows of a batch that a head reads are sorted by model"
-    x, a, b, sizes, scale, *_ = low_rank
-    return Operands(*operands, x.flatten(0, -2), a, b), Call(first, group, cap, sizes, scale)
+Outputs = TypeVar("Outputs", covariant=True)
 
 
-def check_chunk(head: str, chunk_tokens: int | None) -> None:
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(
-            f"{head}.chunk_tokens must be at least 1, got {chunk_tokens}; 1024 tokens keep matrix "
-            "products large"
-        )
+class ChunkedHead(Generic[Outputs]):
+    """A head that computes logits in chunks; a decoder's output projection calls it.
+
+    temperature: a number, or [N, 1], that divides the logits. chunk_tokens: tokens in a chunk; None: 1,024 on a
+    CPU, elsewhere 4,096, or 8,192 if compiled. compile_backend: compile all but matrix products with it.
+    """
+
+    temperature: Any = 1.0
+    chunk_tokens: int | None = None
+    compile_backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(
+                f"{type(self).__name__}.chunk_tokens must be at least 1, got {self.chunk_tokens}; 1024 tokens "
+                "keep matrix products large"
+            )
+
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        """(x, weight, bias) -> logits"""
+        return linear
+
+    def __call__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        labels: Tensor,
+        group: dist.ProcessGroup | None = None,
+        low_rank: LowRank | None = None,
+        cap: float | None = None,
+    ) -> Outputs:
+        """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
+
+        group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels; the
+            call is collective, and the gradient of h is this rank's summand.
+        low_rank: the adapters' product to add to the logits; rows sorted by model, b [m, v, r].
+        cap: c, for logits c * tanh(logits / c).
+        """
+        first, n_ranks = 0, 1
+        if group is not None:
+            first, n_ranks = dist.get_rank(group) * len(weight), dist.get_world_size(group)
+        check_labels(labels, h.shape[:-1], n_ranks * len(weight))
+        tensors = [h.flatten(0, -2), weight, bias]
+        if torch.is_autocast_enabled(h.device.type):
+            dtype = torch.get_autocast_dtype(h.device.type)
+            tensors = [None if t is None else t.to(dtype) for t in tensors]
+        operands, call = Operands(*tensors), Call(first, group, cap)
+        if low_rank is not None:
+            assert low_rank.order is None, (
+                "the rows of a batch that a head reads are sorted by model"
+            )
+            x, a, b, sizes, scale, *_ = low_rank
+            operands = operands._replace(adapted_x=x.flatten(0, -2), a=a, b=b)
+            call = call._replace(sizes=sizes, scale=scale)
+        with torch.autocast(h.device.type, enabled=False):
+            return self.compute(operands, call, labels)
+
+    def compute(self, operands: Operands, call: Call, labels: Tensor) -> Outputs:
+        """Return the head's outputs. Autocast is off; labels [B, T] are checked."""
+        raise NotImplementedError
 
 
 def check_temperature(temperature: float) -> None:
@@ -215,7 +250,7 @@ class SummedLoss(torch.autograd.Function):
         return *scaled, None, None, None, None
 
 
-def cross_entropy_of(labels: Tensor, head: Any, call: Call) -> ChunkLoss:
+def cross_entropy_of(labels: Tensor, head: ChunkedHead[Any], call: Call) -> ChunkLoss:
     """labels: [N]."""
     statistics_of = _maybe_compiled(_statistics, head.compile_backend)
     gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
@@ -290,7 +325,7 @@ class Gradients:
         return sums
 
 
-def chunks_of(x: Tensor, head: Any, call: Call) -> list[Chunk]:
+def chunks_of(x: Tensor, head: ChunkedHead[Any], call: Call) -> list[Chunk]:
     # Each chunk adds a gradient of the whole weight to a sum in fp32; with small chunks accelerators would
     # spend much time on this. Compiled code stores logits in 16 bits, so its chunks may be larger.
     default = 4096 if head.compile_backend is None else 8192
@@ -308,7 +343,7 @@ def chunks_of(x: Tensor, head: Any, call: Call) -> list[Chunk]:
 
 
 def logits_of(
-    operands: Operands, head: Any, call: Call, chunk: Chunk
+    operands: Operands, head: ChunkedHead[Any], call: Call, chunk: Chunk
 ) -> tuple[Tensor, float | Tensor, Slopes]:
     """Return the logits [n, v] of a chunk, its temperature, and what its backward needs.
 

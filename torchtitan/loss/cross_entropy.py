@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,13 +15,12 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import JobConfig
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.loss.chunked_logits import (
+    Call,
+    ChunkedHead,
+    Operands,
     SummedLoss,
-    check_chunk,
     cross_entropy_of,
-    operands_of,
 )
-from torchtitan.numerics.linear import linear
-from torchtitan.numerics.low_rank import LowRank
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import keywords_of
@@ -62,37 +60,18 @@ build_cross_entropy_loss.has_token_loss = True  # see TrainSpec
 
 
 @dataclass(frozen=True)
-class SummedCrossEntropy:
+class SummedCrossEntropy(ChunkedHead[Tensor]):
     """A head: sums the cross entropy of all labels but IGNORE_INDEX, to an fp32 scalar.
 
-    chunk_tokens, compile_backend: as in `TokenLogProbs`. Raises ValueError if chunk_tokens is not
-    positive.
+    Raises ValueError if chunk_tokens is not positive.
     """
 
-    temperature = 1.0
-    product = staticmethod(linear)
     chunk_tokens: int | None = None
     compile_backend: str | None = None
 
-    def __post_init__(self) -> None:
-        check_chunk("SummedCrossEntropy", self.chunk_tokens)
-
-    def __call__(
-        self,
-        h: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        labels: Tensor,
-        group: dist.ProcessGroup | None = None,
-        low_rank: LowRank | None = None,
-        cap: float | None = None,
-    ) -> Tensor:
-        """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank, cap)
-        with torch.autocast(h.device.type, enabled=False):
-            loss_of = cross_entropy_of(labels.flatten(), self, call)
-            return SummedLoss.apply(*operands, 1, loss_of, self, call)[0]
+    def compute(self, operands: Operands, call: Call, labels: Tensor) -> Tensor:
+        loss_of = cross_entropy_of(labels.flatten(), self, call)
+        return SummedLoss.apply(*operands, 1, loss_of, self, call)[0]
 
 
 def default_head(

@@ -21,7 +21,7 @@ returns T d KL / d logits, [n, v].
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,15 @@ from torch import Tensor
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.chunked_logits import (
     Call,
+    ChunkedHead,
+    Operands,
     SummedLoss,
     hide_entries_,
     log_of_sum,
     of_all_ranks,
-    operands_of,
 )
 from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.numerics.linear import cap_logits, linear
-from torchtitan.numerics.low_rank import LowRank
 
 Divergence = tuple[Tensor, Callable[[], Tensor]]
 
@@ -56,7 +56,7 @@ class Distilled(NamedTuple):
     entropy: Tensor | None = None
 
 
-class TeacherStates:
+class TeacherStates(ChunkedHead[Tensor]):
     """A head for the teacher: returns its hidden states [B, T, M_t], and keeps its output weight.
 
     weight: this rank's rows of the student's vocabulary, [v, M_t], from the first call on.
@@ -68,22 +68,20 @@ class TeacherStates:
         self.weight: Tensor | None = None
         self.cap: float | None = None
 
-    def __call__(self, h: Tensor, weight: Tensor, bias: None = None, **given: Any) -> Tensor:
-        """The arguments are those of `TokenLogProbs`."""
-        operands, call = operands_of(h, weight, bias, given["labels"], given.get("group"), None)
+    def compute(self, operands: Operands, call: Call, labels: Tensor) -> Tensor:
         if self.weight is None:
-            self.cap = given.get("cap")
+            self.cap = call.cap
             # A rank's rows are not the student's if one of the two pads its vocabulary.
             of_ranks = of_all_ranks(operands.weight, call.group)
             n_own = self.n_student // len(of_ranks)
-            first = call.first // len(weight) * n_own
+            first = call.first // len(operands.weight) * n_own
             own = of_ranks.flatten(0, 1)[first : first + n_own]
             self.weight = F.pad(own, (0, 0, 0, n_own - len(own)))  # a copy: FSDP frees the weight
-        return operands.x.view_as(h)
+        return operands.x.view(*labels.shape, -1)
 
 
 @dataclass(frozen=True, eq=False)
-class DistillationLoss:
+class DistillationLoss(ChunkedHead[Distilled]):
     """A head: sums kl_weight * T^2 * KL + label_weight * cross entropy over the labels, to `Distilled`.
 
     The batch's "teacher" is the teacher's hidden states [B, T, M_t] if there are `states`, else the result
@@ -96,10 +94,6 @@ class DistillationLoss:
     chunk_tokens: as in `TokenLogProbs`; a chunk stores about six tensors [n, v] in fp32.
     of_tokens: a second head, for `Distilled.logprobs`; None: leave them out.
     """
-
-    temperature: ClassVar[float] = 1.0
-    compile_backend: ClassVar[None] = None
-    product = staticmethod(linear)
 
     divergence: Literal["forward", "reverse"] = "forward"
     kl_weight: float = 1.0
@@ -115,23 +109,11 @@ class DistillationLoss:
     def with_batch(self, batch: Mapping[str, Any]) -> Self:
         return replace(self, teacher=batch["teacher"], weights=batch.get("loss_weights"))
 
-    def __call__(
-        self,
-        h: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        labels: Tensor,
-        group: dist.ProcessGroup | None = None,
-        low_rank: LowRank | None = None,
-        cap: float | None = None,
-    ) -> Distilled:
-        """The arguments are those of `TokenLogProbs`. Collective if there is a group."""
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank, cap)
+    def compute(self, operands: Operands, call: Call, labels: Tensor) -> Distilled:
         assert self.teacher is not None, "with_batch was not called"
         of_tokens, temperature = labels.flatten(), self.temperature_of_kl
         is_ignored, scores = of_tokens == IGNORE_INDEX, self.teacher.flatten(0, 1)
-        weights = (~is_ignored).to(torch.promote_types(h.dtype, torch.float32))
+        weights = (~is_ignored).to(torch.promote_types(operands.x.dtype, torch.float32))
         weights = weights if self.weights is None else weights * self.weights.flatten()
         # The cross entropy is KL(q || p), where q is 1 for the label and 0 for the rest.
         certain = log_of_sum(weights.new_tensor([[1.0, 0.0]]))
@@ -155,12 +137,10 @@ class DistillationLoss:
 
             return torch.stack((loss, kl, ce)).sum(1), gradient
 
-        with torch.autocast(h.device.type, enabled=False):
-            sums = SummedLoss.apply(*operands, 3, loss_of, self, call)
+        sums = SummedLoss.apply(*operands, 3, loss_of, self, call)
         if self.of_tokens is None:
             return Distilled(*sums)
-        given: Any = {"labels": labels, "group": group, "low_rank": low_rank, "cap": cap}
-        return Distilled(*sums, *self.of_tokens(h, weight, bias, **given))
+        return Distilled(*sums, *self.of_tokens.compute(operands, call, labels))
 
     def _compare(self, logits: Tensor, scores: Tensor, call: Call) -> Divergence:
         """logits: [n, v]. scores: the teacher's of these tokens, [n, ...]."""

@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.distributed.dtensor import is_dtensor
 from torchtitan.loss.chunked_logits import (
     Call,
+    ChunkedHead,
     LogProbs,
     Operands,
-    check_chunk,
     check_labels,
     check_temperature,
     chunks_of,
@@ -28,11 +27,9 @@ from torchtitan.loss.chunked_logits import (
     logits_of,
     logprobs_of_logits,
     of_all_ranks,
-    operands_of,
 )
 from torchtitan.numerics.batch_invariant import batch_invariant_linear
 from torchtitan.numerics.linear import linear
-from torchtitan.numerics.low_rank import LowRank
 
 
 class TokenOutputs(NamedTuple):
@@ -47,14 +44,12 @@ class TokenOutputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenLogProbs:
+class TokenLogProbs(ChunkedHead[TokenOutputs]):
     """A head: turns hidden states into `TokenOutputs` inside a decoder's output projection.
 
     temperature: divides the logits, also for the entropy. A number; a tensor with a number per row
         [B] or token [B, T]; or, in the engine's steps, the name of the batch entry with that tensor.
-    chunk_tokens: number of tokens whose logits are stored at a time; None: 1,024 on a CPU,
-        elsewhere 4,096, or 8,192 if compiled.
-    compile_backend: compile all but the matrix products with this backend of torch.compile.
+    chunk_tokens, compile_backend: see `ChunkedHead`.
     batch_invariant: a token's logits do not depend on other tokens, see `numerics.batch_invariant`.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
@@ -68,9 +63,9 @@ class TokenLogProbs:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.temperature, str | Tensor):
             check_temperature(self.temperature)
-        check_chunk("TokenLogProbs", self.chunk_tokens)
 
     def with_batch(self, batch: Mapping[str, Any]) -> Self:
         """Return the head for one batch: a temperature given by name is looked up in the batch."""
@@ -84,27 +79,8 @@ class TokenLogProbs:
             )
         return replace(self, temperature=values)
 
-    def __call__(
-        self,
-        h: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        labels: Tensor,
-        group: dist.ProcessGroup | None = None,
-        low_rank: LowRank | None = None,
-        cap: float | None = None,
-    ) -> TokenOutputs:
-        """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
-
-        group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels; the
-            call is collective, and the gradient of h is this rank's summand.
-        low_rank: the adapters' product to add to the logits; rows sorted by model, b [m, v, r].
-        cap: c, for logits c * tanh(logits / c).
-        """
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank, cap)
-        with torch.autocast(h.device.type, enabled=False):
-            return TokenOutputs(*LogProbs.apply(*operands, labels, self._of_tokens(labels), call))
+    def compute(self, operands: Operands, call: Call, labels: Tensor) -> TokenOutputs:
+        return TokenOutputs(*LogProbs.apply(*operands, labels, self._of_tokens(labels), call))
 
     @property
     def product(self) -> Callable[..., Tensor]:
@@ -149,22 +125,12 @@ class TopTokens(TokenLogProbs):
     with_rest: bool = False
     n_entries: int | None = None
 
-    def __call__(  # type: ignore[override]
-        self,
-        h: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        labels: Tensor,
-        group: dist.ProcessGroup | None = None,
-        low_rank: LowRank | None = None,
-        cap: float | None = None,
+    def compute(  # type: ignore[override]
+        self, operands: Operands, call: Call, labels: Tensor
     ) -> Tensor:
-        """The arguments are those of `TokenLogProbs`; of labels only the shape is read."""
-        operands, call = operands_of(h, weight, bias, labels, group, low_rank, cap)
         head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom called
         best = [labels.new_zeros(0, 2 * self.k + self.with_rest, dtype=torch.float32)]
-        with torch.no_grad(), torch.autocast(h.device.type, enabled=False):
+        with torch.no_grad():
             for chunk in chunks_of(operands.x, self, call):
                 logits, _, _ = logits_of(operands, head, call, chunk)
                 hide_entries_(logits, self.n_entries, call)
@@ -173,7 +139,7 @@ class TopTokens(TokenLogProbs):
                 others = logits.scatter_(1, ids, 0).sum(1, keepdim=True)
                 ids = (ids + call.first).to(chosen.dtype)
                 own = torch.cat((sums, others, chosen, ids), dim=1)
-                best.append(self._best_of_ranks(of_all_ranks(own, group)))
+                best.append(self._best_of_ranks(of_all_ranks(own, call.group)))
             return torch.cat(best).float().view(*labels.shape, -1)
 
     def _best_of_ranks(self, of_ranks: Tensor) -> Tensor:
@@ -200,7 +166,6 @@ def token_logprobs(
     logits: plain, or a DTensor split along V, which stays split; any dtype. labels: [B, T], plain.
     Raises ValueError for a DTensor with another layout.
     """
-    head = TokenLogProbs(temperature, entropy)
     check_labels(labels, logits.shape[:-1], logits.shape[-1])
     group, first = None, 0
     if is_dtensor(logits):
@@ -215,6 +180,5 @@ def token_logprobs(
         group = mesh.get_group()
         first = -(-logits.shape[-1] // mesh.size()) * mesh.get_local_rank()
         logits = logits.to_local()
-    operands = Operands(logits.flatten(0, -2))
-    of_tokens = head._of_tokens(labels)
-    return TokenOutputs(*LogProbs.apply(*operands, labels, of_tokens, Call(first, group)))
+    head, operands = TokenLogProbs(temperature, entropy), Operands(logits.flatten(0, -2))
+    return head.compute(operands, Call(first, group), labels)

@@ -192,16 +192,11 @@ def _documents(starts: Tensor, chunk: int) -> _Documents:
     return _Documents(pairs, starts == places, starts < 0)
 
 
-def _decay_sums(g: Tensor, documents: _Documents) -> Tensor:
-    """Return G [n, B, Hv, C] of g [n, B, Hv, C]."""
-    g = g.masked_fill(documents.is_first.unsqueeze(2), 0)
-    # Numbers of other documents are multiplied by 0, and adding 0 changes no bit.
-    return (documents.pairs.to(g.dtype) @ g.mT).mT
-
-
 def _decays(g: Tensor, documents: _Documents) -> tuple[Tensor, Tensor]:
     """Return D [n, B, Hv, C, C] and c [n, B, Hv, C] of g [n, B, Hv, C]."""
-    sums = _decay_sums(g, documents)
+    g = g.masked_fill(documents.is_first.unsqueeze(2), 0)
+    # Numbers of other documents are multiplied by 0, and adding 0 changes no bit.
+    sums = (documents.pairs.to(g.dtype) @ g.mT).mT  # G
     gaps = sums.unsqueeze(-1) - sums.unsqueeze(-2)
     # Masked before exp, which would overflow for j > i. CPUs are slow at results that are no normal numbers.
     pairs = documents.pairs.unsqueeze(2)
@@ -386,6 +381,30 @@ def _backward(
     return *grads, current.view_as(grad_state)
 
 
+def _scan_backward(chunks: _Chunks, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return U' and the gradients of the states before and after each chunk; see `_chunks_backward`."""
+    weights = _bmm(chunks.inverse, chunks.carried_k)
+    grad_written = _bmm(chunks.scores.flatten(1, 3).mT, grad)
+    grad_states = grad_state.new_empty(len(grad) + 1, *grad_state.shape)
+    grad_states[-1] = grad_state
+    torch.bmm(
+        chunks.carried_q.flatten(0, 1).mT, grad.flatten(0, 1), out=grad_states[:-1].flatten(0, 1)
+    )
+    tensors = (
+        weights.mT,
+        grad_written,
+        chunks.kept,
+        chunks.ending_k,
+        grad_states[:-1],
+        grad_states[1:],
+    )
+    steps = list(zip(*(x.unbind() for x in tensors), strict=True))
+    for weight, values, kept, keys, before, after in reversed(steps):
+        values.baddbmm_(keys, after)
+        before.addcmul_(after, kept).baddbmm_(weight, values, alpha=-1)
+    return grad_written, grad_states
+
+
 def _chunks_backward(
     chunks: _Chunks, state: Tensor, grad: Tensor, grad_state: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -398,28 +417,8 @@ def _chunks_backward(
         S' = c_C S'_next + (c Q)^T O' - W^T U'
     """
     written, states = _scan(chunks, state)
+    grad_written, grad_states = _scan_backward(chunks, grad, grad_state)
     size = grad.shape[2]
-    weights = _bmm(chunks.inverse, chunks.carried_k)
-    scores = chunks.scores.flatten(1, 3)
-    grad_written = _bmm(scores.mT, grad)
-    grad_states = torch.empty_like(states)
-    grad_states[-1] = grad_state
-    torch.bmm(
-        chunks.carried_q.flatten(0, 1).mT, grad.flatten(0, 1), out=grad_states[:-1].flatten(0, 1)
-    )
-    steps = (
-        weights.mT,
-        grad_written,
-        chunks.kept,
-        chunks.ending_k,
-        grad_states[:-1],
-        grad_states[1:],
-    )
-    for weight, values, kept, keys, before, after in reversed(
-        list(zip(*(x.unbind() for x in steps), strict=True))
-    ):
-        values.baddbmm_(keys, after)
-        before.addcmul_(after, kept).baddbmm_(weight, values, alpha=-1)
     solved = _bmm(chunks.inverse.mT, grad_written)  # X
 
     # Gradients of the scores and of A, and of c Q and beta c K.

@@ -4,10 +4,7 @@ Its kernels take one row of N tokens and the documents' boundaries, cut chunks a
 so mix no documents. N packed tokens; see `numerics.delta_rule` for the other letters.
 """
 
-import functools
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor, library
@@ -26,13 +23,6 @@ _library.define(
 
 # A constant for the compiler, which would trace the import.
 _IS_INSTALLED = find_spec("fla") is not None
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule
 
 
 def is_available(device: torch.device) -> bool:
@@ -65,11 +55,11 @@ def gated_delta_rule(
 
 
 def _call(*inputs: Tensor) -> Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
     q, k, v, g, beta, cu_seqlens = inputs
-    kernel = _kernel()
-    assert kernel is not None
     options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": cu_seqlens}
-    return kernel(q, k, v, g.float(), beta, q.shape[-1] ** -0.5, **options)[0]
+    return chunk_gated_delta_rule(q, k, v, g.float(), beta, q.shape[-1] ** -0.5, **options)[0]
 
 
 def _backward(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

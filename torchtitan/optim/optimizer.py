@@ -49,14 +49,12 @@ class OptimizersContainer(Optimizer, Generic[T]):
         optimizer_kwargs: dict[str, Any],
         groups_by_part: list[list[dict[str, Any]]] | None = None,
     ) -> None:
-        self.model_parts = model_parts
-        params_by_part = _trainable_params(model_parts)
         # torch accepts an empty group (of a stage with only frozen parameters), but no empty list.
-        groups_by_part = groups_by_part or [[{"params": params}] for params in params_by_part]
-        self.optimizers = [optimizer_cls(groups, **optimizer_kwargs) for groups in groups_by_part]
-        self._optimizers_by_part = [[optimizer] for optimizer in self.optimizers]
-        self._validate_length(len(model_parts))
-        self._post_init(_flatten(params_by_part), optimizer_kwargs)
+        groups_by_part = groups_by_part or [
+            [{"params": _trainable_params(part)}] for part in model_parts
+        ]
+        by_part = [[optimizer_cls(groups, **optimizer_kwargs)] for groups in groups_by_part]
+        self._adopt(model_parts, by_part, optimizer_kwargs)
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.optimizers)
@@ -116,6 +114,18 @@ class OptimizersContainer(Optimizer, Generic[T]):
     def init_cache_state_dict(self) -> None:
         """Do nothing. Part of torchtitan 0.2.x's interface, for optimizers that cache their state."""
 
+    def _adopt(
+        self,
+        model_parts: list[nn.Module],
+        optimizers_by_part: list[list[T]],
+        optimizer_kwargs: dict[str, Any],
+    ) -> None:
+        self.model_parts, self._optimizers_by_part = model_parts, optimizers_by_part
+        self.optimizers = _flatten(optimizers_by_part)
+        self._post_init(
+            _flatten([_trainable_params(part) for part in model_parts]), optimizer_kwargs
+        )
+
     def _validate_length(self, expected_length: int) -> None:
         assert len(self.optimizers) == expected_length, (
             f"expected {expected_length} optimizers, got {len(self.optimizers)}"
@@ -134,7 +144,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
         for part in self.model_parts:
             distributed.reshard_model(part)
         for part, optimizers in zip(self.model_parts, self._optimizers_by_part, strict=True):
-            if not any(p.requires_grad for p in part.parameters()):
+            if not _trainable_params(part):
                 continue  # torch (2.13) refuses an optimizer without parameters
             # torch (2.13) makes no state for a fresh optimizer whose parameters have gradients.
             gradients = [(parameter, parameter.grad) for parameter in part.parameters()]
@@ -165,22 +175,18 @@ class OptimizersInBackwardContainer(OptimizersContainer):
         optimizer_cls: type[T],
         optimizer_kwargs: dict[str, Any],
     ) -> None:
-        self.model_parts = model_parts
-        optimizer_of: dict[nn.Parameter, T] = {}
+        def of_parameter(param: nn.Parameter) -> T:
+            optimizer = optimizer_cls([param], **optimizer_kwargs)
 
-        def step_now(param: nn.Parameter) -> None:
-            optimizer_of[param].step()
-            optimizer_of[param].zero_grad()
+            def step_now(_: nn.Parameter) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
 
-        params_by_part = _trainable_params(model_parts)
-        for param in _flatten(params_by_part):
-            optimizer_of[param] = optimizer_cls([param], **optimizer_kwargs)
             param.register_post_accumulate_grad_hook(step_now)
-        by_part = [[optimizer_of[param] for param in params] for params in params_by_part]
-        self._optimizers_by_part = by_part
-        self.optimizers = _flatten(by_part)
-        self._validate_length(sum(len(params) for params in params_by_part))
-        self._post_init(_flatten(params_by_part), optimizer_kwargs)
+            return optimizer
+
+        by_part = [[of_parameter(p) for p in _trainable_params(part)] for part in model_parts]
+        self._adopt(model_parts, by_part, optimizer_kwargs)
 
     def step(self) -> None:
         pass
@@ -369,8 +375,8 @@ def _dcp_state_dict() -> ModuleType:
     return state_dict
 
 
-def _trainable_params(model_parts: list[nn.Module]) -> list[list[nn.Parameter]]:
-    return [[p for p in part.parameters() if p.requires_grad] for part in model_parts]
+def _trainable_params(part: nn.Module) -> list[nn.Parameter]:
+    return [p for p in part.parameters() if p.requires_grad]
 
 
 def _flatten(lists: list[list[Any]]) -> list[Any]:

@@ -1,22 +1,15 @@
-"""Training on packed documents with flex, varlen and a dense mask.
+"""Training on packed documents.
 
 In fp32, except "varlen" on an accelerator, whose kernel takes only 16-bit numbers: in bf16.
 """
 
 import json
 import random
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
-
-from torch.nn import functional as F
 
 from torchtitan.config import ConfigManager
-from torchtitan.models import decoder
 from torchtitan.tools.utils import get_device_type
 from torchtitan.trainer import Trainer
-
-KERNELS = ("flex", "varlen", "dense")
 
 
 def short_documents(folder) -> list[str]:
@@ -56,56 +49,3 @@ def make_trainer(
             ]
         )
     )
-
-
-@contextmanager
-def dense_masks():
-    """Replace attention by plain sdpa with a boolean mask [B, 1, T, T] made from the tokens."""
-
-    def pairs(self, input_batch, tokenizer, extra_inputs=None):
-        after_eos = (input_batch == tokenizer.eos_id).cumsum(1)
-        document = after_eos - (input_batch == tokenizer.eos_id).long()
-        return (document[:, :, None] == document[:, None]).tril()[:, None]
-
-    def attend(inner_attention, q, k, v, mask, *unused):
-        gqa = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, mask.lowered, enable_gqa=gqa)
-        return out.transpose(1, 2)
-
-    with (
-        mock.patch.object(decoder.Decoder, "get_attention_masks", pairs),
-        mock.patch.object(decoder.Decoder, "makes_document_masks", False),
-        mock.patch.object(decoder, "attend", attend),
-    ):
-        yield
-
-
-def train(dump_folder, kernel: str, steps: int, *overrides: str) -> tuple[list[float], int]:
-    """Return (loss of each step, number of documents that ended in the text read) of a run."""
-    if kernel == "dense":
-        with dense_masks():
-            return _train(dump_folder, "flex", steps, *overrides)
-    return _train(dump_folder, kernel, steps, *overrides)
-
-
-def _train(dump_folder, attn_type, steps, *overrides) -> tuple[list[float], int]:
-    trainer = make_trainer(dump_folder, attn_type, f"--training.steps={steps}", *overrides)
-    losses, n_ends = [], 0
-    fetch = trainer.next_step
-
-    def counting(data_iterator):
-        nonlocal n_ends
-        step = fetch(data_iterator)
-        n_ends += sum(int((b.tokens == trainer.tokenizer.eos_id).sum()) for b in step.batches)
-        return step
-
-    trainer.next_step = counting
-    trainer.metrics_processor.log = lambda step, loss, *_args, **_kwargs: losses.append(loss)
-    trainer.train()
-    trainer.close()
-    return losses, n_ends
-
-
-def largest_difference(ours: list[float], theirs: list[float]) -> float:
-    assert len(ours) == len(theirs) > 0
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from torchtitan.batch.documents import (
     PADDING,
-    document_ids_from_cu_seqlens,
     document_ids_from_eos,
     document_ids_from_lengths,
     document_ids_from_positions,
@@ -90,14 +89,19 @@ def test_starts_allow_exactly_the_pairs_of_one_document(rows):
 P = "position_block_causal"
 
 
-def test_one_row_of_positions_serves_all_rows():
-    batch = {"input": torch.ones(2, 3), "positions": torch.tensor([[0, 1, 0]])}
-    assert read_document_ids(batch, P, EOS).tolist() == [[0, 0, 1]] * 2
-
-
-def test_one_row_of_lengths_may_be_flat():
-    batch = {"input": torch.ones(1, 3), "seq_lens": torch.tensor([1, 2])}
-    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 1]]
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("positions", [[0, 1, 0]], [[0, 0, 1]] * 2),  # one row serves all rows
+        ("cu_seqlens", [0, 2, 3, 6], [[0, 0, 1], [2, 2, 2]]),  # through the rows of the batch
+        ("cu_seqlens", [[0, 2, 2], [0, 1, 3]], [[0, 0, PADDING], [0, 1, 1]]),
+        ("seq_lens", [1, 2], [[0, 1, 1]]),  # of a single row
+    ],
+)
+def test_boundaries_are_read_and_a_single_source_is_no_reason_to_warn(key, value, expected, caplog):
+    batch = {"input": torch.ones(len(expected), 3).long(), key: torch.tensor(value)}
+    assert read_document_ids(batch, P, None).tolist() == expected
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -124,33 +128,20 @@ def test_boundaries_that_do_not_fit_the_input_are_named(key, value, match):
     assert key in str(error.value)
 
 
-def test_flat_cu_seqlens_count_through_the_rows_of_the_batch():
-    batch = {"input": torch.ones(2, 3), "cu_seqlens": torch.tensor([0, 2, 3, 6])}
-    starts = document_starts(read_document_ids(batch, "block_causal", EOS))
-    assert starts.tolist() == [[0, 0, 2], [0, 0, 0]]
-
-
 def test_explicit_boundaries_win_over_the_mask_type():
     sources = {
-        "document_ids": torch.tensor([[0, 1, 1]]),
-        "seq_lens": torch.tensor([[2, 1]]),
-        "cu_seqlens": torch.tensor([[0, 1, 2, 3]]),
-        "positions": torch.tensor([[0, 1, 2]]),
+        "document_ids": ([[0, 1, 1]], [0, 1, 1]),
+        "seq_lens": ([[2, 1]], [0, 0, 1]),
+        "cu_seqlens": ([[0, 1, 2, 3]], [0, 1, 2]),
     }
-    expected = {
-        "document_ids": [0, 1, 1],
-        "seq_lens": [0, 0, 1],
-        "cu_seqlens": [0, 1, 2],
-        "positions": [0, 0, 0],
-    }
-    batch = {"input": torch.tensor([[EOS, EOS, 5]]), **sources}
-    for key in sources:
-        assert read_document_ids(batch, P, EOS).tolist() == [expected[key]]
-        if key != "positions":
-            assert read_document_ids(batch, "block_causal", EOS).tolist() == [expected[key]]
-        else:
-            assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 2]]
+    batch = {"input": torch.tensor([[EOS, EOS, 5]]), "positions": torch.tensor([[0, 1, 2]])}
+    batch |= {key: torch.tensor(value) for key, (value, _) in sources.items()}
+    for key, (_, expected) in sources.items():
+        for mask_type in (P, "block_causal"):
+            assert read_document_ids(batch, mask_type, EOS).tolist() == [expected]
         del batch[key]
+    assert read_document_ids(batch, P, EOS).tolist() == [[0, 0, 0]]
+    assert read_document_ids(batch, "block_causal", EOS).tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +164,6 @@ def test_boundaries_that_cannot_be_read_are_named(mask_type, eos_id, match):
 def test_every_mask_type_of_the_config_has_a_source_of_boundaries():
     literal, _ = get_args(get_type_hints(Model)["attn_mask_type"])
     assert get_args(literal) == tuple(BOUNDARY_SOURCES)
-
-
-def test_cu_seqlens_that_stop_early_leave_padding():
-    ids = document_ids_from_cu_seqlens(torch.tensor([[0, 2, 3]], dtype=torch.int32), seq_len=5)
-    assert ids.tolist() == [[0, 0, 1, PADDING, PADDING]]
 
 
 @given(rows_of(st.integers(-1, 2)))
@@ -311,10 +297,4 @@ def test_second_source_is_warned_about_once(caplog, batches, mask_type, eos_id, 
 def test_end_of_text_tokens_say_nothing_of_padding_and_rows_without_one(caplog, tokens, positions):
     batch = {"input": torch.tensor([tokens]), "positions": torch.tensor([positions])}
     read_document_ids(batch, "position_block_causal", EOS)
-    assert caplog.messages == []
-
-
-def test_one_source_is_no_reason_to_warn(caplog):
-    batch = {"input": torch.ones(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([0, 1, 3])}
-    assert read_document_ids(batch, "block_causal", None).tolist() == [[0, 1, 1]]
     assert caplog.messages == []

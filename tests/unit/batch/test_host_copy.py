@@ -83,35 +83,20 @@ def test_sources_of_two_devices_are_read_where_they_are():
     assert {x.device.type for x in boundaries_on_host(batch).values()} == {"cpu"}
 
 
-def llama3(attn_type, mask_type):
-    args = TransformerModelArgs(
-        dim=16, n_layers=1, n_heads=2, vocab_size=32, attn_type=attn_type, attn_mask_type=mask_type
-    )
-    return Transformer(args)
+MODELS = {
+    "llama3": (Transformer, TransformerModelArgs()),
+    "llama4": (Llama4, Llama4Args(fixed_attn_block_size=2)),
+    "gpt_oss": (GptOssModel, gptoss_configs["debugmodel"]),
+}
 
 
-def llama4(attn_type, mask_type):
-    args = Llama4Args(
-        dim=16,
-        n_layers=1,
-        n_heads=2,
-        vocab_size=32,
-        attn_type=attn_type,
-        attn_mask_type=mask_type,
-        fixed_attn_block_size=2,
-    )
-    return Llama4(args)
-
-
-def gpt_oss(attn_type, mask_type):
-    args = dataclasses.replace(
-        gptoss_configs["debugmodel"],
-        n_layers=1,
-        vocab_size=32,
-        attn_type=attn_type,
-        attn_mask_type=mask_type,
-    )
-    return GptOssModel(args)
+def build(name, attn_type, mask_type):
+    cls, args = MODELS[name]
+    if name != "gpt_oss":
+        args = dataclasses.replace(args, dim=16, n_heads=2)
+    sizes = dict(n_layers=1, vocab_size=32, attn_type=attn_type, attn_mask_type=mask_type)
+    with torch.device("meta"):
+        return cls(dataclasses.replace(args, **sizes))
 
 
 def numbers_of(masks):
@@ -128,11 +113,10 @@ def numbers_of(masks):
 
 @pytest.mark.parametrize("source", PACKED)
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-@pytest.mark.parametrize("build", [llama3, llama4, gpt_oss])
-def test_masks_of_a_batch_from_the_host_read_nothing_back(build, attn_type, source):
+@pytest.mark.parametrize("name", MODELS)
+def test_masks_of_a_batch_from_the_host_read_nothing_back(name, attn_type, source):
     mask_type = "position_block_causal" if source == "positions" else "block_causal"
-    with torch.device("meta"):
-        model = build(attn_type, mask_type)
+    model = build(name, attn_type, mask_type)
     tokenizer = SimpleNamespace(eos_id=EOS)
     packing = DocumentPolicy.from_job(Training(), model.model_args, tokenizer)
     batch = {"input": TOKENS, **PACKED[source]}
@@ -236,8 +220,7 @@ def test_masks_from_the_device_alone_are_read_once(monkeypatch):
     assert reads == [(2, 8), (2, 8)]
 
     reads.clear()
-    with torch.device("meta"):
-        model = llama4("varlen", "block_causal")
+    model = build("llama4", "varlen", "block_causal")
     masks = model.get_attention_masks(tokens, None, {"document_ids": ids})
     cp_shard(axis("meta", 0), (tokens,), masks)
     assert reads == [(2, 8)]

@@ -50,16 +50,22 @@ def model_inputs(policy, batch, model=None):
     return entries, keywords
 
 
-def test_last_token_of_a_document_is_not_asked_for_the_next_documents_first():
-    assert ignored(policy(), {"input": TOKENS}) == [1, 5]
-    assert ignored(policy(), {"input": TOKENS[:, :-1]}) == [1]
+POSITIONS = torch.tensor([[3, 4, 0, 1, 0, 1]])
 
 
-def test_boundaries_of_other_sources_leave_the_rows_last_label():
-    positions = torch.tensor([[3, 4, 0, 1, 0, 1]])
-    batch = {"input": TOKENS, "positions": positions}
-    assert ignored(policy("position_block_causal"), batch) == [1, 3]
-    assert ignored(policy(), {"input": TOKENS, "seq_lens": torch.tensor([[4, 2]])}) == [3]
+@pytest.mark.parametrize(
+    "mask_type, batch, columns",
+    [
+        ("block_causal", {}, [1, 5]),
+        ("block_causal", {"input": TOKENS[:, :-1]}, [1]),  # the row's next token is unknown
+        ("position_block_causal", {"positions": POSITIONS}, [1, 3]),
+        ("block_causal", {"seq_lens": torch.tensor([[4, 2]])}, [3]),
+        ("block_causal", {"document_ids": torch.tensor([[0, 0, -1, -1, 1, -1]])}, [1, 2, 3, 4, 5]),
+        ("block_causal", {"attention_masks": "own"}, []),
+    ],
+)
+def test_labels_of_padding_and_of_documents_last_tokens_are_left_out(mask_type, batch, columns):
+    assert ignored(policy(mask_type), {"input": TOKENS} | batch) == columns
 
 
 def test_row_of_the_data_loader_ends_its_last_document_by_the_end_of_text_token():
@@ -68,11 +74,6 @@ def test_row_of_the_data_loader_ends_its_last_document_by_the_end_of_text_token(
     assert ignored(policy(), batch) == [3]
     tokens.sample_ids = torch.tensor([[0, 1]])
     assert ignored(policy(), batch) == [3, 5]
-
-
-def test_padding_counts_in_no_loss():
-    batch = {"input": TOKENS, "document_ids": torch.tensor([[0, 0, -1, -1, 1, -1]])}
-    assert ignored(policy(), batch) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +111,6 @@ def test_labels_are_not_changed_in_place():
     assert labels.count_nonzero() == 0
 
 
-def test_batch_with_its_own_mask_keeps_its_labels_and_positions():
-    batch = {"input": TOKENS, "attention_masks": "own"}
-    assert ignored(policy(), batch) == []
-    extra_inputs, extra_kwargs = model_inputs(policy(), batch, None)
-    assert extra_inputs == {"attention_masks": "own"} and extra_kwargs == {}
-
-
 def attended_pairs(policy, batch):
     return policy.attended_pairs(policy.token_batch(batch))
 
@@ -128,45 +122,38 @@ def test_attended_pairs_are_the_squares_of_document_lengths():
     assert attended_pairs(policy("causal", "sdpa"), {"input": TOKENS}) == 6**2
 
 
-def test_positions_restart_with_each_document():
-    model = Model()
-    extra_inputs, extra_kwargs = model_inputs(policy(), {"input": TOKENS}, model)
-    assert extra_kwargs == {"attention_masks": "masks"}
-    assert extra_inputs["positions"].tolist() == [[0, 1, 0, 1, 2, 3]]
-    assert model.asked_with["document_ids"].tolist() == [[0, 0, 1, 1, 1, 1]]
-
-
-def test_masks_are_made_of_document_ids_alone():
-    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
-    model = Model()
-    model_inputs(policy("position_block_causal"), {"input": TOKENS, "positions": positions}, model)
-    assert model.asked_with.keys() == {"document_ids"}
-
-
-def test_positions_of_the_batch_are_kept():
-    batch = {"input": TOKENS, "positions": torch.arange(6)[None]}
-    extra_inputs, _ = model_inputs(policy(), batch)
-    assert extra_inputs["positions"] is batch["positions"]
-
-
 @pytest.mark.parametrize(
-    "chosen",
+    "chosen, entries, expected",
     [
-        policy(restart_positions=False),
-        policy("causal", "sdpa"),
-        policy("causal", "flex"),
+        (policy(), {}, {"positions": [[0, 1, 0, 1, 2, 3]]}),
+        (policy(), {"positions": POSITIONS}, {"positions": POSITIONS.tolist()}),
+        (
+            policy(),
+            {"seq_lens": torch.tensor([[4, 2]]), "weights": "kept"},  # boundaries stay outside
+            {"positions": [[0, 1, 2, 3, 0, 1]], "weights": "kept"},
+        ),
+        (policy(restart_positions=False), {}, {}),
+        (policy("causal", "sdpa"), {}, {}),
+        (policy("causal", "flex"), {}, {}),
     ],
-    ids=["off", "sdpa", "flex causal"],
 )
-def test_positions_stay_away_where_they_are_not_wanted(chosen):
-    extra_inputs, _ = model_inputs(chosen, {"input": TOKENS})
-    assert extra_inputs == {}
+def test_model_gets_positions_that_restart_with_each_document(chosen, entries, expected):
+    extra_inputs, _ = model_inputs(chosen, {"input": TOKENS} | entries)
+    found = {k: x.tolist() if isinstance(x, torch.Tensor) else x for k, x in extra_inputs.items()}
+    assert found == expected
 
 
-def test_boundaries_do_not_reach_the_models_forward():
-    batch = {"input": TOKENS, "seq_lens": torch.tensor([[4, 2]]), "weights": "kept"}
-    extra_inputs, _ = model_inputs(policy(), batch)
-    assert sorted(extra_inputs) == ["positions", "weights"]
+@pytest.mark.parametrize("mask_type", ["block_causal", "position_block_causal"])
+def test_masks_are_made_of_document_ids_alone_unless_the_batch_has_its_own(mask_type):
+    model, positions = Model(), torch.tensor([[0, 1, 0, 1, 2, 3]])
+    batch = {"input": TOKENS, "positions": positions}
+    _, extra_kwargs = model_inputs(policy(mask_type), batch, model)
+    assert extra_kwargs == {"attention_masks": "masks"}
+    assert {k: x.tolist() for k, x in model.asked_with.items()} == {
+        "document_ids": [[0, 0, 1, 1, 1, 1]]
+    }
+    own = {"input": TOKENS, "attention_masks": "own"}
+    assert model_inputs(policy(mask_type), own) == ({"attention_masks": "own"}, {})
 
 
 def test_boundaries_under_a_causal_mask_are_said_to_be_unused(caplog):
@@ -255,21 +242,17 @@ def test_what_cannot_be_split_by_rows_is_named(key, value):
         TokenBatch.from_dict(batch).split(2)
 
 
-def test_padding_for_context_parallelism_leaves_cumulative_lengths_alone():
-    two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
-    batch = {"input": torch.ones(1, 3).long(), "cu_seqlens": torch.tensor([[0, 1, 3]])}
-    padded = two_ranks.pad(policy().token_batch(batch))
-    assert padded.document_ids.tolist() == [[0, 1, 1, -1]]
-    assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]
-
-
 def test_padding_for_context_parallelism_ends_lengths_that_count_through_all_rows():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), None, "allgather")
-    batch = {"input": torch.ones(2, 3).long(), "cu_seqlens": torch.tensor([0, 1, 3, 6])}
-    padded = two_ranks.pad(policy().token_batch(batch))
-    assert (padded.document_ids == -1).tolist() == [[False] * 3 + [True]] * 2
-    assert "cu_seqlens" not in padded.entries
-    assert torch.equal(padded.entries["document_ids"], padded.document_ids)
+    for lengths in ([[0, 1, 3], [0, 3, 3]], [0, 1, 3, 6]):
+        batch = {"input": torch.ones(2, 3).long(), "cu_seqlens": torch.tensor(lengths)}
+        padded = two_ranks.pad(policy().token_batch(batch))
+        assert (padded.document_ids == -1).tolist() == [[False] * 3 + [True]] * 2
+        if batch["cu_seqlens"].dim() == 2:
+            assert padded.entries["cu_seqlens"] is batch["cu_seqlens"]
+        else:
+            assert padded.entries.keys() == {"document_ids"}
+            assert torch.equal(padded.entries["document_ids"], padded.document_ids)
 
 
 def test_padding_for_context_parallelism_counts_nowhere():

@@ -235,6 +235,12 @@ def test_probe_finds_branches_that_miss_ancestors_or_see_siblings(seen, message)
             probe.check(step, TREES)
 
 
+def test_model_whose_attention_adds_nothing_yet_is_no_branch_without_ancestors():
+    probe = probe_of(nn.Identity())  # as with an output projection that starts at 0
+    for step in range(20):
+        probe.check(step, TREES)
+
+
 def test_batch_with_masks_of_its_own_is_not_checked_and_that_is_said(caplog):
     probe_of(Leaky(lambda x, _: x + x.roll(1, dims=1))).check(0, BATCH | {"attention_masks": None})
     assert "the batch has its own masks" in caplog.text

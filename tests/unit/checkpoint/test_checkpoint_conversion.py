@@ -201,12 +201,18 @@ def test_source_is_never_written_to(folders, tmp_path, direction, way):
 
 @pytest.mark.parametrize("direction", SCRIPTS)
 @pytest.mark.parametrize("there", [True, False])
-def test_write_that_fails_leaves_everything_as_it_was(folders, tmp_path, direction, there):
+@pytest.mark.parametrize("has_all_but_the_end", [True, False])
+def test_write_that_fails_leaves_everything_as_it_was(
+    folders, tmp_path, direction, there, has_all_but_the_end
+):
     source, target = folders[direction]
+    limit = 100 * 1024
+    if has_all_but_the_end:
+        limit = max(path.stat().st_size for path in target.iterdir()) - 1
     target = target if there else tmp_path / "new"
     before = contents(target) if there else None
     others = {path.name for path in tmp_path.iterdir()}
-    said = convert(direction, source, target, "--overwrite", limit_bytes=100 * 1024)
+    said = convert(direction, source, target, "--overwrite", limit_bytes=limit)
     assert f"{target} could not be written" in said and "too large" in said
     assert before is None or contents(target) == before
     assert {path.name for path in tmp_path.iterdir()} == others

@@ -1,33 +1,93 @@
 """Losses as weighted sums: equal for every split, and equal to what each mode's name says."""
 
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from tests.unit.loss.loss_splits import (
-    LOSSES,
-    accumulated,
-    aggregated_loss,
-    all_ranks,
-    largest_differences,
-    random_split,
-    random_step,
-    random_theta,
-    weights_of_step,
-)
+from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.aggregation import (
     LOSS_AGGREGATIONS,
     aggregation_weights,
     weighted_cross_entropy,
     weighted_sum,
 )
+from torchtitan.loss.logprobs import TokenOutputs
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([])]
+NORM = 16.0
 
 
-def split_of(step, seed):
-    return all_ranks(random_split(len(step), random.Random(seed)))
+class Sequence(NamedTuple):
+    losses: Tensor  # [T]
+    mask: Tensor
+    prompt: int
+
+
+def random_step(dtype: torch.dtype) -> list[Sequence]:
+    """12 sequences of 0 to 20 tokens for 5 prompts; two are fully masked and one is empty."""
+    generator = torch.Generator().manual_seed(0)
+    step = []
+    for i in range(12):
+        length = 0 if i == 3 else int(torch.randint(1, 21, (), generator=generator))
+        mask = torch.rand(length, generator=generator) < (0.0 if i in (5, 8) else 0.7)
+        losses = torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
+        step.append(Sequence(losses.requires_grad_(), mask, prompt=i % 5))
+    return step
+
+
+def weights_of(step: list[Sequence], mode: str, **options):
+    masks, prompts = [x.mask for x in step], [x.prompt for x in step]
+    return aggregation_weights(masks, mode, norm=NORM, prompt_ids=prompts, **options)
+
+
+def loss_of_split(step: list[Sequence], weights: list[Tensor], seed: int) -> Tensor:
+    """Return the loss, summed over microbatches of padded rows of sequences; some rows are empty."""
+    split = random.Random(seed)
+    rows: list[list[int]] = [[] for _ in range(split.randint(1, 12))]
+    for i in split.sample(range(len(step)), len(step)):
+        split.choice(rows).append(i)
+
+    def padded(tensors: list[Tensor], some: list[list[int]], value: float) -> Tensor:
+        joined = [torch.cat([tensors[0][:0], *(tensors[i] for i in row)]) for row in some]
+        return pad_sequence(joined, batch_first=True, padding_value=value)
+
+    losses, total = [x.losses for x in step], torch.zeros(())
+    while rows:
+        n = split.randint(1, len(rows))
+        some, rows = rows[:n], rows[n:]
+        total = total + weighted_sum(padded(losses, some, 7.0), padded(weights, some, 0.0))
+    return total
+
+
+def by_definition(step: list[Sequence], mode: str) -> Tensor:
+    sums = [x.losses[x.mask].sum() for x in step]
+    counts = [int(x.mask.sum()) for x in step]
+    counted = [i for i, n in enumerate(counts) if n]
+    if mode == "token-sum":
+        return sum(sums)
+    if mode == "token-mean":
+        return sum(sums) / sum(counts)
+    if mode == "seq-mean-token-sum":
+        return sum(sums[i] for i in counted) / len(counted)
+    if mode == "seq-mean-token-sum-norm":
+        return sum(sums[i] / NORM for i in counted) / len(counted)
+    if mode == "seq-mean-token-mean":
+        return sum(sums[i] / counts[i] for i in counted) / len(counted)
+    assert mode == "prompt-mean"
+    prompts = {step[i].prompt for i in counted}
+    members = [[i for i in counted if step[i].prompt == prompt] for prompt in prompts]
+    means = [sum(sums[i] for i in own) / sum(counts[i] for i in own) for own in members]
+    return sum(means) / len(means)
+
+
+def gradients(loss: Tensor, step: list[Sequence]) -> Tensor:
+    grads = torch.autograd.grad(loss, [x.losses for x in step], materialize_grads=True)
+    return torch.cat(grads).double()
 
 
 @pytest.mark.parametrize(
@@ -96,37 +156,33 @@ def test_prompts_weigh_alike_however_many_tokens_answer_them():
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradient_are_the_same_for_every_split(loss, mode, dtype, tolerance):
-    assert max(largest_differences(mode, dtype, 20, loss)) < tolerance
+def test_loss_and_gradient_are_the_same_for_every_split(mode, dtype, tolerance):
+    exact, step = random_step(torch.float64), random_step(dtype)
+    expected = by_definition(exact, mode)
+    gradient, weights = gradients(expected, exact), weights_of(step, mode, dtype=dtype)
+    for seed in range(20):
+        loss = loss_of_split(step, weights, seed)
+        assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+        torch.testing.assert_close(gradients(loss, step), gradient, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
-def test_deferred_denominator_gives_the_same_gradient(mode):
-    step, theta = random_step(torch.float64), random_theta(torch.float64)
-    weights = weights_of_step(step, mode, dtype=torch.float64)
-    expected = accumulated(step, weights, theta, split_of(step, 0))[1]
-    gradient, denominator = torch.zeros_like(theta), 0.0
+def test_deferred_denominator_gives_the_same_loss(mode):
+    step, loss, denominator = random_step(torch.float64), 0.0, 0.0
     for prompts in ((0, 3), (1,), (2, 4)):  # three calls, with whole prompts
         part = [sequence for sequence in step if sequence.prompt in prompts]
-        weights, share = weights_of_step(part, mode, dtype=torch.float64, normalize=False)
-        gradient += accumulated(part, weights, theta, split_of(part, 1))[1]
-        denominator += share
+        weights, share = weights_of(part, mode, dtype=torch.float64, normalize=False)
+        loss, denominator = loss + loss_of_split(part, weights, 1), denominator + share
     assert (denominator == 0) == (mode == "token-sum")
-    torch.testing.assert_close(gradient / (denominator or 1), expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(loss / (denominator or 1), by_definition(step, mode))
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_duplicating_the_step_doubles_a_sum_and_leaves_means(mode):
-    step, theta = random_step(torch.float64), random_theta(torch.float64)
-    twice = step + step
-    prompts = [s.prompt for s in step] + [s.prompt + 5 for s in step]
-    weights = aggregation_weights(
-        [s.mask for s in twice], mode, norm=16.0, prompt_ids=prompts, dtype=torch.float64
-    )
-    loss, _ = accumulated(twice, weights, theta, split_of(twice, 0))
-    factor = 2 if mode == "token-sum" else 1
-    assert loss == pytest.approx(factor * aggregated_loss(step, mode, theta).item(), rel=1e-12)
+    step = random_step(torch.float64)
+    twice = step + [x._replace(prompt=x.prompt + 5) for x in step]
+    loss = loss_of_split(twice, weights_of(twice, mode, dtype=torch.float64), 0)
+    torch.testing.assert_close(loss, (2 if mode == "token-sum" else 1) * by_definition(step, mode))
 
 
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
@@ -156,6 +212,16 @@ def test_values_without_weight_count_nowhere_even_if_not_finite():
     loss.backward()
     assert loss == 0.5
     assert values.grad.tolist() == [0.5, 0, 0]
+
+
+def test_weighted_cross_entropy_is_that_of_logits_and_of_log_probs():
+    logits, weights = torch.randn(2, 5, 7, dtype=torch.float64), torch.rand(2, 5)
+    labels = torch.randint(0, 7, (2, 5))
+    labels[:, 1] = IGNORE_INDEX
+    losses = F.cross_entropy(logits.mT, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    for pred in (logits, TokenOutputs(-losses, None)):
+        found = weighted_cross_entropy(pred, labels, {"loss_weights": weights})
+        torch.testing.assert_close(found, (losses * weights).sum())
 
 
 def test_weighted_cross_entropy_needs_its_weights():

@@ -194,6 +194,11 @@ def test_rows_are_as_long_as_the_longest_sample_rounded_up():
     assert of_ranks[0].inputs["input"].shape == (2, 16)
 
 
+def test_bucketed_rows_share_a_microbatch_if_each_fills_four_fifths_of_the_longest():
+    cells = make_batcher(bucketing=True, pad_multiple=1).batch(sequences_of(7, 10, 8)).of_rank(0)
+    assert [tuple(cell.inputs["input"].shape) for cell in cells] == [(2, 10), (1, 7)]
+
+
 def test_oversize_samples_are_left_out_counted_and_reported(caplog):
     samples = sequences_of(5, 30, 6)
     with caplog.at_level("WARNING"):

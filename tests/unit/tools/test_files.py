@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.checkpoint.test_checkpoint import NetAdapter, Run
-from torchtitan.adapters import peft_files
+from torchtitan.adapters import peft_config, peft_files
 from torchtitan.callbacks.metrics import JsonlLogger
 from torchtitan.callbacks.profiling import MemorySnapshot
 from torchtitan.checkpoint import folder as checkpoint_folder
@@ -193,7 +193,7 @@ READERS = {
     "model.safetensors": lambda folder: hf.check_files(str(folder)),
     "config.json": lambda folder: from_hf_config(folder),
     ".sha256sums": hashes,
-    "adapter_config.json": lambda folder: peft_files.read_config(str(folder)),
+    "adapter_config.json": lambda folder: peft_config.read_config(str(folder)),
     "adapter_model.safetensors": lambda folder: peft_files._shapes_in(
         str(folder / "adapter_model.safetensors")
     ),
