@@ -13,7 +13,7 @@ import torch
 
 from tests.cuda_rehearsal.cases import CASES
 from torchtitan.distributed.seeded_init import seeded_init
-from torchtitan.estimate.rehearsal import Rehearsal
+from torchtitan.estimate.rehearsal import rehearsing
 
 # A case's time goes with its layers: as many of the debug models as show each kind of layer.
 LAYERS = {"llama3": 2, "deepseek_v3": 3, "llama4": 2, "gpt_oss": 2}
@@ -87,7 +87,7 @@ def engine_of(world_size: int, *flags: str, rank: int = 0) -> Iterator[tuple]:
     with (
         ranks(world_size, rank),
         _initialising_each_shape_once(),
-        Rehearsal() as rehearsal,
+        rehearsing() as rehearsal,
         TrainingEngine(config) as engine,
     ):
         engine.tokenizer = types.SimpleNamespace(eos_id=0)

@@ -7,7 +7,7 @@ import torch
 
 from tests.cuda_rehearsal.jobs import common_flags, config_of, engine_of, ranks
 from tests.reliability.jobs import flags_in
-from torchtitan.estimate.rehearsal import Rehearsal
+from torchtitan.estimate.rehearsal import Rehearsal, rehearsing
 
 Notes = dict[str, dict[str, int]]
 """Part of the scenario -> what the host waited for there -> how often."""
@@ -38,7 +38,7 @@ def _train(world_size: int, *flags: str) -> Notes:
     """)
     config = config_of(*own, *flags)
     notes: Notes = {}
-    with ranks(world_size), Rehearsal() as rehearsal, Trainer(config) as trainer:
+    with ranks(world_size), rehearsing() as rehearsal, Trainer(config) as trainer:
         train_step, save = trainer.train_step, trainer.checkpointer.save
 
         def noted_step(data: Iterator) -> None:
@@ -161,7 +161,7 @@ def adapters_of_two_models(_name: str) -> Notes:
     from torchtitan.models.moe import MoE, MoEArgs
 
     notes: Notes = {}
-    with ranks(1), Rehearsal() as rehearsal:
+    with ranks(1), rehearsing() as rehearsal:
         moe = MoE(MoEArgs(num_experts=4, num_shared_experts=1, top_k=2), dim=64, hidden_dim=64)
         moe.to("cuda", torch.bfloat16).requires_grad_(False)
         add_adapter(moe.experts, "w1", rank=8, scale=1.0, dropout=0.0)
@@ -187,7 +187,7 @@ def rl_step_with_critic(_name: str) -> Notes:
         metrics.log_freq=100 rl.advantage.name=gae
     """)
     config = ConfigManager(JobConfig).parse_args([*flags, *common_flags()])
-    with ranks(1), Rehearsal() as rehearsal:
+    with ranks(1), rehearsing() as rehearsal:
         controller = Controller(config)
         try:
             controller.train()

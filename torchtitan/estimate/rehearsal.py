@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -59,7 +58,7 @@ def _local_of_caller(name: str) -> Any:
 
 
 class Rehearsal(TorchDispatchMode):
-    """waits, races: description and place -> count; see the docstring of the module."""
+    """waits, races: description and place -> count; see the docstring of the module, and `rehearsing`."""
 
     supports_higher_order_operators = True
 
@@ -76,28 +75,12 @@ class Rehearsal(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         return True  # else the compiler refuses to compile in this mode
 
-    def __enter__(self) -> "Rehearsal":
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(mock.patch.object(device, "on_host_wait", self._note))
-        self._stack.enter_context(mock.patch.object(threading.Thread, "run", _in_thread(self)))
-        tolist = partialmethod(_tolist, self._check_arrival, torch.Tensor.tolist)
-        offload = "_offload_tensor"
-        stage = partialmethod(_stage, self._use_storage, getattr(StateDictStager, offload))
-        self._stack.enter_context(mock.patch.object(StateDictStager, offload, stage))
-        for tensor_class in (torch.Tensor, FakeTensor):
-            self._stack.enter_context(mock.patch.object(tensor_class, "tolist", tolist))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._stack.close()
-
     def forget(self) -> None:
         """Reset the counts."""
         self.waits.clear()
         self.races.clear()
 
-    def _note(self, what: str) -> None:
+    def note(self, what: str) -> None:
         # The program's own threads may wait. Autograd's threads have another class.
         if type(threading.current_thread()) is threading.Thread:
             return
@@ -117,11 +100,11 @@ class Rehearsal(TorchDispatchMode):
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if isinstance(source, FakeTensor) and source.is_cuda:
             if func in READS:
-                self._note(func.name())
+                self.note(func.name())
                 value = self._made_up()
                 return bool(value) if func is aten.equal.default else _as(source.dtype, value)
             if func in SIZED_BY_VALUES and kwargs.get("output_size") is None:
-                self._note(func.name())
+                self.note(func.name())
                 n = int(self._made_up())
                 shape = (n, source.dim()) if func is aten.nonzero.default else (n,)
                 with self.fake_mode:
@@ -167,7 +150,7 @@ class Rehearsal(TorchDispatchMode):
         if non_blocking and target.is_pinned():
             self._expect(target)
         else:
-            self._note("copy to host")
+            self.note("copy to host")
         return target
 
     def _read(self, source, kwargs):
@@ -180,7 +163,7 @@ class Rehearsal(TorchDispatchMode):
         if non_blocking:
             self._expect(copy)
         else:
-            self._note("copy to host")
+            self.note("copy to host")
         return copy
 
     def _expect(self, tensor) -> None:
@@ -190,7 +173,7 @@ class Rehearsal(TorchDispatchMode):
         arrives = reference, stream.stream_id, stream.clock[stream.stream_id]
         self._arriving[tensor.untyped_storage().data_ptr()] = arrives
 
-    def _check_arrival(self, tensor) -> None:
+    def check_arrival(self, tensor) -> None:
         key = tensor.untyped_storage().data_ptr() if self._arriving else 0
         reference, stream_id, tick = self._arriving.get(key, (None, 0, 0))
         if reference is None:
@@ -205,11 +188,11 @@ class Rehearsal(TorchDispatchMode):
         A blocking copy of a scalar is noted as "copy of a number".
         """
         if source.dim() == 0 and source.numel() == 1 and not non_blocking:
-            self._note("copy of a number")
+            self.note("copy of a number")
         elif not source.is_pinned():
-            self._note("copy of pageable" + (", async" if non_blocking else ""))
+            self.note("copy of pageable" + (", async" if non_blocking else ""))
         elif not non_blocking:
-            self._note("copy of pinned, not async")
+            self.note("copy of pinned, not async")
 
     # ---- streams ----
 
@@ -220,7 +203,7 @@ class Rehearsal(TorchDispatchMode):
         for tensor in used if reads else ():
             has_memory = not isinstance(tensor, FakeTensor) and not is_wrapper(tensor)
             if tensor.device.type == "cpu" and has_memory:
-                self._check_arrival(tensor)
+                self.check_arrival(tensor)
         used = [tensor for tensor in used if isinstance(tensor, FakeTensor) and tensor.is_cuda]
         made = [x for x in _tensors(out) if isinstance(x, FakeTensor) and x.is_cuda]
         if not used and not made:
@@ -238,14 +221,14 @@ class Rehearsal(TorchDispatchMode):
             for tensor in used:
                 storage = tensor.untyped_storage()
                 keys.add(storage._cdata)
-                self._use_storage(storage, id(tensor) in written, func)
+                self.use_storage(storage, id(tensor) in written, func)
             for tensor in made:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in keys:  # new memory
                     self._uses[storage._cdata] = _Uses(storage)
                     self._uses[storage._cdata].add(stream, True)
 
-    def _use_storage(self, storage: torch.UntypedStorage, is_write: bool, func: Any) -> None:
+    def use_storage(self, storage: torch.UntypedStorage, is_write: bool, func: Any) -> None:
         stream = device.current_stream()
         uses = self._uses.setdefault(storage._cdata, _Uses(storage))
         if not uses.is_safe(stream, is_write):
@@ -254,39 +237,39 @@ class Rehearsal(TorchDispatchMode):
         uses.add(stream, is_write)
 
 
-def _stage(stager: Any, use: Callable, stage: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record that a checkpoint copies the storage of x to pinned memory, which dispatches no operator."""
-    if not isinstance(x, FakeTensor):
-        return stage(stager, x, *args, **kwargs)
-    use(x.untyped_storage(), False, "a tensor that is staged")
-    return torch.zeros(x.shape, dtype=x.dtype)
-
-
-def _tolist(tensor: torch.Tensor, check: Callable, tolist: Callable) -> Any:
-    """Copy a fake CUDA tensor to the host as a whole, like a device; torch would read number by number."""
-    if not tensor.is_cuda:
-        check(tensor)
-    return tolist(tensor.cpu() if tensor.is_cuda else tensor)
-
-
-def _in_thread(rehearsal: Rehearsal) -> Callable[[threading.Thread], None]:
-    """Return a `Thread.run` that enters the rehearsal, because each thread has its own dispatch modes."""
-    run = threading.Thread.run
+@contextlib.contextmanager
+def rehearsing() -> Iterator[Rehearsal]:
+    """Run the block, and the threads that it starts, in a `Rehearsal`."""
+    mode = Rehearsal()
+    run, tolist, stage = threading.Thread.run, torch.Tensor.tolist, StateDictStager._offload_tensor
 
     def run_inside(thread: threading.Thread) -> None:
-        with _push_mode(rehearsal):
+        with mode:  # each thread has its own dispatch modes
             run(thread)
 
-    return run_inside
+    def list_as_a_whole(tensor: torch.Tensor) -> Any:
+        """Copy a fake CUDA tensor to the host as a whole, like a device; torch would read number by number."""
+        if not tensor.is_cuda:
+            mode.check_arrival(tensor)
+        return tolist(tensor.cpu() if tensor.is_cuda else tensor)
 
+    def stage_fake(stager: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record that a checkpoint copies x to pinned memory, which dispatches no operator."""
+        if not isinstance(x, FakeTensor):
+            return stage(stager, x, *args, **kwargs)
+        mode.use_storage(x.untyped_storage(), False, "a tensor that is staged")
+        return torch.zeros(x.shape, dtype=x.dtype)
 
-@contextlib.contextmanager
-def _push_mode(mode: TorchDispatchMode) -> Iterator[None]:
-    TorchDispatchMode.__enter__(mode)
-    try:
-        yield
-    finally:
-        TorchDispatchMode.__exit__(mode, None, None, None)
+    with contextlib.ExitStack() as stack:
+        for change in (
+            (device, "on_host_wait", mode.note),
+            (threading.Thread, "run", run_inside),
+            (StateDictStager, "_offload_tensor", stage_fake),
+            (torch.Tensor, "tolist", list_as_a_whole),
+            (FakeTensor, "tolist", list_as_a_whole),
+        ):
+            stack.enter_context(mock.patch.object(*change))
+        yield stack.enter_context(mode)
 
 
 class _Uses:

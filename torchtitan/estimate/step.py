@@ -301,7 +301,7 @@ def _real_device() -> Iterator[None]:
 
 @contextmanager
 def _rehearsal() -> Iterator[Any]:
-    from torchtitan.estimate.rehearsal import Rehearsal, patch_kernels
+    from torchtitan.estimate.rehearsal import patch_kernels, rehearsing
 
     with (
         # Restores the function that `patch_kernels` replaces.
@@ -309,7 +309,7 @@ def _rehearsal() -> Iterator[Any]:
         mock.patch.object(F, "rms_norm", _fused_rms_norm),
     ):
         patch_kernels()
-        with Rehearsal() as rehearsal:
+        with rehearsing() as rehearsal:
             yield rehearsal
 
 
