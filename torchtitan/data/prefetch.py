@@ -136,7 +136,8 @@ class StepsAhead:
     def close(self) -> None:
         """Stop reading, and reset the dataloader to the position that training has reached."""
         untaken = [] if self._next is None else [self._next]
-        if wait(untaken, timeout=_SECONDS_TO_END).not_done:  # still reading, or waiting for other ranks
+        if wait(untaken, timeout=_SECONDS_TO_END).not_done:
+            # The thread still reads, or waits for other ranks.
             return
         took_all = not untaken and self._last.counts.is_whole
         if self.keeps_position and not took_all:

@@ -230,6 +230,7 @@ def test_pipe_or_device_in_the_place_of_a_file_is_not_opened(tmp_path, monkeypat
 OPENED_OTHERWISE = {
     "cluster/engines.py": 'files("torchtitan.cluster")',
     "config/checks/files.py": "with open(os.path.join(trial",
+    "data/local_files.py": "with open(self.content",
     "data/python_docs.py": "text.read_bytes()",
     "numerics/products.py": 'open("/proc/cpuinfo")',
     "tools/logging.py": "os.devnull",
