@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT  # noqa: F401, puts the checkout on the path
+from common import print_header, print_row
 
 from tests.cuda_rehearsal import cases
 from tests.gpu.untuned import compile_untuned
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write what was seen to this file")
     args = parser.parse_args()
     torch.compile = compile_untuned
+    print_header("case", "seconds", "waits of a step", "not allowed")
     seen: list[dict[str, Any]] = []
     for name in args.cases:
         started = time.perf_counter()
@@ -87,10 +88,10 @@ def main() -> None:
         except Exception as error:  # the other cases have something to tell, too
             entry["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
         seen.append(entry)
-        print(
-            f"{name:28} {time.perf_counter() - started:5.1f} s  {entry['error'] or entry['waits']}",
-            flush=True,
-        )
+        seen_waits = "<br>".join(f"{n} x {place}" for place, n in entry["waits"].items()) or "none"
+        new = "<br>".join(entry["unexpected"]) or "none"
+        seconds = f"{time.perf_counter() - started:.1f}"
+        print_row(name, seconds, entry["error"] or seen_waits, new)
         gc.collect()
         if args.json:
             args.json.write_text(json.dumps(seen, indent=2))

@@ -1,10 +1,11 @@
 """Runs all that only a GPU can show, section by section; scripts/run_gpu_book.sh calls it.
 
     python benchmarks/gpu_book.py OUT [--full] [--only tests throughput]
+    python benchmarks/gpu_book.py OUT --dry-run        # on a CPU, in small: does each section run?
 
 Each section is a command with a time limit, and the next one runs whatever came of it. OUT gets
 book.json, book.md and book.log, the output of all sections; both books are written again after
-every section, so that a run cut short has told what it found.
+every section, so that a run cut short has told what it found. Tables that sections print are in the book.
 """
 
 import argparse
@@ -28,8 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from common import ROOT
 
 OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS")
 # In `pytest -v`: the test first, or with several processes the outcome.
@@ -41,20 +41,21 @@ _OUTCOME = re.compile(
 SECONDS_TO_END = 10.0
 # Without --full, all sections together: some machines are lent for ten minutes a command.
 QUICK_SECONDS = 530.0
+MODULES = {"protobuf": "google.protobuf"}  # of packages that are imported by another name
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """command: without the interpreter; "{out}" is the folder of the book. json: a file there
-    that the command writes. seconds: its limit, None for what is left of QUICK_SECONDS;
-    full_seconds: its limit with --full."""
+    """command: without the interpreter. seconds: its limit, None for what is left of QUICK_SECONDS.
+
+    full_command: with --full, whose limit is an hour. dry: arguments of a dry run; None if there is none.
+    """
 
     name: str
     command: list[str]
     seconds: float | None
-    full_seconds: float
-    json: str | None = None
     full_command: list[str] | None = None
+    dry: list[str] | None = None
 
 
 @dataclasses.dataclass
@@ -67,6 +68,7 @@ class Entry:
     command: str = ""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[str] = dataclasses.field(default_factory=list)
+    table: list[str] = dataclasses.field(default_factory=list)
     figures: Any = None
 
 
@@ -78,67 +80,45 @@ def pytest_command(*arguments: str, processes: int, dist: str = "loadfile") -> l
     return [*command, *arguments]
 
 
-def sections() -> list[Section]:
+def sections(out: Path) -> list[Section]:
     """In the order of what is most wanted, should time run out; `tests` gets what is left."""
     from tests.conftest import ON_THE_DEVICE  # imports what `preflight` looks for
 
-    throughput = ["benchmarks/throughput.py", "--json", "{out}/throughput.json"]
+    def benchmark(name: str, section: str, *arguments: str) -> list[str]:
+        return [f"benchmarks/{name}.py", "--json", str(out / f"{section}.json"), *arguments]
+
     untuned = ("-p", "tests.gpu.untuned")
+    quick = ("--attn-types", "flex", "--blocks", "3")
+    small = ["--models", "debugmodel", "--steps", "1", "--blocks", "1"]
+    throughput = benchmark("throughput", "throughput")
+    qwen = ("--models", "Qwen 3.5 0.8B", "--attn-types", "varlen", "--blocks", "3")
+    trees = ("--flavor", "1B", "--dtype", "bfloat16", "--seq_len", "16384", "--steps", "3", "--compile")
+    on_device = [path for path in ON_THE_DEVICE if path != "tests/gpu/"]
+    kernels = ("tests/gpu", "--ignore=tests/gpu/test_one_device.py")  # which runs above
+    everything = ("tests/unit", "tests/compat", "tests/reference", "tests/distributed")
     return [
+        Section("attention", benchmark("attention", "attention"), 60, dry=["--seq-len", "256"]),
+        Section("throughput", [*throughput, *quick], 110, throughput, dry=small),
+        Section("qwen3_5", benchmark("throughput", "qwen3_5", *qwen), 70, dry=small),
         Section(
-            "throughput",
-            [*throughput, "--attn-types", "flex", "--blocks", "3"],
-            110,
-            1200,
-            json="throughput.json",
-            full_command=throughput,
+            "trees", benchmark("trees", "trees", *trees), 70,
+            dry=["--steps", "1", "--flavor", "debugmodel", "--dtype", "float32", "--seq_len", "2048"],
         ),
         Section(
-            "throughput_autocast",
-            [
-                *("benchmarks/throughput.py", "--json", "{out}/throughput_autocast.json"),
-                *("--models", "1B", "--attn-types", "flex", "--blocks", "3"),
-                *("--override", "parallelism.always_fsdp=False"),
-            ],
-            60,
-            600,
-            json="throughput_autocast.json",
+            "ranks on one device",
+            pytest_command("tests/gpu/test_one_device.py", processes=4, dist="load"), 90, dry=[],
         ),
+        Section("waits", benchmark("device_waits", "waits"), 60),
         Section(
-            "attention",
-            ["benchmarks/attention.py", "--json", "{out}/attention.json"],
-            50,
-            600,
-            json="attention.json",
-        ),
-        Section(
-            "waits",
-            ["benchmarks/device_waits.py", "--json", "{out}/waits.json"],
-            80,
-            600,
-            json="waits.json",
-        ),
-        Section(
-            "unit",
-            pytest_command(
-                *untuned, *(path for path in ON_THE_DEVICE if path != "tests/gpu/"), processes=14
-            ),
-            90,
-            3600,
-            full_command=pytest_command(
-                *("tests/unit", "tests/compat", "tests/reference", "tests/distributed"),
-                processes=4,
-            ),
+            "unit", pytest_command(*untuned, *on_device, processes=14), 50,
+            pytest_command(*everything, processes=4),
         ),
         # Most of their time is the compiler's, on the CPU.
         Section(
-            "tests",
-            pytest_command(*untuned, "tests/gpu", processes=14, dist="load"),
-            None,
-            1800,
-            full_command=pytest_command("tests/gpu", processes=8, dist="load"),
+            "tests", pytest_command(*untuned, *kernels, processes=14, dist="load"), None,
+            pytest_command(*kernels, processes=8, dist="load"),
         ),
-    ]
+    ]  # fmt: skip
 
 
 # ---- before the first section ----
@@ -149,7 +129,8 @@ def preflight() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split("[<>=~!]", line)[0] for line in project["dependencies"]]
     names += ["pytest", "hypothesis"]
-    errors = [error for error in map(_import_error, names) if error]
+    modules = [MODULES.get(name, name) for name in names]
+    errors = [error for error in map(_import_error, modules) if error]
     if errors:
         sys.exit(
             f"this Python cannot run the book: {'; '.join(errors)}.\n"
@@ -189,15 +170,8 @@ def _missing(names: list[str]) -> list[str]:
 # ---- one section ----
 
 
-def run_section(
-    section: Section, out: Path, full: bool, seconds_left: float = float("inf")
-) -> Entry:
+def run_section(section: Section, out: Path, limit: float, command: list[str]) -> Entry:
     """Run it in a process group of its own, which ends with it; its output goes to book.log."""
-    command = section.full_command or section.command if full else section.command
-    command = [part.replace("{out}", str(out)) for part in command]
-    limit = section.full_seconds
-    if not full:
-        limit = min(section.seconds or seconds_left, seconds_left - SECONDS_TO_END)
     entry = Entry(section.name, "ok", command=" ".join(["python", *command]))
     if limit <= 0:
         entry.outcome = "out of time"
@@ -234,9 +208,10 @@ def run_section(
         entry.outcome = "failed"
         if not entry.failures:
             entry.failures.append(last_line[0])
-    if section.json is not None and (out / section.json).exists():
-        entry.figures = json.loads((out / section.json).read_text())
-        (out / section.json).unlink()  # the book has them
+    figures = out / f"{section.name}.json"
+    if figures.exists():
+        entry.figures = json.loads(figures.read_text())
+        figures.unlink()  # the book has them
     return entry
 
 
@@ -255,6 +230,7 @@ def _read(process: subprocess.Popen, log, entry: Entry, last_line: list[str]) ->
             entry.failures.append(line.strip()[:300])
         elif " -m pytest " not in entry.command:
             print(f"    {line.rstrip()}", flush=True)
+            entry.table += [line.rstrip()] if line.startswith("|") else []
 
 
 def _kill_group(process: subprocess.Popen) -> None:
@@ -297,11 +273,11 @@ def _first_line(command: str) -> str:
 
 
 def varlen_heads() -> str:
-    """ "repeated heads" where torch's kernel takes no grouped heads, and "varlen" copies k and v."""
+    """Say whether torch's kernel takes grouped heads; if not, "varlen" copies k and v."""
     from torch.nn.attention.varlen import varlen_attn
 
     takes_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return "" if takes_groups else "repeated heads"
+    return "takes grouped heads" if takes_groups else "repeats heads"
 
 
 def write_book(out: Path, described: dict[str, Any], entries: list[Entry]) -> None:
@@ -317,7 +293,7 @@ def as_markdown(described: dict[str, Any], entries: list[Entry]) -> str:
         "",
         f"torch {described['torch']}, driver {described['driver'] or '-'}, Python "
         f"{described['python']}, {described['cpu_cores']} cores, commit "
-        f"{described['commit'] or '-'}.",
+        f"{described['commit'] or '-'}; varlen {described['varlen']}.",
         "",
         "| section | outcome | seconds | what |",
         "|---|---|---|---|",
@@ -327,13 +303,8 @@ def as_markdown(described: dict[str, Any], entries: list[Entry]) -> str:
         what = what or (f"{len(entry.failures)} failures" if entry.failures else "")
         lines.append(f"| {entry.section} | {entry.outcome} | {entry.seconds:.0f} | {what} |")
     for entry in entries:
-        if entry.section.startswith("throughput") and entry.figures:
-            table = _throughput_table(entry.figures, described["varlen"])
-            lines += ["", f"`{entry.command}`", "", *table]
-        elif entry.section == "attention" and entry.figures:
-            lines += ["", *_attention_table(entry.figures, described["varlen"])]
-        elif entry.section == "waits" and entry.figures:
-            lines += ["", *_waits_table(entry.figures)]
+        if entry.table:
+            lines += ["", f"`{entry.command}`", "", *entry.table]
     for entry in entries:
         if entry.failures:
             lines += ["", f"Failures of {entry.section}:", ""]
@@ -341,85 +312,37 @@ def as_markdown(described: dict[str, Any], entries: list[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _throughput_table(figures: list[dict[str, Any]], varlen: str) -> list[str]:
-    lines = [
-        "| model | kernel | rows x T | tokens/s | MFU | as logged | of matmuls | memory | host "
-        "| recompiled | waits per step |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in figures:
-        kernel = _marked(one["attn_type"], varlen)
-        name = f"| {one['model']} | {kernel} | {one['rows']} x {one['seq_len']} |"
-        if one["error"]:
-            lines.append(f"{name} {one['error'].replace('|', '/')} |" + " |" * 7)
-            continue
-        lines.append(
-            f"{name} {one['tokens_per_second']:,.0f} | {_percent(one['mfu'])} | "
-            f"{_percent(one['mfu_as_logged'])} | {_percent(one['share_of_matmul_rate'])} | "
-            f"{one['peak_memory_gib']:.1f} GiB | {_percent(one['host_share'])} | "
-            f"{one['recompilations']} | {sum(one['waits_per_step'].values()):g} |"
-        )
-    return lines
-
-
-def _marked(kernel: str, varlen: str) -> str:
-    return f"{kernel}, {varlen}" if kernel == "varlen" and varlen else kernel
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
-
-
-def _attention_table(figures: list[dict[str, Any]], varlen: str) -> list[str]:
-    lines = ["| attention | T | ms, forward and backward |", "|---|---|---|"]
-    for one in figures:
-        for kernel, milliseconds in one.get("milliseconds", {}).items():
-            name = _marked(kernel, varlen)
-            lines.append(f"| {name} | {one['seq_len']} | {milliseconds:.2f} |")
-    for one in figures:
-        for kernel, stalls in one.items():
-            if isinstance(stalls, dict) and "recompilations" in stalls:
-                lines.append(
-                    f"| {kernel}, 10 other layouts | | {stalls['recompilations']} recompiled, "
-                    f"{sum(stalls['waits'].values())} waits |"
-                )
-    return lines
-
-
-def _waits_table(figures: list[dict[str, Any]]) -> list[str]:
-    lines = ["| case | waits of a step | not allowed |", "|---|---|---|"]
-    for one in figures:
-        seen = "<br>".join(f"{n} x {place}" for place, n in one["waits"].items()) or "none"
-        new = "<br>".join(one["unexpected"]) or "none"
-        lines.append(f"| {one['case']} | {one['error'] or seen} | {new} |")
-    return lines
-
-
 def main() -> None:
     started = time.monotonic()
     preflight()
-    names = [section.name for section in sections()]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write to")
     parser.add_argument("--full", action="store_true", help="everything: about an hour")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SECTION")
+    parser.add_argument("--dry-run", action="store_true", help="in small, also without a GPU")
+    parser.add_argument("--only", nargs="+", metavar="SECTION")
     args = parser.parse_args()
     out = args.out.resolve()
+    chosen = [x for x in sections(out) if not args.only or x.name in args.only]
+    if args.only and len(chosen) < len(args.only):
+        parser.error(f"--only takes {', '.join(x.name for x in sections(out))}, got {args.only}")
     out.mkdir(parents=True, exist_ok=True)
     (out / "book.log").unlink(missing_ok=True)
 
     described = machine()
     print(json.dumps(described, indent=2), flush=True)
     entries: list[Entry] = []
-    for section in sections():
-        if section.name not in args.only:
-            continue
-        if not described["gpus"]:
-            entries.append(Entry(section.name, "no GPU"))
+    for section in chosen:
+        command, left = section.command, QUICK_SECONDS - (time.monotonic() - started)
+        limit = min(section.seconds or left, left - SECONDS_TO_END)
+        if args.full:
+            command, limit = section.full_command or command, 3600.0
+        if args.dry_run:
+            command, limit = [*command, *(section.dry or [])], 300.0
+        if section.dry is None if args.dry_run else not described["gpus"]:
+            entries.append(Entry(section.name, "not run" if args.dry_run else "no GPU"))
         else:
             print(f"{section.name} ...", flush=True)
-            seconds_left = QUICK_SECONDS - (time.monotonic() - started)
-            entries.append(run_section(section, out, args.full, seconds_left))
+            entries.append(run_section(section, out, limit, command))
         entry = entries[-1]
         print(f"{section.name}: {entry.outcome}, {entry.seconds:.0f} s, {entry.counts}", flush=True)
         for failure in entry.failures:

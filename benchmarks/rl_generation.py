@@ -65,7 +65,7 @@ def compare_lengths(args: argparse.Namespace) -> None:
             rows = slice(first, first + portion)
             of_rows = prompt_of_row[rows]
             drawn = continue_prompts(decoder, prompts, of_rows, uniform[rows], sampling, max_rows)
-            found += [len(row.tokens) for row in drawn]
+            found += [len(row.token_ids) for row in drawn]
         assert found == lengths
 
     print(f"{N_ROWS} completions, mean {sum(lengths) / N_ROWS:.0f}, longest {max(lengths)} tokens")

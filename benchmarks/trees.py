@@ -19,10 +19,9 @@ import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import median_ratio, take_turns
+from common import median_ratio, print_header, print_row, take_turns
 
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
@@ -34,6 +33,7 @@ from torchtitan.rl.types import OptimParams, TrainingSample
 from torchtitan.tools.host import keep_freed_memory
 
 SIZES = {"dim": 384, "n_layers": 8, "n_heads": 6, "n_kv_heads": 3, "vocab_size": 8192}
+VOCAB = 2048  # every flavor has at least as many tokens
 KINDS = ("groups of 8", "three levels of turns", "nothing shared")
 
 
@@ -46,7 +46,7 @@ def samples_of(kind: str, rng: random.Random, group: int) -> list[TrainingSample
     """About 8,000 tokens; of turns 7,000. group: number of the first group."""
 
     def tokens(n: int) -> list[int]:
-        return [rng.randrange(SIZES["vocab_size"]) for _ in range(n)]
+        return [rng.randrange(VOCAB) for _ in range(n)]
 
     if kind == "nothing shared":
         return [sample(rng, [group + i, *tokens(191)], tokens(64), group + i) for i in range(32)]
@@ -93,19 +93,19 @@ def main() -> None:
         ]
         config = ConfigManager(JobConfig).parse_args(flags)
         trainer = PolicyTrainer(config, engine=TrainingEngine(config, train_spec=spec))
+        titles = "packed rows, s", "trees, s", "ratio", "loss differs by", "gradients by"
+        print_header("samples", *titles)
         figures = []
         for kind in KINDS:
-            try:
-                figures.append({"kind": kind} | compare(trainer, kind, args))
-            except Exception as error:  # the other kinds have something to tell, too
-                figures.append({"kind": kind, "error": f"{type(error).__name__}: {error}"[:300]})
-            print(", ".join(f"{name}: {value}" for name, value in figures[-1].items()), flush=True)
+            cells = compare(trainer, kind, args)
+            figures.append(dict(zip(("samples", *titles), (kind, *cells), strict=True)))
+            print_row(kind, *cells)
             if args.json:
                 args.json.write_text(json.dumps(figures, indent=2))
         trainer.close()
 
 
-def compare(trainer: PolicyTrainer, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+def compare(trainer: PolicyTrainer, kind: str, args: argparse.Namespace) -> list[str]:
     rng = random.Random(0)
     samples = [x for i in range(args.seq_len // 2048) for x in samples_of(kind, rng, 32 * i)]
     losses, gradients = [0.0, 0.0], [{}, {}]
@@ -121,13 +121,14 @@ def compare(trainer: PolicyTrainer, kind: str, args: argparse.Namespace) -> dict
     packed, trees = take_turns(partial(step, 0), partial(step, 1), turns=args.steps)
     pairs = [(gradients[1][name], x) for name, x in gradients[0].items()]
     difference = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-    return {
-        "packed rows, s": round(statistics.median(packed), 4),
-        "trees, s": round(statistics.median(trees), 4),
-        "ratio": round(median_ratio(trees, packed), 3),
-        "loss differs by": f"{abs(losses[1] - losses[0]):.1e}",
-        "gradients by, of the largest": f"{difference:.1e}",
-    }
+    seconds = (f"{statistics.median(times):.3f}" for times in (packed, trees))
+    loss = f"{abs(losses[1] - losses[0]):.1e}"
+    return [
+        *seconds,
+        f"{median_ratio(trees, packed):.3f}",
+        loss,
+        f"{difference:.1e} of the largest",
+    ]
 
 
 if __name__ == "__main__":

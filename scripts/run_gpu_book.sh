@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # All that only a GPU can show, with one command: tests, waits for the device, and speed.
 #
-#   scripts/run_gpu_book.sh OUT [--full] [--only SECTION ...]
+#   scripts/run_gpu_book.sh OUT [--full] [--dry-run] [--only SECTION ...]
 #
 # OUT          folder for book.json, book.md and book.log, the output of all sections
 # --full       every test and every variant: about an hour, instead of under 9 minutes
+# --dry-run    the sections in small, without a GPU
 # WHEELS       folder of wheels (scripts/make_gpu_wheels.sh), for machines without a package index: all of
 #              them are installed into a folder of its own, and $PYTHON is used as it is
 # PYTHON, VENV see scripts/setup_env.sh

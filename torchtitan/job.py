@@ -21,6 +21,7 @@ from torchtitan.config.checks.common import import_named, refuse
 from torchtitan.config.checks.model import model_sizes
 from torchtitan.config.fields import freeze, resolved_job
 from torchtitan.config.toml_values import with_values
+from torchtitan.distributed.processes.process_group import ranks_in_environment
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.model_converter import known_converter_names
 from torchtitan.tools import torch_parts
@@ -119,15 +120,7 @@ def _import_custom_module(job_config: JobConfig) -> None:
 def _world_size(job_config: JobConfig) -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
-    if job_config.comm.mode == "default":
-        name, value = "WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")
-    else:  # simulated ranks
-        name, value = "NGPU", os.environ.get("NGPU", "")
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(
-            f"with comm.mode = {job_config.comm.mode!r} the environment variable {name} is the "
-            f"number of ranks, a positive integer, got {value!r}; set it"
-        )
+    world_size = ranks_in_environment(job_config.comm)
     if job_config.comm.mode == "default" and "RANK" in os.environ:
         for name, limit in (
             ("RANK", os.environ.get("WORLD_SIZE", "")),
@@ -141,4 +134,4 @@ def _world_size(job_config: JobConfig) -> int:
                     f"{f' and below {limit}' * has_limit}, got {number!r}; start with torchrun, or set it "
                     "for each process"
                 )
-    return job_config.trainer_ranks(int(value))
+    return job_config.trainer_ranks(world_size)

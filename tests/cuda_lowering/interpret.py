@@ -15,7 +15,6 @@ import copy
 import json
 import os
 import sys
-import time
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cuda_lowering import target
+from tests.cuda_rehearsal.records import record_of
 from torchtitan.batch.documents import document_starts
 from torchtitan.batch.mask import DocumentMask, map_masks
 from torchtitan.protocols.train_spec import get_train_spec
@@ -188,10 +188,8 @@ def main() -> None:
     for name in sys.argv[1:] or BLOCKS:
         torch._dynamo.reset()
         target.allocate_on("cuda")
-        started = time.process_time()
-        found = differences(name)
-        seconds = round(time.process_time() - started, 1)
-        print(json.dumps({"name": name, "cpu_seconds": seconds, "differences": found}), flush=True)
+        record = record_of(name, lambda name: {"differences": differences(name)})
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

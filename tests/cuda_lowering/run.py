@@ -9,8 +9,6 @@ python -m tests.cuda_lowering.run "llama3 1B flex"
 import argparse
 import dataclasses
 import json
-import time
-import traceback
 
 from torchtitan.estimate.device import load_device, patch_cuda
 
@@ -19,6 +17,7 @@ load_device()
 from tests.cuda_lowering.cases import CASES
 from tests.cuda_lowering.step import add_small_model, lower
 from tests.cuda_lowering.target import patch_compiler
+from tests.cuda_rehearsal.records import record_of
 from torchtitan.estimate.rehearsal import patch_kernels
 
 patch_cuda()
@@ -33,22 +32,10 @@ def main() -> None:
     args = parser.parse_args()
     failed = 0
     for name in args.names or CASES:
-        record = run(name)
+        record = record_of(name, lambda name: dataclasses.asdict(lower(name, TARGET)))
         failed += record["error"] is not None
         print(json.dumps(record), flush=True)
     raise SystemExit(failed)
-
-
-def run(name: str) -> dict:
-    """Return name, cpu_seconds, error (a text, or None) and the fields of `step.Lowered`."""
-    started = time.process_time()
-    record, error = {}, None
-    try:
-        record = dataclasses.asdict(lower(name, TARGET))
-    except Exception:
-        error = traceback.format_exc(limit=-8, chain=False)
-    seconds = round(time.process_time() - started, 1)
-    return {"name": name, "cpu_seconds": seconds, "error": error} | record
 
 
 if __name__ == "__main__":

@@ -8,9 +8,6 @@ python -m tests.cuda_rehearsal.run "llama3 flex"    # this case
 
 import argparse
 import json
-import time
-import traceback
-from collections.abc import Callable
 
 from torchtitan.estimate.device import load_device, patch_cuda
 
@@ -18,6 +15,7 @@ load_device()
 
 from tests.cuda_rehearsal.cases import CASES
 from tests.cuda_rehearsal.jobs import make_models_shallow, rehearse
+from tests.cuda_rehearsal.records import record_of
 from tests.cuda_rehearsal.scenarios import SCENARIOS
 from torchtitan.estimate.rehearsal import patch_kernels
 
@@ -34,28 +32,16 @@ def main() -> None:
     table = {**dict.fromkeys(CASES, rehearse), **SCENARIOS}
     failed = 0
     for name in args.names or table:
-        record = run(name, table[name])
+        record = record_of(name, lambda name: {"notes": table[name](name)})
         failed += record["error"] is not None
         print(json.dumps(record) if args.json else in_words(record), flush=True)
     raise SystemExit(failed)
 
 
-def run(name: str, function: Callable) -> dict:
-    """name, cpu_seconds, error (a text, or None), notes (part -> what -> how often)."""
-    started = time.process_time()
-    notes, error = {}, None
-    try:
-        notes = function(name)
-    except Exception:
-        error = traceback.format_exc(limit=-8, chain=False)
-    seconds = round(time.process_time() - started, 1)
-    return {"name": name, "cpu_seconds": seconds, "error": error, "notes": notes}
-
-
 def in_words(record: dict) -> str:
     outcome = "FAILED" if record["error"] else "ok"
     lines = [f"{outcome:7} {record['name']} ({record['cpu_seconds']} s)"]
-    for part, noted in record["notes"].items():
+    for part, noted in record.get("notes", {}).items():
         lines += [f"            {part}: {n} x {what}" for what, n in sorted(noted.items())]
     return "\n".join([*lines, *([record["error"]] if record["error"] else [])])
 

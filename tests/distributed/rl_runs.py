@@ -14,7 +14,7 @@ import torch
 import torchtitan.rl
 from tests.unit.rl.toy import toy_config
 from torchtitan.config import ConfigManager
-from torchtitan.rl.controller import Controller
+from torchtitan.rl.controller import Controller, build_part
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.testing.gloo import RankFailure
 
@@ -50,31 +50,38 @@ def run_on_this_rank(
     overrides: list[str],
     kill_after: int | None = None,
     preset: str | None = None,
-) -> dict[str, Any]:
-    """Train to the end, or kill this process after a step; returns the logged metrics of every step.
+) -> dict[str, Any] | None:
+    """Train to the end, or kill this process after a step; returns the log of every step and evaluation.
 
-    preset: a config of `torchtitan/rl/train_configs`; None is the toy's.
+    Returns None on a rank that only generates. preset: a config of `torchtitan/rl/train_configs`; None is
+    the toy's.
     """
     if preset is None:
         config = toy_config(dump_folder, *overrides)
     else:
         flags = [f"--job.config_file={CONFIGS / preset}.toml", f"--job.dump_folder={dump_folder}"]
         config = ConfigManager(JobConfig).parse_args([*flags, *overrides])
-    controller = Controller(config)
+    part = build_part(config)
+    if not isinstance(part, Controller):
+        part.train()
+        part.close()
+        return None
     steps: list[dict[str, float]] = []
-    train_step = controller.train_step
+    evaluations: list[tuple] = []
+    train_step, evaluation = part.train_step, part.reporter.evaluation
 
     def recorded_step() -> dict[str, float]:
-        steps.append({"step": controller.step + 1, **train_step()})
-        if controller.step == kill_after:
+        steps.append({"step": part.step + 1, **train_step()})
+        if part.step == kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
         return steps[-1]
 
-    controller.train_step = recorded_step
-    controller.train()
-    digest = weights_hash(controller)
-    controller.close()
-    return {"steps": steps, "digest": digest}
+    part.train_step = recorded_step
+    part.reporter.evaluation = lambda *values: (evaluations.append(values), evaluation(*values))
+    part.train()
+    digest = weights_hash(part)
+    part.close()
+    return {"steps": steps, "evaluations": evaluations, "digest": digest}
 
 
 def check_that_killed_run_goes_on(run: Callable[..., list[Any]], folder: Path, steps: list[int]):

@@ -263,9 +263,7 @@ def test_hf_export_of_shards_loads_back_and_into_one_file(tmp_path):
 def error_of_failing_export(folder: str) -> tuple[str, bool]:
     """Rank 0 writes the only file, and its disk is full."""
     run = Run(folder, last_save_in_hf=True)
-    with mock.patch(
-        "torchtitan.checkpoint.folder.HashedFile.write", side_effect=OSError("disk full")
-    ):
+    with mock.patch.object(hf, "open_file", side_effect=OSError("disk full")):
         return error_of(lambda: run.manager.save(4, last_step=True)), run.manager.load()
 
 

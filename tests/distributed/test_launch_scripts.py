@@ -1,4 +1,4 @@
-"""Printed jobs: the commands that they run, and the ranks of two nodes on this machine."""
+"""Printed jobs: the commands that they run, and the launcher of several ranks on this machine."""
 
 import json
 import os
@@ -58,41 +58,6 @@ def written(engine, path, *flags):
     path.write_text(printed(engine, *options, *flags))
     path.chmod(0o755)
     return path
-
-
-@pytest.mark.slow
-def test_two_nodes_train_together_and_save_when_one_rank_is_told_to_stop(tmp_path):
-    head = f"--head=localhost:{jobs.free_port()}"
-    flags = ["--nodes=2", "--name=two", head, *JOB, f"--job.dump_folder={tmp_path}"]
-    script = written("torchrun", tmp_path / "node.sh", *flags).read_text()
-    nodes = [
-        subprocess.Popen(
-            ["bash", "-c", f"exec {script}"],
-            cwd=in_project(tmp_path),
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for _ in range(2)
-    ]
-    try:
-        wait_for_steps(tmp_path, 2, *nodes)
-        agent = nodes[1].pid
-        children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-        workers = [pid for pid in children if b"torchtitan.train" in command_of(pid)]
-        os.kill(int(workers[0]), signal.SIGUSR2)
-        assert [node.wait(TIMEOUT_SECONDS) for node in nodes] == [0, 0]
-    finally:
-        for node in nodes:
-            node.terminate()
-    logged, saved = saved_steps(tmp_path)
-    assert logged == saved < 1000
-    # Each rank has its output in a file, though both are local rank 0.
-    assert len(list(tmp_path.glob("outputs/logs/two/*/attempt_0/0/stderr.log"))) == 2
-
-
-def command_of(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 # Slurm's environment of a batch script; here srun has one task, and passes signals on.

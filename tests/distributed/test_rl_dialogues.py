@@ -1,15 +1,12 @@
 """Episodes of several turns on 2 gloo ranks equal those of one process."""
 
-import json
-
 import pytest
 import torch.distributed as dist
 
 from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.distributed.test_rl_layouts import assert_first_steps_of_one_process
-from tests.distributed.test_rl_roles import run_part
 from tests.unit.rl.test_dialogues import GUESS, STOPS
-from tests.unit.rl.toy import toy_config
+from tests.unit.rl.toy import rows_of, toy_config
 from torchtitan.experiments.rl_toy.tasks import GuessTask
 from torchtitan.rl.controller import Controller
 from torchtitan.testing.gloo import run_ranks
@@ -26,17 +23,12 @@ def run_dialogues(folder, flags):
 
 
 def turns_of_episodes(folder):
-    rows = map(json.loads, (folder / "episodes.jsonl").read_text().splitlines())
+    rows = rows_of(folder / "episodes.jsonl")
     return [(row["step"], row["turns"], row["token_ids"], row["reward"]) for row in rows]
 
 
-STEPS = [
-    "--training.steps=4",
-    "--rl.loss.entropy_coef=0.01",
-    "--rl.log_samples=-1",
-    "--rl.eval_every=4",
-    "--rl.eval_samples=5",
-]
+STEPS = ["--training.steps=4", "--rl.eval_every=4", "--rl.eval_samples=5"]
+STEPS += ["--rl.loss.entropy_coef=0.01", "--rl.log_samples=-1"]
 SELECTION = ["--rl.redraws=2", "--rl.overlong_tokens=2", "--rl.loss.correction=token"]
 
 
@@ -60,13 +52,8 @@ def test_layouts_take_the_steps_of_one_process(layout, one_process, tmp_path):
     assert turns_of_episodes(tmp_path) == episodes
 
 
-def run_part_of_dialogues(folder, flags):
-    GuessTask.reply = reply
-    return run_part(folder, [*GUESS, *STOPS, *flags])
-
-
 def run_roles(folder, n_ranks, *flags):
-    return run_ranks(run_part_of_dialogues, n_ranks, folder, flags, init_process_group=False)
+    return run_ranks(run_dialogues, n_ranks, folder, flags, init_process_group=False)
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -21,7 +21,7 @@ from tests.distributed.layout_matrix import (
 )
 from tests.unit.rl.test_dialogues import Scripted, bisect
 from tests.unit.rl.test_generator import FakeVLLM
-from tests.unit.rl.toy import toy_config
+from tests.unit.rl.toy import sampled, toy_config
 from torchtitan.checkpoint.stream import digest_of
 from torchtitan.distributed.dtensor import local_shard
 from torchtitan.experiments.rl_toy.tasks import GuessTask
@@ -33,7 +33,7 @@ from torchtitan.rl.job_config import JobConfig, RLGenerator
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import Draws, Rollouts
 from torchtitan.rl.tasks import Grade, build_task
-from torchtitan.rl.types import Completion, SamplingConfig, TrainingSample
+from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import push_weights
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError
@@ -81,11 +81,8 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
     copy = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
     push_weights(engine, copy)
     of_copy = copy.generate(PROMPTS, SAMPLING)
-    samples = [
-        TrainingSample.from_sequence(prompt, c.token_ids, c.token_logprobs, 1.0)
-        for prompt, c in zip(PROMPTS, free, strict=True)
-    ]
-    batch = Batcher(dp_size=engine.dp_size, seq_len=SEQ_LEN, rows=2).batch(samples)
+    batcher = Batcher(dp_size=engine.dp_size, seq_len=SEQ_LEN, rows=2)
+    batch = batcher.batch(sampled(PROMPTS, free))
     config = JobConfig()
     config.rl.sampling.temperature = SAMPLING.temperature
     trainer = PolicyTrainer(config, engine=engine)

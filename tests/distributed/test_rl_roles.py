@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.rl_runs import check_that_killed_run_goes_on, numbers, weights_hash
+from tests.distributed.rl_runs import check_that_killed_run_goes_on, numbers, run_on_this_rank
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.integrations.tinker.client import LocalTrainingClient
@@ -26,34 +26,9 @@ FSDP = ["--parallelism.data_parallel_shard_degree=2"]
 STEPS = ["--training.steps=4", "--rl.eval_every=2", "--rl.eval_samples=5"]
 
 
-def run_part(dump_folder, flags, kill_after=None):
-    """Run this rank's part of the job and return its log; None on ranks that generate.
-
-    kill_after: the step after which the ranks that train die.
-    """
-    part = build_part(toy_config(dump_folder, *flags))
-    if not isinstance(part, Controller):
-        part.train()
-        part.close()
-        return None
-    steps, evaluations = [], []
-    train_step, evaluation = part.train_step, part.reporter.evaluation
-
-    def recorded_step():
-        steps.append({"step": part.step + 1} | train_step())
-        if part.step == kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    part.train_step = recorded_step
-    part.reporter.evaluation = lambda *values: (evaluations.append(values), evaluation(*values))
-    part.train()
-    result = {"steps": steps, "evaluations": evaluations, "digest": weights_hash(part)}
-    part.close()
-    return result
-
-
 def run_roles(folder, n_ranks, *flags, kill_after=None):
-    return run_ranks(run_part, n_ranks, folder, list(flags), kill_after, init_process_group=False)
+    options = {"init_process_group": False}
+    return run_ranks(run_on_this_rank, n_ranks, folder, list(flags), kill_after, **options)
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -112,7 +87,7 @@ def test_killed_run_with_generating_ranks_goes_on_bit_for_bit(extra, steps_left,
 
 
 def die_after_draws(dump_folder, flags, n_draws):
-    """`run_part`, with the generating rank killed when it begins its draw number `n_draws`."""
+    """`run_on_this_rank`, with the generating rank killed when it begins its draw number `n_draws`."""
     part = build_part(toy_config(dump_folder, *flags))
     if not isinstance(part, Controller):
         begin, n_begun = part._draws.begin_share, 0

@@ -14,7 +14,7 @@ from tests.distributed.layout_matrix import (
     measure,
     shallow,
 )
-from torchtitan.rl.generator import LocalGenerator, recording
+from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.types import SamplingConfig
 from torchtitan.testing.gloo import run_ranks
 
@@ -60,7 +60,7 @@ def generate(
         engine = build_engine(
             "deepseek_v3", [*layout.overrides(), "--model.attn_type=sdpa"], folder
         )
-        generator = recording(LocalGenerator(engine), True)
+        generator = LocalGenerator(engine, records_experts=True)
         drawn = generator.generate(PROMPTS, SamplingConfig(max_tokens=6, seed=3), 2)
         results.append([(c.token_ids, c.routed_experts.sort(dim=-1).values) for c in drawn])
         engine.close()

@@ -1,4 +1,4 @@
-"""Training steps of the debug flavors on one GPU, under FSDP and without it."""
+"""The trainer on one GPU, under FSDP; test_families.py has engines without it."""
 
 import math
 
@@ -33,16 +33,3 @@ def test_debug_flavor_learns(flavor, compiled, tmp_path):
     assert all(math.isfinite(loss) for loss in losses)
     # An untrained model's loss is about the logarithm of the vocabulary's size, 2,048.
     assert losses[0] == pytest.approx(math.log(2048), abs=1.0) and losses[-1] < losses[0]
-
-
-def test_flex_and_varlen_have_the_same_losses(tmp_path):
-    """bf16 rounds differently in the two kernels: a few 1e-3 after three steps."""
-    flex, varlen = (losses_of(tmp_path / flavor, flavor) for flavor in FLAVORS[1:])
-    assert flex == pytest.approx(varlen, abs=2e-2)
-
-
-@pytest.mark.parametrize("flavor", FLAVORS)
-def test_autocast_without_fsdp_learns(flavor, tmp_path):
-    """By default FSDP holds one GPU's parameters, too."""
-    losses = losses_of(tmp_path, flavor, "--parallelism.always_fsdp=False")
-    assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]

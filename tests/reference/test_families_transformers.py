@@ -450,7 +450,7 @@ def llama3_adapter(**changes):
 
 
 def test_rows_are_reordered_as_known():
-    adapter = llama3_adapter()
+    adapter = llama3_adapter(attention_bias=True)
     rows = torch.arange(16.0)
     ours, theirs = "layers.0.attention.wq", "model.layers.0.self_attn.q_proj"
     to_hf = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]

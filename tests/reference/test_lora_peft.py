@@ -25,22 +25,13 @@ transformers = pytest.importorskip("transformers")
 STEPS, LR, EPS, ROWS, SEQ_LEN = 20, 1e-3, 1e-3, 2, 16
 # fp32: two implementations of attention and of the norms round differently.
 TOLERANCE = 1e-6
-FLAGS = [
-    "--model.converters=lora",
-    "--lora.rank=4",
-    "--lora.alpha=8",
-    "--training.mixed_precision_param=float32",
-    "--training.max_norm=inf",
-    "--training.steps=20",
-    f"--training.seq_len={SEQ_LEN}",
-    "--activation_checkpoint.mode=none",
-    "--lr_scheduler.warmup_steps=0",
-    "--lr_scheduler.decay_ratio=0",
-    f"--optimizer.lr={LR}",
-    # Otherwise AdamW makes steps of full size from gradients that are rounding errors.
-    f"--optimizer.eps={EPS}",
-    "--debug.seed=3",
-]
+# With its own eps, AdamW makes steps of full size from gradients that are rounding errors.
+FLAGS = f"""
+    --model.converters=lora --lora.rank=4 --lora.alpha=8 --debug.seed=3
+    --training.mixed_precision_param=float32 --training.max_norm=inf --training.steps=20
+    --training.seq_len={SEQ_LEN} --activation_checkpoint.mode=none --lr_scheduler.warmup_steps=0
+    --lr_scheduler.decay_ratio=0 --optimizer.lr={LR} --optimizer.eps={EPS}
+""".split()
 DATA = [flag for flag in jobs.TINY_JOB if "hf_assets_path" in flag or "dataset" in flag]
 PATTERNS = [
     "--lora.use_rslora",
@@ -63,6 +54,17 @@ def engine_of(folder, *flags):
 def peft_model(folder, adapters, **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return peft.PeftModel.from_pretrained(model, str(adapters), **options)
+
+
+def new_peft_model(folder, to, **options):
+    """Return peft's model with random adapters of rank 4, which are saved in the folder `to`."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, **options)).eval()
+    for name, parameter in theirs.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    theirs.save_pretrained(str(to))
+    return theirs
 
 
 def batch(seed):
@@ -93,6 +95,19 @@ def randomize(engine):
         torch.nn.init.normal_(parameters[one.b], std=0.3)
 
 
+def step_of_engine(engine, tokens):
+    labels = torch.cat([tokens[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
+    n_valid = ROWS * (SEQ_LEN - 1)
+    return engine.forward_backward_step(
+        input_dict={"input": tokens}, labels=labels, global_valid_tokens=n_valid
+    ).item()
+
+
+def optimizer_of(theirs):
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+
+
 def step_of_peft(model, optimizer, tokens):
     logits = model(input_ids=tokens).logits[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
@@ -116,17 +131,12 @@ def test_twenty_steps_give_the_losses_and_gradients_of_peft(family, flags, tmp_p
     with engine_of(folder, *flags) as engine:
         engine.save_peft(tmp_path / "start")
         theirs = peft_model(folder, tmp_path / "start", is_trainable=True)
-        trained = [p for p in theirs.parameters() if p.requires_grad]
-        assert len(trained) == 2 * len(list(adapted_weights(engine.model_parts)))
-        optimizer = torch.optim.AdamW(trained, LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
-        first = None
+        optimizer, first = optimizer_of(theirs), None
+        n_adapters = len(list(adapted_weights(engine.model_parts)))
+        assert len(optimizer.param_groups[0]["params"]) == 2 * n_adapters
         for step in range(STEPS):
             tokens = batch(step % 4)
-            labels = torch.cat([tokens[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
-            n_valid = ROWS * (SEQ_LEN - 1)
-            loss = engine.forward_backward_step(
-                input_dict={"input": tokens}, labels=labels, global_valid_tokens=n_valid
-            ).item()
+            loss = step_of_engine(engine, tokens)
             gradients = hf_gradients(engine)
             expected, their_gradients = step_of_peft(theirs, optimizer, tokens)
             assert loss == pytest.approx(expected, rel=TOLERANCE), step
@@ -184,16 +194,11 @@ def test_base_in_4_bits_gives_the_numbers_of_peft_on_rounded_weights(family, tmp
         randomize(engine)
         engine.save_peft(tmp_path / "start")
         theirs = peft_on_rounded(tmp_path / "start", is_trainable=True)
-        trained = [p for p in theirs.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+        optimizer = optimizer_of(theirs)
         # peft trains the gates and ups of experts as one adapter, so later losses differ.
         for step in range(3 if family == "llama3" else 1):
             tokens = batch(step)
-            labels = torch.cat([tokens[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
-            n_valid = ROWS * (SEQ_LEN - 1)
-            loss = engine.forward_backward_step(
-                input_dict={"input": tokens}, labels=labels, global_valid_tokens=n_valid
-            ).item()
+            loss = step_of_engine(engine, tokens)
             assert loss == pytest.approx(step_of_peft(theirs, optimizer, tokens)[0], rel=TOLERANCE)
             engine.optim_step()
         tokens = batch(9)
@@ -217,20 +222,10 @@ def test_base_in_4_bits_gives_the_numbers_of_peft_on_rounded_weights(family, tmp
 def test_experts_adapters_of_peft_for_transformers_5_load(tmp_path):
     """It wraps the two parameters that hold the experts of a layer there."""
     folder = base_folder(tmp_path, "qwen3_moe")
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = peft.LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=["q_proj"],
-        target_parameters=names,
-        alpha_pattern={"mlp.experts.down_proj": 3.5},
-    )
-    theirs = peft.get_peft_model(base, config).eval()
-    for name, parameter in theirs.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    theirs.save_pretrained(str(tmp_path / "theirs"))
+    targets = {"target_modules": ["q_proj"], "target_parameters": names}
+    scales = {"alpha_pattern": {"mlp.experts.down_proj": 3.5}}
+    theirs = new_peft_model(folder, tmp_path / "theirs", **targets, **scales)
     with torch.no_grad():
         expected = theirs(input_ids=batch(9)).logits
     flags = ("--lora.target_modules=q_proj,experts", f"--lora.adapter_path={tmp_path / 'theirs'}")
@@ -259,13 +254,7 @@ def test_adapters_of_joined_weights_are_those_of_peft_in_both_directions(case, t
     folder, tokens = str(tmp_path / "base"), batch(9)
     hf_model(case).save_pretrained(folder)
     names = LAYERS[case].split(",")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names)
-    theirs = peft.get_peft_model(model, config).eval()
-    for name, parameter in theirs.named_parameters():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    theirs.save_pretrained(str(tmp_path / "theirs"))
+    theirs = new_peft_model(folder, tmp_path / "theirs", target_modules=names)
     own_scale = '--lora.alpha_pattern="wq"=3'  # parts of one weight have two scales
 
     def logits_of(engine):
@@ -282,8 +271,7 @@ def test_adapters_of_joined_weights_are_those_of_peft_in_both_directions(case, t
             assert relative(logits_of(engine), theirs(input_ids=tokens).logits) <= JOINED_TOLERANCE
         # Targets by PEFT's names are PEFT's layers.
         n_joined = {"in_proj_qkv": 3, "in_proj_qkvz": 4, "in_proj_ba": 2, "qkv_proj": 3}
-        n_joined["q_proj"] = 2  # queries and gates
-        n_joined["gate_up_proj"] = 2
+        n_joined |= {"q_proj": 2, "gate_up_proj": 2}  # q_proj: queries and gates
         layers = [n for n, _ in theirs.named_modules() if n.rpartition(".")[2] in names]
         n_adapters = sum(n_joined.get(name.rpartition(".")[2], 1) for name in layers)
         assert len(list(adapted_weights(engine.model_parts))) == n_adapters
@@ -494,12 +482,10 @@ def test_adapters_that_peft_cannot_join_are_named_at_export(tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(folder of a base, folder of peft's adapters for it, their logits)"""
+    """(folder of a base, folder of peft's adapters for it)"""
     path = tmp_path_factory.mktemp("trained")
     folder = base_folder(path, "llama3")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    theirs.save_pretrained(str(path / "theirs"))
+    new_peft_model(folder, path / "theirs", target_modules=["q_proj"])
     return folder, path / "theirs"
 
 

@@ -1,17 +1,17 @@
 """For `experimental.custom_import`: the disk is full when a checkpoint's `.metadata` is written."""
 
+import os
+
 import tests.reliability.tiny_flavor  # noqa: F401
 from torchtitan.checkpoint import folder
 
-open_file = folder.open_file
+open_descriptor = folder.open_descriptor
 
 
-def open_on_full_disk(path, *arguments, **options):
+def open_on_full_disk(path, flags):
     if str(path).endswith(".metadata.tmp"):
-        return open(
-            "/dev/full", *arguments, **options
-        )  # its writes end with "No space left on device"
-    return open_file(path, *arguments, **options)
+        return os.open("/dev/full", flags)  # its writes end with "No space left on device"
+    return open_descriptor(path, flags)
 
 
-folder.open_file = open_on_full_disk
+folder.open_descriptor = open_on_full_disk

@@ -20,7 +20,6 @@ Exit code 1 if a trial fails. Its folder is kept then.
 
 import argparse
 import dataclasses
-import hashlib
 import http.client
 import random
 import re
@@ -31,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 from tests.reliability import jobs
@@ -153,27 +153,33 @@ def is_finished(step: Path) -> bool:
     return not (step / ".incomplete").exists() and any(step.iterdir())
 
 
-def is_whole(step: Path) -> bool:
-    if not is_finished(step):
-        return False
-    if not (step / ".sha256sums").exists():  # as other tools write it; nothing else is damaged then
-        return (step / ".metadata").exists() or any(step.glob("*.safetensors"))
-    text = (step / ".sha256sums").read_text(errors="replace")
+def files_in(step: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in step.iterdir() if path.is_file()}
+
+
+def hashes_in(files: dict[str, bytes]) -> dict[str, str]:
+    """Return file name -> hash; empty if there is no whole file of hashes."""
+    text = files.get(".sha256sums", b"").decode(errors="replace")
     entries = re.findall(r"^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)
-    if not text.startswith(f"# {len(entries)} files\n") or not entries:
+    if not text.startswith(f"# {len(entries)} files\n"):
+        return {}
+    return {name: digest for digest, name in entries}
+
+
+def is_whole(files: dict[str, bytes], needs_hashes: bool = True) -> bool:
+    """files: of a step. needs_hashes: False for a step as other tools write it, too."""
+    hashes = hashes_in(files)
+    if not needs_hashes and ".sha256sums" not in files:
+        hashes = dict.fromkeys(files, "")  # nothing else is damaged then
+    elif any(sha256(files.get(name, b"?")).hexdigest() != hashes[name] for name in hashes):
         return False
-    if not any(name == ".metadata" or name.endswith(".safetensors") for _, name in entries):
-        return False
-    return all(
-        (step / name).is_file() and hashlib.sha256((step / name).read_bytes()).hexdigest() == digest
-        for digest, name in entries
-    )
+    has_weights = any(name == ".metadata" or name.endswith(".safetensors") for name in hashes)
+    return ".incomplete" not in files and has_weights
 
 
 def newest_whole_step(folder: Path) -> int | None:
-    return next(
-        (int(s.name.removeprefix("step-")) for s in step_folders(folder) if is_whole(s)), None
-    )
+    steps = (s for s in step_folders(folder) if is_whole(files_in(s), needs_hashes=False))
+    return next((int(step.name.removeprefix("step-")) for step in steps), None)
 
 
 def damage_a_file(folder: Path, rng: random.Random) -> str | None:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten_with_path
 
 from tests.reliability import jobs, kill_anywhere
-from tests.reliability.kill_anywhere import ASYNC, STEPS, TRAIN, Variant
+from tests.reliability.kill_anywhere import ASYNC, STEPS, TRAIN, Variant, hashes_in, is_whole
 from tests.reliability.s3_server import BUCKET, Server
 
 VARIANTS = {
@@ -81,22 +81,6 @@ def start(variant: Variant, folder: Path, bucket: str) -> jobs.Job:
 
 
 # ---- what is on disks and in the bucket, judged without the package ----
-
-
-def hashes_in(files: dict[str, bytes]) -> dict[str, str]:
-    """Return file name -> hash; empty if there is no whole file of hashes."""
-    text = files.get(".sha256sums", b"").decode(errors="replace")
-    entries = re.findall(r"^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)
-    if not text.startswith(f"# {len(entries)} files\n"):
-        return {}
-    return {name: digest for digest, name in entries}
-
-
-def is_whole(files: dict[str, bytes]) -> bool:
-    hashes = hashes_in(files)
-    if ".incomplete" in files or not hashes:
-        return False
-    return all(sha256(files.get(name, b"?")).hexdigest() == hashes[name] for name in hashes)
 
 
 def steps_in_bucket(server: Server, bucket: str) -> dict[int, dict[str, bytes]]:

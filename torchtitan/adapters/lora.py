@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan.distributed.dtensor import (
-    is_dtensor,
     local_parameter,
-    local_shape_and_offsets,
     local_tensor,
+    own_slices,
     whole_tensor,
     with_local,
 )
@@ -255,10 +254,7 @@ def redraw_adapters(
             is_chosen = first_fit(layers, name) is not None
             a = parameters[adapted.a]
             local, dim = local_tensor(a), a.ndim - 2
-            first_row = 0
-            if is_dtensor(a):
-                _, offsets = local_shape_and_offsets(a.shape, a.device_mesh, a.placements)
-                first_row = offsets[dim]
+            first_row = own_slices(a)[dim].start
             n_kept = min(max((rank if is_chosen else 0) - first_row, 0), local.shape[dim])
             local.narrow(dim, n_kept, local.shape[dim] - n_kept).zero_()
 
@@ -300,10 +296,7 @@ def merged(
         own_dtype = in_4_bits.pop(weight_name, weight.dtype)
         if weight.dtype == torch.uint8:
             weight = with_local(weight, dequantize(local_tensor(weight)))
-        local, shape, offsets = local_tensor(weight), weight.shape, (0,) * weight.ndim
-        if is_dtensor(weight):
-            shape, offsets = local_shape_and_offsets(shape, weight.device_mesh, weight.placements)
-        *experts, rows, columns = (slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+        local, (*experts, rows, columns) = local_tensor(weight), own_slices(weight)
         kind = torch.promote_types(local.dtype, torch.float32)
         product = b[(*experts, rows)].to(kind) @ a[(*experts, ..., columns)].to(kind)
         total = (local.to(kind) + scale * product).to(dtype or own_dtype)

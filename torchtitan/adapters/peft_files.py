@@ -1,11 +1,11 @@
-"""Adapters in the files of the library `peft`: adapter_config.json and adapter_model.safetensors.
+"""Adapters in the files of the library `peft`: adapter_model.safetensors beside adapter_config.json.
 
 M is the name of a layer in Hugging Face's model. A [r, K] and B [N, r] of layer M are stored as
 base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, and a trained bias of M as
 base_model.model.M.base_layer.bias. Other parameters that train whole are stored as
 base_model.model.<name>. Rows of B have the order of the rows of Hugging Face's weight. Files have one
 layer per expert; `_fused_experts` also reads the fused experts of `peft` for transformers 5. That
-release converts files with one layer per expert to its fused format; `_config` writes what it needs.
+release converts files with one layer per expert to its fused format; `config_of` writes what it needs.
 
 If M joins the rows of several of our weights, its A has the rows of their A's below each other, and its B
 has their B's as blocks: [B1 0; 0 B2] [A1; A2]. An adapter of `peft`, whose parts share one A, gives each of
@@ -14,12 +14,9 @@ our weights a copy of A.
 
 import copy
 import functools
-import hashlib
 import json
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from itertools import product
@@ -30,68 +27,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from torchtitan.adapters.lora import Adapted, adapted_weights, adapter_names
-from torchtitan.config.toml_values import convert
-from torchtitan.distributed.dtensor import (
-    is_dtensor,
-    local_shape_and_offsets,
-    local_tensor,
-    whole_tensor,
+from torchtitan.adapters.peft_config import (
+    CONFIG_FILE,
+    EXPERTS,
+    Layer,
+    PeftOptions,
+    config_of,
+    other_scales,
+    read_config,
 )
+from torchtitan.distributed.dtensor import local_tensor, own_slices, whole_tensor
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, shorten
-from torchtitan.tools import bounded
 from torchtitan.tools.files import (
-    open_file,
-    read_json_object,
+    hash_file,
     regular_file,
     save_tensors,
     whole_file,
 )
 from torchtitan.tools.logging import logger
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Config field -> the values that describe adapters like ours. Other values, and non-empty fields that
-# are not in `_OTHER_FIELDS`, are refused, because they change the base or the adapter's computation.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    # Initialisations that don't change the base. Others subtract the initial adapter from the base.
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
-}
-# Fields read here, fields that the tensor names repeat, and fields without effect on trained adapters.
-_OTHER_FIELDS = set(
-    "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules target_parameters "
-    "exclude_modules layers_to_transform layers_pattern modules_to_save bias ensure_weight_tying "
-    "auto_mapping base_model_name_or_path revision task_type inference_mode peft_version lora_dropout "
-    "megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
-    "runtime_config qalora_group_size".split()
-)
-_TYPES = {
-    "r": int,
-    "lora_alpha": float,
-    "rank_pattern": dict[str, int],
-    "alpha_pattern": dict[str, float],
-    "use_rslora": bool,
-    "target_modules": list[str] | str,
-    "target_parameters": list[str],
-}
-# Fused parameter of experts in transformers 5 -> the layers of each expert that it holds.
-_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")  # the name of an expert's layer
-
-
-class PeftOptions(NamedTuple):
-    """base_model: name or folder of the base model. rank: rows of A from this index on are zero."""
-
-    base_model: str | None
-    dropout: float
-    has_value_head: bool
-    rank: int | None = None
-
-
-class _Layer(NamedTuple):
-    rank: int
-    scale: float
 
 
 class _Stored(NamedTuple):
@@ -133,40 +90,14 @@ def save_peft(
     """
     adapter = copy.copy(adapter)  # copy, because a conversion changes the adapter's state
     adapted = list(adapted_weights(parts))
-    tensors: dict[str, Tensor] = {}
-    layers: dict[str, _Layer] = {}
-    for target in _targets_of(adapted, entries, adapter):
-        scale = target.adapted[0].scale
-        pairs = {
-            one.weight: (
-                whole_tensor(entries[one.a])[..., : options.rank, :],
-                whole_tensor(entries[one.b])[..., : options.rank] * (one.scale / scale),
-            )
-            for one in target.adapted
-        }
-        a = torch.cat([a for a, _ in pairs.values()], dim=-2)
-        blocks, first = {}, 0
-        for name in target.weights:
-            blocks[name] = a.new_zeros(*a.shape[:-2], _n_rows(entries, name), a.shape[-2])
-            if name in pairs:
-                b = pairs[name][1]
-                blocks[name][..., first : first + b.shape[-1]] = b
-                first += b.shape[-1]
-        # B's rows are the weight's rows, which the state-dict adapter may reorder; A's rows are not.
-        b_parts = adapter.to_hf(blocks).values()
-        a_parts = a.unbind() if a.ndim == 3 else [a]
-        for hf_layer, a_part, b_part in zip(target.layers, a_parts, b_parts, strict=True):
-            layers[hf_layer] = _Layer(a_part.shape[0], scale)
-            tensors[_matrix(hf_layer, "A")] = a_part
-            tensors[_matrix(hf_layer, "B")] = b_part
     in_adapters = adapter_names(adapted)
-    trained_whole = adapter.to_hf(
-        {name: whole_tensor(entries[name]) for name in trained if name not in in_adapters}
-    )
+    whole = [name for name in trained if name not in in_adapters]
+    targets = _targets_of(adapted, entries, adapter)
+    tensors, layers, keys = _tensors_of(targets, whole, entries, adapter, options.rank)
     for name, other in adapter.hf_aliases().items():
-        if name in trained_whole:  # PEFT's files hold tied weights twice
-            trained_whole[other] = trained_whole[name].clone()
-    tensors |= {_key(name, layers): tensor for name, tensor in trained_whole.items()}
+        if name in keys:  # PEFT's files hold tied weights twice
+            keys[other] = _PREFIX + other
+            tensors[keys[other]] = tensors[keys[name]].clone()
 
     # Pipeline stages have different tensors. The first rank that has a tensor sends it.
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -176,11 +107,11 @@ def save_peft(
     matrices = [name for name, t in entries.items() if t.ndim > 1 and name not in in_adapters]
     groups = adapter.groups_of(matrices)
     hf_matrices = [hf for names in groups for hf in _hf_layers(names, entries, adapter)]
-    of_ranks = all_ranks((layers, hf_matrices, list(trained_whole)))
+    of_ranks = all_ranks((layers, hf_matrices, list(keys)))
     all_layers = {name: layer for part, _, _ in of_ranks for name, layer in part.items()}
     known, names = ({name for part in of_ranks for name in part[i]} for i in (1, 2))
     is_tied = getattr(getattr(adapter, "model_args", None), "enable_weight_tying", False)
-    config = _config(all_layers, known, names, options, is_tied)
+    config = config_of(all_layers, known, names, options, is_tied)
 
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
@@ -207,15 +138,52 @@ def _matrix(layer: str, kind: str) -> str:
     return f"{_PREFIX}{layer}.lora_{kind}.weight"
 
 
-def _n_rows(entries: Mapping[str, Any], weight: str) -> int:
-    return entries[weight].shape[-2]
+def _tensors_of(
+    targets: Iterable[_Target],
+    whole: Iterable[str],
+    entries: Mapping[str, Any],
+    adapter: BaseStateDictAdapter,
+    rank: int | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Layer], dict[str, str]]:
+    """Return (key in the file -> tensor, HF layer -> its adapter, HF name -> key of parameters that train whole).
 
-
-def _key(hf_name: str, layers: Collection[str]) -> str:
-    """Return the file's key of a parameter that trains whole. layers: the layers with an adapter."""
-    layer, _, kind = hf_name.rpartition(".")
-    is_inside = kind == "bias" and layer in layers
-    return _PREFIX + (f"{layer}.base_layer.bias" if is_inside else hf_name)
+    whole: our names of the latter. entries: on the meta device if only shapes are wanted. rank: see `PeftOptions`.
+    """
+    tensors: dict[str, Tensor] = {}
+    layers: dict[str, Layer] = {}
+    for target in targets:
+        scale = target.adapted[0].scale
+        pairs = {
+            one.weight: (
+                whole_tensor(entries[one.a])[..., :rank, :],
+                whole_tensor(entries[one.b])[..., :rank] * (one.scale / scale),
+            )
+            for one in target.adapted
+        }
+        a = torch.cat([a for a, _ in pairs.values()], dim=-2)
+        blocks, first = {}, 0
+        for name in target.weights:
+            n_rows = entries[name].shape[-2]
+            blocks[name] = a.new_zeros(*a.shape[:-2], n_rows, a.shape[-2])
+            if name in pairs:
+                b = pairs[name][1]
+                blocks[name][..., first : first + b.shape[-1]] = b
+                first += b.shape[-1]
+        # B's rows are the weight's rows, which the state-dict adapter may reorder; A's rows are not.
+        b_parts = adapter.to_hf(blocks).values()
+        a_parts = a.unbind() if a.ndim == 3 else [a]
+        for layer, a_part, b_part in zip(target.layers, a_parts, b_parts, strict=True):
+            layers[layer] = Layer(a_part.shape[0], scale)
+            tensors |= {_matrix(layer, "A"): a_part, _matrix(layer, "B"): b_part}
+    keys = {}
+    for hf_name, tensor in adapter.to_hf(
+        {name: whole_tensor(entries[name]) for name in whole}
+    ).items():
+        layer, _, kind = hf_name.rpartition(".")
+        is_inside = kind == "bias" and layer in layers
+        keys[hf_name] = _PREFIX + (f"{layer}.base_layer.bias" if is_inside else hf_name)
+        tensors[keys[hf_name]] = tensor
+    return tensors, layers, keys
 
 
 def _hf_layers(
@@ -253,99 +221,6 @@ def _targets_of(
     return targets
 
 
-def _config(
-    layers: Mapping[str, _Layer],
-    known: Iterable[str],
-    trained_whole: Iterable[str],
-    options: PeftOptions,
-    is_tied: bool,
-) -> dict[str, Any]:
-    """Return the contents of adapter_config.json.
-
-    layers: HF layers with an adapter. known: HF names of matrices. trained_whole: of parameters.
-    `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
-    unless the patterns name the joined parameter. In a model with experts it takes all layers with
-    such names for experts; others are listed in target_parameters.
-    """
-    known = set(known)
-    ranks = {name: layer.rank for name, layer in layers.items()}
-    alphas = {name: round(layer.scale * layer.rank, 9) for name, layer in layers.items()}
-    (rank, _), *_ = Counter(ranks.values()).most_common() or [(8, 0)]
-    (alpha, _), *_ = Counter(alphas.values()).most_common() or [(8.0, 0)]
-    has_experts = any(map(_EXPERT.fullmatch, known))
-    names_of_experts = {part for parts in _EXPERTS.values() for part in parts}
-    named_like_experts = {n for n in known if n.rpartition(".")[2] in names_of_experts}
-    as_parameters = {n for n in named_like_experts if has_experts and not _EXPERT.fullmatch(n)}
-
-    def end(name: str) -> str:  # the suffix that matches this layer in all blocks
-        if (expert := _EXPERT.fullmatch(name)) and as_parameters:
-            return f"experts.{expert[2]}.{expert[3]}"
-        return name.rpartition(".")[2]
-
-    left_out = {end(name) for name in known - layers.keys()}
-    as_modules = layers.keys() - as_parameters
-    targets = {end(name) for name in as_modules} - left_out
-    targets |= {name for name in as_modules if end(name) in left_out}
-
-    def patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
-        """Return regular expression of a layer's name -> its value, if not the default."""
-        found = {}
-        for name in sorted(layers):
-            if values[name] != default:
-                name_or_parameter = f"{name}(\\.weight)?" if name in as_parameters else name
-                found[_EXPERT.sub(r"\1(\\.\\d+)?.\3", name_or_parameter)] = values[name]
-        return found
-
-    rank_pattern, alpha_pattern = patterns(ranks, rank), patterns(alphas, alpha)
-    for name, layer in _joined_gates(layers).items():
-        if layer != _Layer(2 * rank, alpha / rank):
-            rank_pattern[name] = layer.rank
-            alpha_pattern[name] = round(layer.scale * layer.rank, 9)
-    biases = {name for name in trained_whole if name.endswith(".bias")}
-    biases -= {f"{name.removesuffix('.weight')}.bias" for name in trained_whole}
-    whole = sorted({name.rpartition(".")[0] for name in set(trained_whole) - biases})
-    parameters = sorted(f"{name}.weight" for name in layers.keys() & as_parameters)
-    has_parameters = bool(parameters) or any(map(_EXPERT.fullmatch, layers))
-    return {
-        "peft_type": "LORA",
-        "task_type": "TOKEN_CLS" if options.has_value_head else "CAUSAL_LM",
-        "base_model_name_or_path": options.base_model,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": alpha,
-        # peft refuses dropout for parameters.
-        "lora_dropout": 0.0 if has_parameters else options.dropout,
-        "use_rslora": False,
-        "target_modules": sorted(targets),
-        **({"target_parameters": parameters} if parameters else {}),
-        "rank_pattern": rank_pattern,
-        "alpha_pattern": alpha_pattern,
-        "modules_to_save": whole or None,
-        "bias": "all" if biases else "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "use_dora": False,
-        **({"ensure_weight_tying": True} if is_tied and "model.embed_tokens" in whole else {}),
-    }
-
-
-def _joined_gates(layers: Mapping[str, _Layer]) -> dict[str, _Layer]:
-    """Return the layers that `peft` for transformers 5 joins; warn about experts it cannot join."""
-    joined, unreadable = {}, []
-    for experts in sorted({expert[1] for expert in map(_EXPERT.fullmatch, layers) if expert}):
-        gate, up = (layers.get(f"{experts}.0.{part}") for part in _EXPERTS["gate_up_proj"])
-        if gate and up and gate.scale == up.scale:
-            joined[f"{experts}.gate_up_proj"] = _Layer(gate.rank + up.rank, gate.scale)
-        elif gate or up:
-            unreadable.append(experts)
-    if unreadable:
-        logger.warning(
-            f"peft for transformers 5 cannot read the adapters of {shorten(unreadable)}, because it "
-            "joins gate_proj and up_proj, which need adapters of one scale"
-        )
-    return joined
-
-
 # ---- reading ----
 
 
@@ -371,23 +246,22 @@ def load_peft(
     targets = _targets_of(adapted, entries, adapter)
     in_adapters = adapter_names(adapted)
     whole = {name: entries[name] for name in trained if name not in in_adapters}
-    in_hf = adapter.to_hf({n: torch.empty(t.shape, device="meta") for n, t in whole.items()})
-    own, wanted = {}, {}
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in entries.items()}
+    in_file, own, keys = _tensors_of(targets, whole, shapes, adapter)
+    wanted = {key: tuple(tensor.shape) for key, tensor in in_file.items()}
     for target in targets:
-        rank, scale = _rank_in(stored, target, entries), target.adapted[0].scale
-        n_inputs = entries[target.adapted[0].a].shape[-1]
-        n_rows = sum(_n_rows(entries, name) for name in target.weights)
-        for name in target.layers:
-            own[name] = _Layer(rank, scale)
-            wanted |= {_matrix(name, "A"): (rank, n_inputs), _matrix(name, "B"): (n_rows, rank)}
-    keys = {name: _key(name, own) for name in in_hf}
-    wanted |= {keys[name]: tuple(tensor.shape) for name, tensor in in_hf.items()}
+        key_a, key_b = (_matrix(target.layers[0], kind) for kind in "AB")
+        (rank, *others) = {entries[one.a].shape[-2] for one in target.adapted}
+        if not others and stored.get(key_a, wanted[key_a])[0] != wanted[key_a][0]:
+            # The parts share one A.
+            own[target.layers[0]] = Layer(rank, target.adapted[0].scale)
+            wanted |= {key_a: (rank, *wanted[key_a][1:]), key_b: (*wanted[key_b][:-1], rank)}
     # Keys of redundant tensors in peft's files -> the key or tensor that each must equal: tied weights
     # under their second name, and the frozen weight of an output projection that has an adapter.
     copies: dict[str, Any] = {
         _PREFIX + other: _PREFIX + name
         for name, other in adapter.hf_aliases().items()
-        if name in in_hf
+        if name in keys
     }
     output = f"{_PREFIX}lm_head.base_layer.weight"
     for target in targets:
@@ -427,17 +301,8 @@ def load_peft(
     values: list[tuple[Tensor, Tensor]] = []
     on_all_ranks(lambda: values.extend(read()))
     for parameter, tensor in values:
-        _fill(parameter, tensor)
+        local_tensor(parameter).copy_(tensor[own_slices(parameter)])
     logger.info(f"Read the adapters of {len(targets)} layers from {folder}")
-
-
-def _rank_in(
-    stored: Mapping[str, tuple[int, ...]], target: _Target, entries: Mapping[str, Any]
-) -> int:
-    """Return the rank of the target's layers in the file: all parts' ranks together, or the rank of each."""
-    ranks = [entries[one.a].shape[-2] for one in target.adapted]
-    in_file = stored.get(_matrix(target.layers[0], "A"), (None,))[0]
-    return sum(ranks) if in_file == sum(ranks) or len(set(ranks)) > 1 else ranks[0]
 
 
 def _parts_of(
@@ -468,18 +333,10 @@ def _parts_of(
 
 def _read_headers(folder: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Return the config, and key -> shape of the weights file. Raises if ranks have different files."""
-    path = os.path.join(folder, WEIGHTS_FILE)
-    headers = from_rank_zero(lambda: (read_config(folder), _shapes_in(path)))
-
-    def digest() -> str:
-        with open_file(path, "rb") as file:
-            result = hashlib.file_digest(file, "sha256")
-        with open_file(os.path.join(folder, CONFIG_FILE), "rb") as file:
-            result.update(file.read())
-        return result.hexdigest()
-
-    digests = on_all_ranks(digest)
-    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+    paths = [os.path.join(folder, name) for name in (WEIGHTS_FILE, CONFIG_FILE)]
+    headers = from_rank_zero(lambda: (read_config(folder), _shapes_in(paths[0])))
+    hashes = on_all_ranks(lambda: list(map(hash_file, paths)))
+    if others := [rank for rank, other in enumerate(hashes) if other != hashes[0]]:
         raise ValueError(
             f"The files in {folder} differ between rank 0 and ranks {others}; give all ranks the same"
         )
@@ -489,7 +346,7 @@ def _read_headers(folder: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...
 def _matching(
     stored: dict[str, tuple[int, ...]],
     wanted: dict[str, tuple[int, ...]],
-    layers: Mapping[str, _Layer],
+    layers: Mapping[str, Layer],
     config: Mapping[str, Any],
     folder: str,
 ) -> dict[str, _Stored]:
@@ -501,9 +358,8 @@ def _matching(
     matrices |= of_experts
     shapes = {key: matrix.shape for key, matrix in matrices.items()}
     problem = next(iter(_differences(shapes, all_wanted)), None)
-    scales = on_all_ranks(
-        lambda: next(iter(_other_scales(layers, config, of_experts, folder)), None)
-    )
+    in_fused = {layer for layer in layers if _matrix(layer, "A") in of_experts}
+    scales = on_all_ranks(lambda: next(iter(other_scales(layers, config, in_fused, folder)), None))
     if problem := next(filter(None, [problem, *scales]), None):
         raise ValueError(f"The adapters in {folder} do not fit the model's: {problem}")
     return matrices
@@ -522,37 +378,6 @@ def _check_copies(copies: Mapping[str, Any], file: Any, path: str) -> None:
                 f"{path} has a {key.removeprefix(_PREFIX)} that differs from the weight that the "
                 "model shares or keeps; untie the base, or merge with peft"
             )
-
-
-def read_config(folder: str) -> dict[str, Any]:
-    """Return adapter_config.json; ValueError if the folder has none, or one of another kind."""
-    path = os.path.join(folder, CONFIG_FILE)
-    if not os.path.exists(path):
-        raise ValueError(
-            f"{folder} must be a folder in PEFT's format, and has no {CONFIG_FILE}; give the folder "
-            "that save_pretrained or save_peft wrote"
-        )
-    config = {key: value for key, value in read_json_object(path).items() if value is not None}
-    for field, value in config.items():
-        allowed = _PLAIN.get(field)
-        if field in _OTHER_FIELDS or (not value and allowed is None):
-            continue
-        if allowed is None or value not in allowed:
-            raise ValueError(
-                f"{path} has {field} = {value!r}, and only adapters "
-                f"{f'with {field} in {allowed}' if allowed else 'without it'} can be read; merge these "
-                "into the base model with peft, or convert them to plain ones there"
-            )
-    for field in _TYPES.keys() & config.keys():
-        value = config[field]
-        try:
-            config[field] = convert(value, _TYPES[field])
-            numbers = value.values() if isinstance(value, dict) else [value]
-            if any(isinstance(x, int | float) and not 0 <= x < math.inf for x in numbers):
-                raise TypeError("expected finite numbers that are not negative")
-        except TypeError as error:
-            raise ValueError(f"{path} has {field} = {value!r}: {error}; correct it") from None
-    return config
 
 
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
@@ -578,13 +403,13 @@ def _fused_experts(
     A [E r, H] and B [D, r E]. `peft` wraps the experts once for each of `parameters`, so keys of the
     parameter that was wrapped first contain base_layer.
     """
-    wrapped = [p for p in _EXPERTS if any(x.rpartition(".")[2] == p for x in parameters)]
+    wrapped = [p for p in EXPERTS if any(x.rpartition(".")[2] == p for x in parameters)]
     places = [re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_A\.weight", x) for x in wanted]
     n_experts = 1 + max((int(place[2]) for place in places if place), default=-1)
     found = {}
     for place, (depth, parameter) in product(filter(None, places), enumerate(wrapped[::-1])):
         a, b = (f"{place[1]}{'.base_layer' * depth}.lora_{kind}.weight" for kind in "AB")
-        layers, key = _EXPERTS[parameter], place[0].removesuffix("A.weight")
+        layers, key = EXPERTS[parameter], place[0].removesuffix("A.weight")
         if place[3] in layers and a in stored and b in stored:
             rank, n_rows = stored[a][0] // n_experts, stored[b][0] // len(layers)
             expert, first_row = int(place[2]), layers.index(place[3]) * n_rows
@@ -619,59 +444,3 @@ def _differences(
             f"{name} is {list(saved[key])} in the file and {list(shape)} in the model: the adapters "
             "are of another base model; take that base"
         )
-
-
-def _other_scales(
-    layers: Mapping[str, _Layer],
-    config: Mapping[str, Any],
-    of_experts: Collection[str],
-    folder: str,
-) -> Iterable[str]:
-    """Yield a message for each layer whose rank or scale in the config differs from the model's."""
-    fused = {part: p for p, parts in _EXPERTS.items() for part in parts}
-    names = [
-        re.sub(r"(?<=\.experts)\.\d+\.(\w+)$", lambda x: f".{fused[x[1]]}", layer)
-        if f"{_PREFIX}{layer}.lora_A.weight" in of_experts
-        else layer
-        for layer in layers
-    ]
-
-    def values(field: str, default: float) -> list[float]:
-        by_pattern = config.get(f"{field}_pattern") or {}
-        if not by_pattern:
-            return [default] * len(names)
-        regexes = {rf"(.*\.)?({p})(\.weight)?": value for p, value in by_pattern.items()}
-        try:  # the first pattern that matches counts, as in peft
-            found = bounded.call("torchtitan.tools.bounded:first_matches", list(regexes), names)
-        except (ValueError, bounded.OutOfBoundsError) as error:
-            raise ValueError(
-                f"{os.path.join(folder, CONFIG_FILE)} has {field}_pattern = {by_pattern}, which cannot be "
-                f"compared with the names of the layers: {error}; write names of layers there"
-            ) from None
-        return [default if pattern is None else regexes[pattern] for pattern in found]
-
-    saved = zip(
-        layers.items(),
-        values("rank", config.get("r", 8)),
-        values("alpha", config.get("lora_alpha", 8.0)),
-        strict=True,
-    )
-    for (layer, (rank, scale)), saved_rank, alpha in saved:
-        if saved_rank != rank:
-            yield f"{layer} has rank {rank} in the file, but the config says {saved_rank}; correct it"
-        divisor = rank**0.5 if config.get("use_rslora") else rank
-        if abs(alpha / divisor - scale) > 1e-6 * scale:
-            yield (
-                f"{layer} is scaled by {alpha / divisor:g} in the file and by {scale:g} in the "
-                f"model; set lora.alpha = {alpha:g} and lora.use_rslora = "
-                f"{str(bool(config.get('use_rslora'))).lower()}"
-            )
-
-
-def _fill(parameter: Tensor, whole: Tensor) -> None:
-    if is_dtensor(parameter):
-        shape, offsets = local_shape_and_offsets(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        whole = whole[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
-    local_tensor(parameter).copy_(whole)

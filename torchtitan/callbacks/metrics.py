@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchtitan.config import JobConfig
-from torchtitan.config.pipeline_layout import V_SCHEDULES, is_one_of, rank_of_last_stage
+from torchtitan.config.pipeline_layout import rank_of_last_stage
 from torchtitan.distributed import ParallelDims
 from torchtitan.optim.lr_scheduler import LRSchedulersContainer
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -204,14 +204,9 @@ def ensure_pp_loss_visible(
     parallel_dims: ParallelDims, job_config: JobConfig, color: utils.Color | utils.NoColor
 ) -> None:
     """Warn if LOG_RANK hides the console output of the rank that has the pipeline's loss."""
-    shown_ranks = os.environ.get("LOG_RANK")
+    shown_ranks = os.environ.get("LOG_RANK") or "all"
     loss_rank = _get_metrics_rank(parallel_dims, job_config)
-    # In V-shaped schedules rank 0 computes the loss.
-    if shown_ranks in (None, "", "all") or is_one_of(
-        job_config.parallelism.pipeline_parallel_schedule, V_SCHEDULES
-    ):
-        return
-    if str(loss_rank) not in shown_ranks.split(","):
+    if shown_ranks != "all" and str(loss_rank) not in shown_ranks.split(","):
         logger.warning(
             f"{color.red}Rank {loss_rank} prints the loss, and LOG_RANK={shown_ranks} hides its "
             f"output; add the rank to LOG_RANK to see it.{color.reset}"

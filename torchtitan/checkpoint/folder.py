@@ -21,10 +21,10 @@ import math
 import os
 import re
 import shutil
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -42,8 +42,9 @@ from torch.futures import Future
 
 from torchtitan.distributed.processes.ranks import all_ranks, from_rank_zero, on_all_ranks
 from torchtitan.tools import storage, torch_parts
-from torchtitan.tools.files import UNFINISHED, open_descriptor, open_file
+from torchtitan.tools.files import UNFINISHED, hash_file, open_descriptor, open_file
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import run_beside
 
 T, U = TypeVar("T"), TypeVar("U")
 
@@ -226,11 +227,6 @@ def remove_folder(folder: str) -> None:
     os.rmdir(folder)
 
 
-def hash_file(path: str) -> str:
-    with open_file(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None:
     """Return what is wrong with the files of `folder`; None if they are intact or have no hashes.
 
@@ -258,23 +254,17 @@ def in_two_threads(work: Callable[[T], U], items: list[T]) -> list[U]:
 
     Works while Python ends, too: an executor takes no work then.
     """
-    results: list[list[U]] = [[], []]
-    errors: list[BaseException] = []
 
-    def do(part: int) -> None:
-        try:
-            with torch.no_grad():
-                results[part] = [work(item) for item in items[part::2]]
-        except BaseException as error:
-            errors.append(error)
+    @torch.no_grad()
+    def do(part: int) -> list[U]:
+        return [work(item) for item in items[part::2]]
 
-    second = threading.Thread(target=do, args=(1,))
-    second.start()
-    do(0)
-    second.join()
-    if errors:
-        raise errors[0]
-    return results[0] + results[1]
+    second = run_beside(lambda: do(1))
+    try:
+        first = do(0)
+    finally:
+        wait([second])
+    return first + second.result()
 
 
 def own_share(names: list[str], n_ranks: int | None = None) -> list[str]:
@@ -356,17 +346,14 @@ class HashedFile(io.FileIO):
         self._sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. One system call may write less: at most 2 GiB, or until the disk is full."""
-        left = memoryview(data).cast("B")
-        while left:
-            n_written = super().write(left)
-            if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
-                # Linux then writes to the disk while this thread hashes; fsync alone would do so at the end.
-                start = self.tell() - n_written
-                os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
-            self._sha256.update(left[:n_written])
-            left = left[n_written:]
-        return memoryview(data).nbytes
+        """Write as much of `data` as one system call does; `io.BufferedWriter` calls again for the rest."""
+        n_written = super().write(data)
+        if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
+            # Linux then writes to the disk while this thread hashes; fsync alone would do so at the end.
+            start = self.tell() - n_written
+            os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
+        self._sha256.update(memoryview(data)[:n_written])
+        return n_written
 
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
@@ -406,12 +393,14 @@ def _in_two_files(items: list[WriteItem]) -> list[list[WriteItem]]:
     """Divide the entries evenly over two files, which two threads write and verify; few bytes: one file."""
     sizes = [0, 0]
     parts: list[list[WriteItem]] = [[], []]
-    for item in items:
-        size = 0
-        if (data := item.tensor_data) is not None:
-            size = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+    def size_of(item: WriteItem) -> int:
+        data = item.tensor_data
+        return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+    for item in sorted(items, key=size_of, reverse=True):
         place = sizes[1] < sizes[0]
-        sizes[place] += size
+        sizes[place] += size_of(item)
         parts[place].append(item)
     return parts if min(sizes) >= _BYTES_FOR_TWO_FILES else [items]
 
@@ -475,8 +464,9 @@ class HashingWriter(FileSystemWriter):
             return results
 
         find, parts = planner.lookup_object, _in_two_files(plan.items)
-        if torch.accelerator.is_available():  # the threads have streams of their own
-            torch.accelerator.synchronize()
+        devices = {find(item.index).device for item in plan.items if item.tensor_data is not None}
+        for device in devices - {torch.device("cpu")}:  # the threads have streams of their own
+            torch.accelerator.synchronize(device)
         has_crc32 = torch.serialization.get_crc32_options()
         try:
             of_files = in_two_threads(write, [*range(len(parts))])

@@ -18,7 +18,6 @@ from safetensors.torch import _TYPES as DTYPES
 from torchtitan.checkpoint.folder import (
     HF_INDEX,
     HF_SINGLE_FILE,
-    hash_file,
     own_share,
     path_inside,
 )
@@ -34,6 +33,7 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter, read_w
 from torchtitan.tools import torch_parts
 from torchtitan.tools.files import (
     find_shipped,
+    hash_file,
     open_file,
     read_json_object,
     regular_file,

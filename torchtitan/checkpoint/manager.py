@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torchtitan.adapters.peft_files import PeftOptions, check_layers, load_peft, save_peft
+from torchtitan.adapters.peft_config import PeftOptions
+from torchtitan.adapters.peft_files import check_layers, load_peft, save_peft
 from torchtitan.checkpoint import dcp
 from torchtitan.checkpoint.folder import (
     KEPT_MARKER,
@@ -522,8 +523,8 @@ class CheckpointManager:
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()
-        states = {name: state for name, state in wanted.items() if name != MODEL}
-        states |= entries if MODEL in wanted else {}
+        others = {name: state for name, state in wanted.items() if name != MODEL}
+        states = others | (entries if MODEL in wanted else {})
         if facts.shapes is not None:
             states = fit_to_checkpoint(
                 states, self.states, entries.keys(), facts.shapes, path, self.model_description
@@ -534,6 +535,9 @@ class CheckpointManager:
             compare_with_saved(facts.record, self.run_record, path, states, self.allow_changed)
         is_quantized = self.initial_load_in_hf_quantized and facts.step < 0
         self.dcp_load(states, path, facts.is_hf, facts.is_hf and is_quantized)
+        for name, state in others.items():
+            if states.get(name, state) is not state:  # contents that `fit_to_checkpoint` has chosen
+                state.load_state_dict(states[name])
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {path} in {time.monotonic() - start:.2f} s")
 

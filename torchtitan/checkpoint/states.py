@@ -9,8 +9,6 @@ import os
 import pickle
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -245,7 +243,7 @@ def fit_to_checkpoint(
     path: str,
     model_description: str,
 ) -> dict[str, Any]:
-    """Compare `states` with the checkpoint `path`; return the states for DCP to load. Collective.
+    """Compare `states` with the checkpoint `path`; return their contents for DCP to load. Collective.
 
     states: the states to load; the model's entries, named `model_names`, are at the top level.
     all_states: the run's components. saved: the entries of the checkpoint.
@@ -288,12 +286,7 @@ def fit_to_checkpoint(
                 f"The checkpoint {path} lacks entries of {name}: {shorten(missing)}. "
                 f"Add {name} to checkpoint.exclude_from_loading to load without it"
             )
-        weights[name] = state
-        if contents[name] is not state:  # DCP then loads these entries, not the state's own
-            fitted = partial(contents.__getitem__, name)
-            load = state.load_state_dict
-            weights[name] = SimpleNamespace(state_dict=fitted, load_state_dict=load)
-    return weights
+    return weights | contents
 
 
 def check_same_model(

@@ -133,13 +133,8 @@ def jobset(job: ClusterJob, has_trainer: bool = False) -> str:
         has_trainer=has_trainer,
         toml=indent(job.config_text.rstrip("\n"), "    "),
         command=json.dumps("exec " + command),
-        failures=options.max_restarts * job.max_nodes,
-        server_failures=options.max_restarts * options.servers,
         variables=[{"name": key, "value": value} for key, value in job.environment.items()],
-        resources={
-            "requests": {"cpu": str(options.cpus * job.ranks)},
-            "limits": {key: str(count) for key, count in devices.items()},
-        },
+        limits={key: str(count) for key, count in devices.items()},
     )
 
 

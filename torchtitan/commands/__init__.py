@@ -93,9 +93,8 @@ def main() -> None:
         options, arguments = parser.parse_known_args(arguments)
     if (COMMANDS[name].trains or name == "show") and arguments and arguments[0][:1] != "-":
         arguments[0] = f"--job.config_file={arguments[0]}"
-    named = ("--job.config_file", "--job.config-file", "-h", "--help")
     default = {"show": DEFAULT_JOB, "rl": _PACKAGE / "rl/train_configs/copy_cpu.toml"}.get(name)
-    if default and not any(flag.partition("=")[0] in named for flag in arguments):
+    if default and not names_job(arguments):
         arguments.insert(0, f"--job.config_file={default}")
     sys.argv = [f"torchtitan {name}", *arguments]
     sys.path.append(os.getcwd())  # lets a job import its own modules, like `python -m`
@@ -106,6 +105,12 @@ def main() -> None:
             return start_ranks(module, options.nproc, arguments)
         signals.at_start.start()  # before the imports, which take seconds
     getattr(importlib.import_module(module), function)()
+
+
+def names_job(arguments: list[str]) -> bool:
+    """Return True if the arguments name a job's TOML file, or ask for help."""
+    flags = {argument.partition("=")[0] for argument in arguments}
+    return not flags.isdisjoint(("--job.config_file", "--job.config-file", "-h", "--help"))
 
 
 def start_ranks(module: str, nproc: int, arguments: list[str]) -> None:
@@ -153,15 +158,10 @@ class SourceParser(argparse.ArgumentParser):
     """
 
     def __init__(self, program: str, description: str | None, *more: str) -> None:
+        source = "SOURCE" if more else "[SOURCE]"
         super().__init__(
             prog=program,
-            usage=" ".join(
-                [
-                    "%(prog)s SOURCE" if more else "%(prog)s [SOURCE]",
-                    *more,
-                    "[options] [config overrides]",
-                ]
-            ),
+            usage=" ".join(["%(prog)s", source, *more, "[options] [config overrides]"]),
             description=(description or "").partition("\n")[0],
             epilog="All other options are config overrides, like --training.seq_len 1024.",
             allow_abbrev=False,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchtitan.callbacks.metrics import build_device_memory_monitor, memory_metrics
 from torchtitan.commands import SourceParser, errors_as_sentences
@@ -62,13 +61,14 @@ def main() -> None:
             ends = end_ids(config.model.hf_assets_path)
             ends += [tokenizer.eos_id] if tokenizer.eos_id not in (None, *ends) else []
 
-            def draw(prompt: list[int]) -> Iterator[Tensor]:
+            def draw(prompt: list[int]) -> Iterator[list[int]]:
+                """Return the tokens of all continuations, step by step."""
                 if max(prompt) >= model.vocab_size:
                     raise ValueError(
                         f"the tokenizer in model.hf_assets_path gives token {max(prompt)}, and the model "
                         f"has {model.vocab_size} tokens only; set model.hf_assets_path to the model's own"
                     )
-                return stream(
+                drawn = stream(
                     model,
                     torch.tensor(prompt, device=engine.device).repeat(options.batch_size, 1),
                     max_new_tokens=options.max_new_tokens,
@@ -77,6 +77,7 @@ def main() -> None:
                     seed=options.seed,
                     eos_id=None if options.ignore_eos else ends or None,
                 )
+                return (tokens.flatten().tolist() for tokens in drawn)
 
             if options.chat:
                 chat(tokenizer, config.training.chat_template or "", ends, draw)
@@ -103,18 +104,18 @@ def main() -> None:
 def _answer(
     tokenizer: BaseTokenizer,
     prompt: str,
-    draw: Callable[[list[int]], Iterator[Tensor]],
+    draw: Callable[[list[int]], Iterator[list[int]]],
     shows: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return (continuations of a prompt, counts and times). shows: print the texts, the first while it is drawn."""
-    ids = encode_prompt(tokenizer, prompt)
-    started, drawn = time.monotonic(), []
-    tokens = _each(draw(ids), drawn)
+    ids, started = encode_prompt(tokenizer, prompt), time.monotonic()
+    drawn, shown = itertools.tee(draw(ids))
+    tokens = (of_rows[0] for of_rows in shown)
     first = next(tokens)  # raises for options out of range, before anything is printed
     for piece in pieces_of(tokenizer, ids, itertools.chain([first], tokens)):
         print(piece, end="", flush=True) if shows else None
     seconds = time.monotonic() - started
-    rows = torch.cat(drawn, dim=1).tolist()
+    rows = [[*row] for row in zip(*drawn, strict=True)]
     start = tokenizer.decode(ids)
     texts = [tokenizer.decode(ids + row)[len(start) :] for row in rows]
     if shows:
@@ -131,13 +132,6 @@ def _answer(
         "generation_time_sec": seconds,
         "tokens_per_sec": n_tokens / seconds,
     }
-
-
-def _each(tokens: Iterable[Tensor], drawn: list[Tensor]) -> Iterator[int]:
-    """Yield the first row's tokens, and append the tokens of all rows [B, 1] to `drawn`."""
-    for token in tokens:
-        drawn.append(token.cpu())
-        yield int(drawn[-1][0])
 
 
 def pieces_of(tokenizer: BaseTokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
@@ -167,7 +161,7 @@ def chat(
     tokenizer: Any,
     template_path: str,
     ends: list[int],
-    draw: Callable[[list[int]], Iterator[Tensor]],
+    draw: Callable[[list[int]], Iterator[list[int]]],
 ) -> None:
     """Answer each line of stdin as a user's turn. ends: the id of the token that ends a turn is added to it."""
     template = ChatTemplate.of_tokenizer(tokenizer, path=template_path)
@@ -188,7 +182,7 @@ def chat(
             return
         messages.append({"role": "user", "content": line.rstrip("\n")})
         ids = tokenizer.encode(template.render(messages), add_special_tokens=False)
-        pieces = pieces_of(tokenizer, ids, _each(draw(ids), []))
+        pieces = pieces_of(tokenizer, ids, (of_rows[0] for of_rows in draw(ids)))
         next(pieces)  # the chat so far
         reply = ""
         for piece in pieces:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.adapters.peft_files import CONFIG_FILE
+from torchtitan.adapters.peft_config import CONFIG_FILE
 from torchtitan.checkpoint.folder import Contents, contents_of, list_steps
 from torchtitan.checkpoint.run_record import read_record
 from torchtitan.config import ConfigManager, JobConfig

@@ -13,14 +13,13 @@ if __name__ == "__main__":
 import torch
 
 from torchtitan import train
-from torchtitan.commands import DEFAULT_JOB
+from torchtitan.commands import DEFAULT_JOB, names_job
 
 
 def main() -> None:
     """Read the command line and train."""
     arguments = sys.argv[1:]
-    named = ("--job.config_file", "--job.config-file", "-h", "--help")
-    if any(argument.partition("=")[0] in named for argument in arguments):
+    if names_job(arguments):
         return train.main()
     sys.argv[1:] = [f"--job.config_file={DEFAULT_JOB}", *arguments]
     train.main(_default_trainer)

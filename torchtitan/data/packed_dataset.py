@@ -138,10 +138,9 @@ class PackedDataset(IterableDataset):
             if row is not None or get_worker_info() is not None:
                 yield row
         if self._streams and not has_row:
-            number, stream = next(iter(self._streams.items()))
             raise ValueError(
-                f"dataset {self.sources[0].name!r} is too small: reader {number + 1} of "
-                f"{self._num_streams} got {stream.num_left_over} tokens, and one row takes seq_len + 1 = "
+                f"dataset {self.sources[0].name!r} is too small: reader {min(self._streams) + 1} of "
+                f"{self._num_streams} got fewer tokens than one row takes, seq_len + 1 = "
                 f"{self._packing.seq_len + 1}; use more data, a smaller seq_len, or fewer ranks"
             )
         if self._infinite and self._plan is None:  # otherwise the end is expected

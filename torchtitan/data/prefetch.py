@@ -2,10 +2,10 @@
 
 import copy
 import dataclasses
-import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def read_step(
 
 
 class StepsAhead:
-    """Reads a dataloader in a thread, one step ahead of the loop that calls `next_step`.
+    """Reads a dataloader in threads, one step ahead of the loop that calls `next_step`.
 
     `state_dict` is the dataloader's position after the last step that `next_step` returned.
 
@@ -112,21 +112,16 @@ class StepsAhead:
         # Not in the reading thread, because torch draws the data workers' seed from its default generator.
         self._iterator = iter(dataloader)
         self._last = Step([], StepCounts(0))
-        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._steps: queue.SimpleQueue[Step | Exception] = queue.SimpleQueue()
-        # A daemon: a read that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name=READING_THREAD, daemon=True)
-        self._thread.start()
+        self._next: Future[Step] | None = None  # the step that is being read, until it is returned
         self._read_next()
 
     def next_step(self) -> Step:
         """Return the next step; nothing is read after an incomplete step. Raises communication errors."""
         if not self._last.counts.is_whole:
             return dataclasses.replace(self._last, batches=[], items=[])
-        step = self._steps.get()
-        if isinstance(step, Exception):
-            raise step
-        self._last = step
+        assert self._next is not None  # the trainer takes at most `n_steps`
+        self._last = step = self._next.result()
+        self._next = None
         if step.counts.is_whole:
             self._position = step.position
             self._read_next()
@@ -140,11 +135,11 @@ class StepsAhead:
 
     def close(self) -> None:
         """Stop reading, and reset the dataloader to the position that training has reached."""
-        self._wanted.put(False)
-        self._thread.join(timeout=_SECONDS_TO_END)
-        if self._thread.is_alive():  # still reading, or waiting for other ranks
+        untaken = [] if self._next is None else [self._next]
+        if wait(untaken, timeout=_SECONDS_TO_END).not_done:
+            # The thread still reads, or waits for other ranks.
             return
-        took_all = self._steps.empty() and self._last.counts.is_whole
+        took_all = not untaken and self._last.counts.is_whole
         if self.keeps_position and not took_all:
             self._dataloader.load_state_dict(self._position)
         if self._group is not None and dist.is_initialized():
@@ -153,27 +148,28 @@ class StepsAhead:
     def _read_next(self) -> None:
         if self._n_unread:
             self._n_unread -= 1
-            self._wanted.put(True)
+            self._next = Future()
+            # A daemon: a read that hangs must not keep the process from ending.
+            args = (self._next,)
+            Thread(target=self._read, args=args, name=READING_THREAD, daemon=True).start()
 
-    # ---- in the thread ----
+    # ---- in the thread of a step ----
 
-    def _run(self) -> None:
-        use_device(self._device)
-        while self._wanted.get():
-            try:
-                step = read_step(
-                    self._iterator,
-                    self._batches_per_step,
-                    self._to_batch,
-                    self._denominator_of,
-                    self._sum_over_ranks,
-                )
-                if step.counts.is_whole:
-                    step.position = self._read_position()
-                self._steps.put(step)
-            except Exception as error:  # from communication; errors of reading are in the step
-                self._steps.put(error)
-                return
+    def _read(self, read: Future[Step]) -> None:
+        try:
+            use_device(self._device)
+            step = read_step(
+                self._iterator,
+                self._batches_per_step,
+                self._to_batch,
+                self._denominator_of,
+                self._sum_over_ranks,
+            )
+            if step.counts.is_whole:
+                step.position = self._read_position()
+            read.set_result(step)
+        except Exception as error:  # from communication; errors of reading are in the step
+            read.set_exception(error)
 
     def _sum_over_ranks(self, counts: StepCounts) -> StepCounts:
         if self._group is None:

@@ -181,8 +181,6 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
 class PlannedStream:
     """Reads row g of each step from a plan; has the interface of `RowStream`."""
 
-    num_left_over = 0
-
     def __init__(self, plan: Plan, packing: Packing, number: int, num_lanes: int) -> None:
         self._plan, self._packing = plan, packing
         self._number, self._num_lanes = number, num_lanes

@@ -118,7 +118,6 @@ class RowStream:
         self._phase = (number + 0.5) / num_streams
         self._window = min(WINDOW, max(3, MOST_IN_WINDOWS // num_streams))
         self.open: list[OpenDocument] = []  # documents that are waiting, or taken in part
-        self.num_left_over = 0  # tokens at the end of the data, fewer than a row
 
     def next_row(self) -> Row | None:
         """Return the next row; None at the end of the documents."""
@@ -167,9 +166,8 @@ class RowStream:
             if not self.open:
                 document = self._next_document()
                 if document is None:
-                    rest = join([tokens for _, tokens in pieces])
-                    self.num_left_over = len(rest.ids)
                     if pieces:
+                        rest = join([tokens for _, tokens in pieces])
                         tokenizer = pieces[0][0].tokenizer
                         self.open.append(OpenDocument(None, tokenizer, tokens=rest))
                     return []

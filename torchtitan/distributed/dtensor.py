@@ -31,6 +31,14 @@ def local_shape_and_offsets(
     return torch_parts.local_shape_and_offset(shape, mesh, placements)
 
 
+def own_slices(x: Tensor) -> tuple[slice, ...]:
+    """Return the slices of the whole tensor that make up this rank's part of it."""
+    shape, offsets = tuple(x.shape), (0,) * x.ndim
+    if is_dtensor(x):
+        shape, offsets = local_shape_and_offsets(x.shape, x.device_mesh, x.placements)
+    return tuple(slice(offset, offset + n) for offset, n in zip(offsets, shape, strict=True))
+
+
 class LocalShard(NamedTuple):
     """A block of a larger tensor of `shape`; the block begins at `offsets` (one per dim)."""
 

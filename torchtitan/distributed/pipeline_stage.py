@@ -52,7 +52,8 @@ class PipelineStage:
         self._has_backward = False
         self._input_shapes: list[InputShape] = []
         self._contexts: Sequence[ContextFactory] = ()
-        self._forwards: dict[int, _Forward] = {}  # by microbatch, until its backward
+        # Microbatch -> (output or loss, where its backward starts; hidden states, where it ends).
+        self._forwards: dict[int, tuple[Tensor | GradientEdge | None, Tensor | None]] = {}
         # Between the halves of backward:
         self._weight_halves: dict[int, tuple[Any, list[_WeightHalf]]] = {}
         self._postponed: dict[int, Tensor | None] = {}  # first stage: its output's gradient
@@ -118,7 +119,7 @@ class PipelineStage:
                 start = None
             elif not self.is_last:
                 start = get_gradient_edge(start)  # lets the output be freed once it is sent
-            self._forwards[microbatch] = _Forward(start, hidden)
+            self._forwards[microbatch] = start, hidden
         return output
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
@@ -155,13 +156,6 @@ class PipelineStage:
             for half in sorted(halves, key=lambda half: -len(half.arrived)):
                 _backward_weight(half)
         store_gradients(self.submod)
-
-
-class _Forward(NamedTuple):
-    """Where a microbatch's backward starts (output or loss), and where it ends (`hidden`)."""
-
-    start: Tensor | GradientEdge | None
-    hidden: Tensor | None
 
 
 def _gradient_of(hidden: Tensor) -> Tensor:

@@ -254,7 +254,9 @@ class CachedForward:
             lambda mask: replace(mask, lowered=mask(zero, zero, slots[:, None, :, None], keys)),
             self._masks,
         )
-        n_new = torch.tensor(counts, device=self._device)
+        n_new = torch.full((n_rows,), width, device=self._device)
+        if n_tokens is not None:
+            n_new = torch.tensor(counts, device=self._device)
         for store in self._stores:
             store.slots, store.end, store.counts = slots, end, n_new
         for layer, kernel in zip(self._layers, self.kernels, strict=True):

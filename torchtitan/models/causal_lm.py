@@ -171,10 +171,6 @@ class CausalLM(Decoder):
     def is_moe_layer(self, layer_id: int) -> bool:
         return self.model_args.moe_enabled and layer_id not in self.model_args.dense_layers
 
-    def hidden_dim(self, layer_id: int) -> int:
-        args = self.model_args
-        return args.moe_inter_dim if self.is_moe_layer(layer_id) else args.hidden_dim
-
     def build_attention(self, layer_id: int) -> nn.Module:
         args = self.model_args
         name, kind = args.kind_of(layer_id)

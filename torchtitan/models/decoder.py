@@ -330,7 +330,8 @@ class Decoder(ModelProtocol):
 
     def hidden_dim(self, layer_id: int) -> int:
         """Return the hidden size of a block's feed-forward, or of each of its experts."""
-        return self.model_args.hidden_dim
+        args = self.model_args
+        return args.moe_inter_dim if self.is_moe_layer(layer_id) else args.hidden_dim
 
     def is_moe_layer(self, layer_id: int) -> bool:
         """Return True if a block has a mixture of experts."""

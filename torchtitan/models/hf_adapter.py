@@ -47,10 +47,11 @@ HF_NORMS = {
 
 
 class Fused(NamedTuple):
-    """One HF tensor that joins the rows of several of our tensors [..., R, C].
+    """One HF tensor that joins the rows of one or more of our tensors [..., R, C].
 
     rows: the proportions of the tensors' numbers of rows; empty: all have the same number.
     n_groups: see `join_rows`. has_middle: HF's tensor is [R, 1, C], as a convolution's weight.
+    rotated_heads: number of heads, if HF's rows have the order of the other RoPE convention.
     """
 
     ours: tuple[str, ...]
@@ -58,10 +59,13 @@ class Fused(NamedTuple):
     rows: tuple[int, ...] = ()
     n_groups: int = 1
     has_middle: bool = False
+    rotated_heads: int | None = None
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return HF's tensor. tensors: our name -> tensor."""
         joined = join_rows([tensors[name] for name in self.ours], self.n_groups)
+        if self.rotated_heads is not None:
+            joined = swap_rope_layout(joined, self.rotated_heads, to_hf=True)
         joined = joined.unsqueeze(1) if self.has_middle else joined
         return joined.transpose(-2, -1) if self.transposed else joined
 
@@ -69,15 +73,25 @@ class Fused(NamedTuple):
         """The inverse of `join`."""
         joined = joined.transpose(-2, -1) if self.transposed else joined
         joined = joined.squeeze(1) if self.has_middle else joined
-        rows = self.rows or (1,) * len(self.ours)
-        return dict(zip(self.ours, split_rows(joined, rows, self.n_groups), strict=True))
+        if self.rotated_heads is not None:
+            joined = swap_rope_layout(joined, self.rotated_heads, to_hf=False)
+        parts = split_rows(joined, self._proportions(), self.n_groups)
+        return dict(zip(self.ours, parts, strict=True))
 
     def shards(self, name: str, shard: LocalShard) -> Iterator[LocalShard]:
         """Yield a shard of our tensor as shards of HF's tensor."""
-        rows = self.rows or (1,) * len(self.ours)
-        for part in as_parts_of_rows(shard, self.ours.index(name), rows, self.n_groups):
+        parts: Iterable[LocalShard] = [shard]
+        if len(self.ours) > 1:
+            place = self.ours.index(name)
+            parts = as_parts_of_rows(shard, place, self._proportions(), self.n_groups)
+        elif self.rotated_heads is not None:
+            parts = _shards_in_hf_rope_layout(shard, self.rotated_heads)
+        for part in parts:
             part = shard_with_middle(part) if self.has_middle else part
             yield transposed_shard(part) if self.transposed else part
+
+    def _proportions(self) -> tuple[int, ...]:
+        return self.rows or (1,) * len(self.ours)
 
 
 HFKeyMap = dict[str, str | Fused | None]  # see `KeyMapAdapter`
@@ -260,11 +274,17 @@ class KeyMapAdapter(StateDictAdapter):
             if template in to_hf_map and not (self._is_tied and name == OUTPUT):
                 yield name, template, to_hf_map[template]
 
+    def _entry(self, hf_template: str) -> Fused:
+        entry = self.from_hf_map[hf_template]
+        if isinstance(entry, Fused):
+            return entry
+        return Fused((entry,), rotated_heads=self.rotated_heads.get(entry))
+
     def groups_of(self, names: Iterable[str]) -> list[list[str]]:
         groups: dict[str, list[str]] = {}
-        for name, _, hf_template in self._named_on_both_sides(names):
-            is_fused = isinstance(self.from_hf_map[hf_template], Fused)
-            key = hf_template.format(*to_template(name)[1]) if is_fused else name
+        for name, template, hf_template in self._named_on_both_sides(names):
+            is_alone = _is_stack(hf_template, template)
+            key = name if is_alone else hf_template.format(*to_template(name)[1])
             groups.setdefault(key, []).append(name)
         return list(groups.values())
 
@@ -277,41 +297,31 @@ class KeyMapAdapter(StateDictAdapter):
     def shards_to_hf(self, name: str, shard: LocalShard) -> Iterator[tuple[str, LocalShard]]:
         numbers = to_template(name)[1]
         for _, template, hf_template in self._named_on_both_sides([name]):
-            entry = self.from_hf_map[hf_template]
             if _is_stack(hf_template, template):
                 for expert, part in unstacked_shards(shard).items():
                     yield hf_template.format(*numbers, expert), part
                 continue
-            parts: Iterable[LocalShard] = [shard]
-            if isinstance(entry, Fused):
-                parts = entry.shards(template, shard)
-            elif (n_heads := self.rotated_heads.get(template)) is not None:
-                parts = _shards_in_hf_rope_layout(shard, n_heads)
-            for part in parts:
+            for part in self._entry(hf_template).shards(template, shard):
                 yield hf_template.format(*numbers), part
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return HF name -> tensor. Raises ValueError, which lists the keys without an HF name."""
         self._layouts = {}
         hf_state_dict: dict[str, Any] = {}
-        fused: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, template, hf_template in self._named_on_both_sides(state_dict):
             numbers = to_template(name)[1]
-            tensor, entry = state_dict[name], self.from_hf_map[hf_template]
             if _is_stack(hf_template, template):
-                experts, self._layouts[name] = unstack(tensor)
+                experts, self._layouts[name] = unstack(state_dict[name])
                 for expert, part in experts.items():
                     hf_state_dict[hf_template.format(*numbers, expert)] = part
                 continue
-            hf_name = hf_template.format(*numbers)
-            if not isinstance(entry, Fused):
-                hf_state_dict[hf_name] = self._reorder(template, tensor, to_hf=True)
-                continue
-            fused[hf_name][template] = tensor
-            if len(fused[hf_name]) == len(entry.ours):
-                hf_state_dict[hf_name] = entry.join(fused.pop(hf_name))
-        if fused:
-            raise ValueError(f"The model's state dict has only a part of {', '.join(fused)}")
+            hf_name, entry = hf_template.format(*numbers), self._entry(hf_template)
+            parts[hf_name][template] = state_dict[name]
+            if len(parts[hf_name]) == len(entry.ours):
+                hf_state_dict[hf_name] = entry.join(parts.pop(hf_name))
+        if parts:
+            raise ValueError(f"The model's state dict has only a part of {', '.join(parts)}")
         return hf_state_dict
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -326,24 +336,18 @@ class KeyMapAdapter(StateDictAdapter):
         }
         for hf_name, tensor in relevant.items():
             hf_template, numbers = _key_of(hf_name, self.from_hf_map), to_template(hf_name)[1]
-            entry = self.from_hf_map[hf_template]
-            if isinstance(entry, Fused):
-                for ours, part in entry.split(tensor).items():
-                    state_dict[ours.format(*numbers)] = part
-            elif _is_stack(hf_template, entry):
+            entry = self._entry(hf_template)
+            if _is_stack(hf_template, entry.ours[0]):
                 *outer, expert = numbers
-                stacks.setdefault(entry.format(*outer), {})[int(expert)] = tensor
-            else:
-                state_dict[entry.format(*numbers)] = self._reorder(entry, tensor, to_hf=False)
+                stacks.setdefault(entry.ours[0].format(*outer), {})[int(expert)] = tensor
+                continue
+            for ours, part in entry.split(tensor).items():
+                state_dict[ours.format(*numbers)] = part
         for name, experts in stacks.items():
             state_dict[name] = stack(experts, self._layouts.get(name), name)
         if self._is_tied and TOK_EMBEDDINGS in state_dict:
             state_dict[OUTPUT] = state_dict[TOK_EMBEDDINGS]
         return state_dict
-
-    def _reorder(self, template: str, tensor: Tensor, to_hf: bool) -> Tensor:
-        heads = self.rotated_heads
-        return swap_rope_layout(tensor, heads[template], to_hf) if template in heads else tensor
 
     def ignores_hf_key(self, hf_key: str) -> bool:
         is_output = self.from_hf_map.get(hf_key) == OUTPUT

@@ -196,6 +196,11 @@ ROUTER_GROUPS = (
 )
 
 
+def each_layer(value: Callable[[Any, int], Any]) -> Callable[[Any], list[Any]]:
+    """Return the function for `Must.value` that gives a list: value(our args, index) of each layer."""
+    return lambda args: [value(args, n) for n in range(args.n_layers)]
+
+
 def take(config: Config, rows: Iterable[Row]) -> dict[str, Any]:
     """Return our field -> value from a config. Raises ValueError for missing or impossible values."""
     return {name: value for row in rows for name, value in row.read(config).items()}

@@ -57,9 +57,10 @@ class Distillation(Objective):
         )
 
     def prepare(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-        scored = ({**batch.entries, "teacher": self._score(batch)} for batch in batches)
-        pairs = zip(batches, scored, strict=True)
-        return [dataclasses.replace(batch, entries=entries) for batch, entries in pairs]
+        return [
+            dataclasses.replace(batch, entries={**batch.entries, "teacher": self._score(batch)})
+            for batch in batches
+        ]
 
     def _score(self, batch: TokenBatch) -> Tensor:
         """Return [B, T, 2 k + 1] or [B, T, M_t]; zeros [B, T, 1] on ranks without the last pipeline stage."""

@@ -1,7 +1,6 @@
 """Builds engines that only score a trainer's rows: a reference model or a teacher."""
 
 import copy
-import dataclasses
 import os
 from typing import Any
 
@@ -26,10 +25,9 @@ def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
     config.job.print_config, config.job.save_config_file = False, None
     config.loss = Loss()
     config.training.time_limit_minutes = 0.0  # would need a checkpoint to end with
-    given, names = config.checkpoint, ["verify_on_load"]
-    if keeps_initial:
-        names += [f.name for f in dataclasses.fields(given) if f.name.startswith("initial_")]
-    config.checkpoint = Checkpoint(**{name: getattr(given, name) for name in names})
+    prefixes = ("verify_on_load", "initial_") if keeps_initial else ("verify_on_load",)
+    kept = {k: v for k, v in vars(config.checkpoint).items() if k.startswith(prefixes)}
+    config.checkpoint = Checkpoint(**kept)
     return config
 
 

@@ -7,7 +7,8 @@ at most, V vocabulary.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torchtitan.engine import TrainingEngine
 from torchtitan.generation.kv_cache import CachedForward, kv_cache
 from torchtitan.generation.sampling import Drawn, draw
 from torchtitan.models.decoder import Decoder
-from torchtitan.rl.types import SamplingConfig
+from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.step.runner import Runner
 from torchtitan.tools.compiler import uncompiled
 from torchtitan.tools.logging import logger, warn_once
@@ -115,19 +116,6 @@ class LocalDecoder:
         return whole_tensor(outputs[0]) if outputs else None
 
 
-class DrawnRow(NamedTuple):
-    """The new tokens of a row, n, and what is known of each.
-
-    logprobs: under the distribution that the token was drawn from, in nats. versions: of the weights that
-    drew it. experts: int16 [prompt + n - 1, layers, k], see `Completion`; None if not recorded.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: list[int]
-    experts: Tensor | None
-
-
 def continue_prompts(
     decoder: LocalDecoder,
     prompts: Sequence[Sequence[int]],
@@ -138,8 +126,8 @@ def continue_prompts(
     next_version: Callable[[], int] = lambda: 0,
     records_experts: bool = False,
     on_rows: Callable[[list[int]], None] = lambda _: None,
-) -> list[DrawnRow]:
-    """Return what was drawn for each row. Collective over the decoder's group.
+) -> list[Completion]:
+    """Return each row's completion. Collective over the decoder's group.
 
     prompt_of_row: the index of each row's prompt; rows of one prompt are consecutive.
     uniform: random numbers in [0, 1), fp64 [N, L], one for each token that may be drawn.
@@ -173,10 +161,21 @@ def continue_prompts(
     found = []
     for values, versions, of_row in zip(drawn, rows.versions, experts, strict=True):
         tokens, logprobs = values[: len(versions)].T.tolist()
-        found.append(DrawnRow(tuple(map(int, tokens)), tuple(logprobs), versions, of_row))
+        token_ids = tuple(map(int, tokens))
+        has_one_version = len(set(versions)) == 1
+        found.append(
+            Completion(
+                token_ids=token_ids,
+                token_logprobs=tuple(logprobs),
+                finish_reason="stop" if sampling.stops_at(token_ids) else "length",
+                policy_version=min(versions),
+                token_versions=None if has_one_version else tuple(versions),
+                routed_experts=of_row,
+            )
+        )
     if group is None:
         return found
-    return [row for of_rank in all_ranks(found, group) for row in of_rank][:n_rows]
+    return list(chain.from_iterable(all_ranks(found, group)))[:n_rows]
 
 
 @dataclass

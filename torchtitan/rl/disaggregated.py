@@ -139,7 +139,6 @@ class RemoteGenerator:
         self._n_requests = self._n_received = 0
         self._answers: dict[int, list[Share]] = {}  # by request, if no wait has taken them yet
         self._failure: Exception | None = None  # once set, nothing is sent or received
-        self._is_closed = False
 
     def take_policy(self, policy: PolicyModel) -> None:
         """Set the naming scheme and dtype of the weights to send. Raises ConfigError if
@@ -196,11 +195,10 @@ class RemoteGenerator:
 
     def close(self) -> None:
         """Tell the generating ranks to end. Safe to call twice."""
-        if not self._is_closed:
-            self._is_closed = True
+        if self._thread is not None:
             self._send(None)
-            if self._thread is not None:
-                self._thread.shutdown()
+            self._thread.shutdown()
+            self._thread = None
 
     def _send(self, message: Any, weights: StagedWeights | None = None) -> Future | None:
         """Send a message, then the weights, on the thread; returns None on ranks without a link."""

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +27,7 @@ from torchtitan.numerics.products import use_onednn
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.rl.checks import reasons_not_to_share, weights_of_generator
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
-from torchtitan.rl.job_config import JobConfig
+from torchtitan.rl.job_config import RL, JobConfig
 from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import NoWeightsError, OurNames, StaleWeightsError, copy_weights
 from torchtitan.rl.weight_transport import PolicyWeights, StagedWeights
@@ -123,13 +122,25 @@ class DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
     max_rows: number of completions that a rank continues at once; 0 for all.
-    records_experts: completions include the experts of their tokens.
+    records_experts: completions include the experts of their tokens; ConfigError for a dense model.
     """
 
-    records_experts = False
-
-    def __init__(self, decoder: LocalDecoder, vocab_size: int, seed: int, max_rows: int):
+    def __init__(
+        self,
+        decoder: LocalDecoder,
+        vocab_size: int,
+        *,
+        seed: int = 0,
+        max_rows: int = 0,
+        records_experts: bool = False,
+    ):
+        if records_experts and not decoder.runner.model_parts[0].moe_layers:
+            raise ConfigError(
+                "only a mixture of experts has experts to replay, and this model is dense; set "
+                "rl.generator.replay_experts, or verl's enable_rollout_routing_replay, to false"
+            )
         self.decoder, self.vocab_size, self.max_rows = decoder, vocab_size, max_rows
+        self.records_experts = records_experts
         # Called before each forward; may update the weights.
         self.before_forward: Callable[[], None] = lambda: None
         self._on_rows: Callable[[list[int]], None] = lambda _: None
@@ -184,22 +195,12 @@ class DecoderGenerator(Generator):
             self.records_experts,
             self._on_rows,
         )
-        if not all(map(math.isfinite, chain.from_iterable(row.logprobs for row in drawn))):
+        if not all(math.isfinite(x) for completion in drawn for x in completion.token_logprobs):
             raise FloatingPointError(
                 f"the policy of version {self.policy_version} has log-probs that are not finite; look "
                 "at the last optimizer steps, or at how its weights were copied"
             )
-        return [
-            Completion(
-                token_ids=row.tokens,
-                token_logprobs=row.logprobs,
-                finish_reason="stop" if sampling.stops_at(row.tokens) else "length",
-                policy_version=min(row.versions),
-                token_versions=tuple(row.versions) if len(set(row.versions)) > 1 else None,
-                routed_experts=row.experts,
-            )
-            for row in drawn
-        ]
+        return drawn
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self._rng.get_state()}
@@ -213,15 +214,15 @@ class LocalGenerator(DecoderGenerator):
 
     Call `update_weights` after every change of the weights, or `generate` raises StaleWeightsError.
     Data-parallel ranks continue different prompts; each makes as many forwards as the rank with the
-    longest completion.
+    longest completion. options: of `DecoderGenerator`.
     """
 
     is_collective = True
     weight_names = "shared"
 
-    def __init__(self, engine: TrainingEngine, *, seed: int = 0, max_rows: int = 0):
+    def __init__(self, engine: TrainingEngine, **options: Any):
         decoder = LocalDecoder.from_engine(engine)
-        super().__init__(decoder, engine.model_args.vocab_size, seed, max_rows)
+        super().__init__(decoder, engine.model_args.vocab_size, **options)
         self.engine = engine
         self.update_weights()
 
@@ -265,31 +266,22 @@ class CopyGenerator(DecoderGenerator):
     """Samples from a separate, whole model on this process, with weights from `update_weights`.
 
     `generate` does not communicate, so a thread may call it while another thread trains.
+    options: of `DecoderGenerator`.
     """
 
     weight_names = "ours"
 
     def __init__(
-        self,
-        model: Decoder,
-        *,
-        seed: int = 0,
-        max_rows: int = 0,
-        autocast: AbstractContextManager | None = None,
+        self, model: Decoder, *, autocast: AbstractContextManager | None = None, **options: Any
     ):
-        super().__init__(LocalDecoder.from_model(model, autocast), model.vocab_size, seed, max_rows)
+        super().__init__(LocalDecoder.from_model(model, autocast), model.vocab_size, **options)
         self.model = model
         self.weight_dtype = model.tok_embeddings.weight.dtype
 
     @classmethod
     @torch.no_grad()
     def from_policy(
-        cls,
-        policy: "PolicyModel",
-        *,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-        max_rows: int = 0,
+        cls, policy: "PolicyModel", *, dtype: torch.dtype | None = None, **options: Any
     ) -> "CopyGenerator":
         """Return a generator with the policy's model class, without weights. dtype: default `compute_dtype`."""
         training = policy.job_config.training
@@ -308,7 +300,7 @@ class CopyGenerator(DecoderGenerator):
         autocast = maybe_enable_amp(
             policy.parallel_dims, training.mixed_precision_param, policy.device.type
         )
-        return cls(model.eval(), seed=seed, max_rows=max_rows, autocast=autocast)
+        return cls(model.eval(), autocast=autocast, **options)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
         self.policy_version = -1  # until all weights are copied, the model mixes two versions
@@ -396,9 +388,14 @@ def build_generator(job_config: JobConfig, engine: TrainingEngine) -> Generator:
     dtype = policy.compute_dtype_name
     refuse(weights_of_generator(rl, dtype))
     if rl.weight_sync.mode != "broadcast" and not reasons_not_to_share(rl, dtype):
-        shared = LocalGenerator(engine, seed=rl.seed, max_rows=rl.generator.max_batch_size)
-        return recording(shared, rl.generator.replay_experts)
+        return LocalGenerator(engine, **_local_options(rl))
     return build_copy(policy)
+
+
+def _local_options(rl: RL) -> dict[str, Any]:
+    settings = rl.generator
+    options = {"max_rows": settings.max_batch_size, "records_experts": settings.replay_experts}
+    return options | {"seed": rl.seed}
 
 
 def build_copy(policy: PolicyModel) -> Generator:
@@ -406,11 +403,11 @@ def build_copy(policy: PolicyModel) -> Generator:
     config, rl = policy.job_config, policy.job_config.rl
     settings = rl.generator
     if settings.backend == "local":
-        dtype, max_rows = policy.generator_dtype, settings.max_batch_size
-        own = CopyGenerator.from_policy(policy, dtype=dtype, seed=rl.seed, max_rows=max_rows)
+        dtype = policy.generator_dtype
+        own = CopyGenerator.from_policy(policy, dtype=dtype, **_local_options(rl))
         if settings.exact:
             use_batch_invariant([own.model])
-        return recording(own, settings.replay_experts)
+        return own
     if config.model.fp32_head:
         logger.warning(
             "model.fp32_head applies to the trainer; rl.generator.backend = %r keeps the dtype of its "
@@ -437,14 +434,3 @@ def build_copy(policy: PolicyModel) -> Generator:
         delta=rl.weight_sync.delta,
         **options,
     )
-
-
-def recording(generator: DecoderGenerator, wanted: bool) -> DecoderGenerator:
-    """Have a generator record experts, if wanted. Raises ConfigError for a dense model."""
-    if wanted and not generator.decoder.runner.model_parts[0].moe_layers:
-        raise ConfigError(
-            "only a mixture of experts has experts to replay, and this model is dense; set "
-            "rl.generator.replay_experts, or verl's enable_rollout_routing_replay, to false"
-        )
-    generator.records_experts = wanted
-    return generator

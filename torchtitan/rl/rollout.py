@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -157,12 +157,12 @@ class Draws:
             first_row=[dialogue.row for dialogue in first_of_each],
         )
         for dialogue, completion in zip(dialogues, completions, strict=True):
-            dialogue.complete(completion)
+            dialogue.complete(completion, self.task, sampling.stop_strings)
         if turn == request.max_turns:
             return []
         ended = [d for d in dialogues if d.completions[-1].finish_reason == "stop"]
         ended = [d for d in ended if d.place in own]
-        pairs = [(d.prompt, d.turns(self.task, request.stop_strings)) for d in ended]
+        pairs = [(d.prompt, d.turns) for d in ended]
         options = {"add_bos": False, "add_eos": False, "add_special_tokens": False}
         replies = []
         for dialogue, text in zip(ended, self.task.reply_all(pairs), strict=True):
@@ -191,7 +191,7 @@ class Draws:
     ) -> list[int]:
         """Put graded episodes into `by_place`; return places whose completions all got the same reward."""
         drawn: dict[int, list[Episode]] = {}
-        for episode in _graded(self.task, dialogues, request):
+        for episode in _graded(self.task, dialogues, several_turns=request.max_turns > 1):
             drawn.setdefault(episode.group_id, []).append(request.with_extras(episode, number))
         by_place.update(drawn)
         return [place for place, own in drawn.items() if len({e.reward for e in own}) == 1]
@@ -270,7 +270,7 @@ class _Dialogue:
     place: int
     row: int
     completions: list[Completion] = field(default_factory=list)
-    replies: list[str] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     tokens: list[tuple[int, float, int, int]] = field(default_factory=list)
     is_out_of_room: bool = False
 
@@ -278,7 +278,7 @@ class _Dialogue:
     def context(self) -> tuple[int, ...]:
         return (*self.prompt.token_ids, *(token[0] for token in self.tokens))
 
-    def complete(self, completion: Completion) -> None:
+    def complete(self, completion: Completion, task: Task, stop_strings: Sequence[str]) -> None:
         ids, logprobs = completion.token_ids, completion.token_logprobs
         if not len(ids) == len(logprobs) > 0:
             raise ValueError(
@@ -286,38 +286,34 @@ class _Dialogue:
                 f"{len(logprobs)} log-probs; correct the generator"
             )
         self.completions.append(completion)
+        self.turns.append(Turn(*_text_and_stop(task, completion, stop_strings)))
         versions = completion.token_versions or (completion.policy_version,) * len(ids)
         self.tokens += zip(ids, logprobs, (1,) * len(ids), versions, strict=True)
 
     def reply(self, text: str, token_ids: Sequence[int]) -> None:
-        self.replies.append(text)
+        self.turns[-1] = replace(self.turns[-1], reply=text)
         self.tokens += [(token, 0.0, 0, -1) for token in token_ids]
 
-    def turns(self, task: Task, stop_strings: Sequence[str]) -> list[Turn]:
-        return [
-            Turn(*_text_and_stop(task, completion, stop_strings), reply)
-            for completion, reply in zip_longest(self.completions, self.replies)
-        ]
-
-    def episode(self, turns: Sequence[Turn], grade: Grade, *, several_turns: bool) -> Episode:
+    def episode(self, grade: Grade, *, several_turns: bool) -> Episode:
         """Return the graded episode. several_turns: the request allowed more than one turn."""
-        scores, said = grade.scores, chain.from_iterable((t.text, t.reply) for t in turns)
+        scores, n_turns = grade.scores, len(self.turns)
         if several_turns:
-            scores = scores | {"turns": len(turns), "out_of_room": float(self.is_out_of_room)}
+            scores = scores | {"turns": n_turns, "out_of_room": float(self.is_out_of_room)}
+        said = chain.from_iterable((turn.text, turn.reply) for turn in self.turns)
         token_ids, logprobs, mask, versions = zip(*self.tokens, strict=True)
         return Episode(
             group_id=self.place,
             prompt=self.prompt.text,
             prompt_token_ids=tuple(self.prompt.token_ids),
             expected_answer=self.prompt.answer,
-            text=turns[-1].text,
+            text=self.turns[-1].text,
             token_ids=token_ids,
             token_log_probs=logprobs,
             policy_version=min(part.policy_version for part in self.completions),
             finish_reason="length" if self.is_out_of_room else self.completions[-1].finish_reason,
             reward=grade.reward,
             scores=scores,
-            loss_mask=mask if self.replies else None,
+            loss_mask=mask if n_turns > 1 else None,
             turns=tuple(text for text in said if text is not None) if several_turns else (),
             token_versions=versions if len(set(versions) - {-1}) > 1 else None,
             routed_experts=_joined_experts([part.routed_experts for part in self.completions]),
@@ -333,8 +329,10 @@ def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
     return joined
 
 
-def _graded(task: Task, dialogues: Sequence[_Dialogue], request: Request) -> list[Episode]:
-    pairs = [(d.prompt, d.turns(task, request.stop_strings)) for d in dialogues]
+def _graded(
+    task: Task, dialogues: Sequence[_Dialogue], *, several_turns: bool = False
+) -> list[Episode]:
+    pairs = [(dialogue.prompt, dialogue.turns) for dialogue in dialogues]
     grades = list(task.grade_episodes(pairs))
     if len(grades) != len(pairs) or not all(isinstance(grade, Grade) for grade in grades):
         kinds = sorted({type(grade).__name__ for grade in grades})
@@ -342,10 +340,8 @@ def _graded(task: Task, dialogues: Sequence[_Dialogue], request: Request) -> lis
             f"grading must return a Grade for each of {len(pairs)} completions, got {len(grades)} of "
             f"type {', '.join(kinds)}; correct {type(task).__name__}"
         )
-    return [
-        dialogue.episode(turns, grade, several_turns=request.max_turns > 1)
-        for dialogue, (_, turns), grade in zip(dialogues, pairs, grades, strict=True)
-    ]
+    both = zip(dialogues, grades, strict=True)
+    return [dialogue.episode(grade, several_turns=several_turns) for dialogue, grade in both]
 
 
 def _text_and_stop(
@@ -381,13 +377,19 @@ class Rollouts:
         self, task: Task, config: RL, draws: DrawsEpisodes, longest_episode: int | None = None
     ):
         self.task, self.config, self._draws = task, config, draws
-        self._longest_episode = longest_episode
         stops = sorted(set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None}))
         # `Request` has the stop strings: they need a tokenizer, which is not sent.
         settings = vars(config.sampling) | {"stop_token_ids": tuple(stops), "stop_strings": ()}
         self.sampling = SamplingConfig(**settings)
         penalty = self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
-        self._penalty = OverlongPenalty(*penalty) if config.overlong_tokens else None
+        self._request = Request(  # without prompts
+            (),
+            config.num_samples_per_prompt,
+            OverlongPenalty(*penalty) if config.overlong_tokens else None,
+            tuple(config.sampling.stop_strings),
+            config.task.max_turns,
+            longest_episode,
+        )
         self._next_step = 1
         # step -> the function that waits for its episodes
         self._ahead: dict[int, Callable[[], list[Episode]]] = {}
@@ -410,8 +412,7 @@ class Rollouts:
             for number in range(1 + self.config.redraws):
                 sampling = self._seeded(f"{step} again {number}" if number else step)
                 tries.append(Try(self.task.sample(self.config.num_prompts_per_step), sampling))
-            n_samples = self.config.num_samples_per_prompt
-            self._ahead[step] = self._begin(tries, n_samples, self._penalty)
+            self._ahead[step] = self._draws.begin(replace(self._request, tries=tries))
             self._next_step = step + 1
 
     def take(self, step: int) -> list[Episode]:
@@ -434,14 +435,10 @@ class Rollouts:
         sampling = self._seeded("evaluation")
         if greedy:
             sampling = replace(sampling, temperature=0.0)
-        return self._begin([Try(prompts, sampling)], 1, None)()
-
-    def _begin(
-        self, tries: list[Try], num_samples: int, penalty: OverlongPenalty | None
-    ) -> Callable[[], list[Episode]]:
-        stops, max_turns = tuple(self.config.sampling.stop_strings), self.config.task.max_turns
-        request = Request(tries, num_samples, penalty, stops, max_turns, self._longest_episode)
-        return self._draws.begin(request)
+        request = replace(
+            self._request, tries=[Try(prompts, sampling)], num_samples=1, penalty=None
+        )
+        return self._draws.begin(request)()
 
     def _seeded(self, place: Any) -> SamplingConfig:
         seed = random.Random(f"{self.config.seed} {place}").getrandbits(63)

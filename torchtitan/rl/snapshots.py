@@ -68,11 +68,12 @@ def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WeightsKey:
     """Identifies one state of the weights. number: of the key, counted from 1."""
 
     number: int
+    is_pinned: bool = False
 
 
 class Snapshots:
@@ -87,7 +88,6 @@ class Snapshots:
         self._engine, self._limit = engine, limit
         self._copies: weakref.WeakKeyDictionary[WeightsKey, dict[str, Tensor]]
         self._copies = weakref.WeakKeyDictionary()
-        self._pinned: set[WeightsKey] = set()
         self._n_keys = 0
         self._now: Callable[[], WeightsKey | None] = lambda: None
 
@@ -97,8 +97,7 @@ class Snapshots:
         if key is None:
             key = self._new_key()
             self._now = weakref.ref(key)
-        if pinned:
-            self._pinned.add(key)
+        key.is_pinned |= pinned
         return key
 
     def _new_key(self) -> WeightsKey:
@@ -109,7 +108,7 @@ class Snapshots:
 
     def is_expired(self, key: WeightsKey) -> bool:
         """Return True if more than `limit` later keys exist and this key is not pinned."""
-        return key not in self._pinned and self._n_keys - key.number > self._limit
+        return not key.is_pinned and self._n_keys - key.number > self._limit
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:

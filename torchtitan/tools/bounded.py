@@ -61,18 +61,17 @@ class _Process:
 
     def call(self, function: str, arguments: tuple[Any, ...]) -> Any:
         with self._lock:
-            try:
+            for is_retry in (False, True):
                 try:
                     error, answer = self._ask(function, arguments)
+                    break
                 except (EOFError, BrokenPipeError, ConnectionResetError):
-                    if (reason := self._end()).startswith(_OUT_OF_TIME):
+                    reason = self._end()  # it may have been killed: retry once
+                    if is_retry or reason.startswith(_OUT_OF_TIME):
                         raise OutOfBoundsError(reason) from None
-                    error, answer = self._ask(function, arguments)  # it was killed: retry once
-            except (EOFError, BrokenPipeError, ConnectionResetError):
-                raise OutOfBoundsError(self._end()) from None
-            except BaseException:  # the next call must not receive an interrupted call's answer
-                self._end()
-                raise
+                except BaseException:  # the next call must not receive an interrupted call's answer
+                    self._end()
+                    raise
         if error is not None:
             raise error(answer)
         return answer

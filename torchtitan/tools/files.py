@@ -5,6 +5,7 @@ or device on which a reader waits forever.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -32,6 +33,12 @@ def open_file(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> 
     if storage.is_address(path):
         return storage.open_address(os.fspath(path), mode, **options)
     return open(path, mode, opener=open_descriptor, **options)
+
+
+def hash_file(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file."""
+    with open_file(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan.config import JobConfig
 from torchtitan.engine import TrainingEngine
-from torchtitan.rl.generator import LocalGenerator, recording
+from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.types import Completion, SamplingConfig
 
 # Waiting requests are drawn once no further request has come for this long.
@@ -77,8 +77,8 @@ class Sampler:
         config.parallelism.always_fsdp = False
         config.activation_checkpoint.mode = "none"
         self.engine = TrainingEngine.from_hf(folder, config, forward_only=True)
-        generator = LocalGenerator(self.engine, seed=seed, max_rows=max_rows)
-        self.generator = recording(generator, records_experts)
+        options = {"seed": seed, "max_rows": max_rows, "records_experts": records_experts}
+        self.generator = LocalGenerator(self.engine, **options)
         self.eos_ids = tuple(eos_ids)
         self._waiting: list[_Request] = []
         self._model_is_free = asyncio.Lock()

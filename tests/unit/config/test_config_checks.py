@@ -21,6 +21,7 @@ from torchtitan.config.checks import (
     layout,
 )
 from torchtitan.config.checks.common import refuse
+from torchtitan.data.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import known_converter_names
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -71,6 +72,7 @@ def check(ranks: int, settings: str) -> None:
     )
     check_job_config(config, ranks, known_converter_names())
     check_against_spec(config, spec_of(config.model.name, args))
+    check_datasets(config, DATASETS)
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +165,18 @@ MISTAKES = """
     optimizer.name must be one of … got 'AdmaW', did you mean 'AdamW'?
 2: model.attn_type="sdpa"; model.attn_mask_type="block_causal"
     model.attn_type = 'sdpa' … 'block_causal' … set model.attn_type to 'flex' or 'varlen', or …
+1: args.attn_type="flex"; args.attn_mask_type="block_causal"; model.attn_type="sdpa"
+    model.attn_type = 'sdpa' … 'block_causal' … set model.attn_type to 'flex' or 'varlen', or …
+1: args.attn_type="flex"; args.attn_mask_type="blok"
+    model.attn_mask_type must be one of … position_block_causal, got 'blok'
+1: training.dataset="local"
+    training.dataset = 'local' reads … training.dataset_path, which must exist, got None
+1: training.dataset="local"; training.dataset_path="bare_name"
+    training.dataset_path, which must exist, got 'bare_name'
+1: training.dataset="python_doc"
+    training.dataset must be … c4, … got 'python_doc', did you mean 'python_docs'?
+1: validation.enable=true; validation.dataset="none"
+    validation.dataset must be … got 'none'
 2: model.converters=["quantize.grouped_mm.mx"]
     quantize.grouped_mm.mx in model.converters converts experts, … has none; quantize.linear.mx
 8: data_parallel_shard_degree=3; tensor_parallel_degree=2
@@ -290,6 +304,8 @@ def test_message_is_one_sentence_with_key_value_and_remedy(ranks, settings, word
             "args.hidden_dim=31",
         ),
         (1, 'fsdp_reshard_after_forward="always"'),
+        (1, 'args.attn_type="flex"; args.attn_mask_type="block_causal"'),
+        (1, 'training.dataset="C4"; validation.dataset="none"'),
         *((1, f'training.dataset_path="{x}"') for x in ("allenai/c4", "squad", "hf://x/y/z")),
     ],
 )
@@ -314,24 +330,9 @@ def test_dataset_path_may_be_a_pattern(tmp_path):
         message_of(check_job_config, config_with(training__dataset_path=path))
 
 
-def test_local_dataset_needs_a_path_that_exists(tmp_path):
-    config = config_with(training__dataset="local")
-    assert "training.dataset_path" in message_of(check_datasets, config, ["local"])
-    config.training.dataset_path = "bare_name"  # otherwise it could be a dataset on the hub
-    assert "'bare_name'" in message_of(check_datasets, config, ["local"])
-    config.training.dataset_path = str(tmp_path)
-    check_datasets(config, ["local"])
-
-
-def test_unknown_dataset_is_named_with_the_nearest():
-    config = config_with(training__dataset="python_doc", validation__dataset="none")
-    message = message_of(check_datasets, config, ["c4", "python_docs"])
-    assert "training.dataset" in message and "'python_doc'" in message
-    assert "(c4, python_docs)" in message and "did you mean 'python_docs'?" in message
-    config.training.dataset = "C4"
-    check_datasets(config, ["c4"])
-    config.validation.enable = True
-    assert "validation.dataset" in message_of(check_datasets, config, ["c4"])
+def test_local_dataset_may_have_a_path_that_exists(tmp_path):
+    path = str(tmp_path)
+    check_datasets(config_with(training__dataset="local", training__dataset_path=path), ["local"])
 
 
 degree = st.integers(1, 4)
@@ -368,15 +369,6 @@ def test_nearest_global_batch_size_fits_and_is_nearest(local, ranks, wanted):
 
 
 # --- The config and its model -----------------------------------------------------------------
-
-
-def test_attention_of_the_flavor_counts_where_the_config_is_silent():
-    flex = spec_of(args={"attn_type": "flex", "attn_mask_type": "block_causal"})
-    check_against_spec(JobConfig(), flex)
-    assert "sdpa" in message_of(check_against_spec, config_with(model__attn_type="sdpa"), flex)
-    unknown = spec_of(args={"attn_type": "flex", "attn_mask_type": "blok"})
-    message = message_of(check_against_spec, JobConfig(), unknown)
-    assert "position_block_causal, got 'blok'" in message
 
 
 def test_folder_of_hugging_face_files_is_needed_for_a_tokenizer_and_for_weights(tmp_path):

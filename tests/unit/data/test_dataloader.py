@@ -6,10 +6,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests import hostile
+from tests.unit.data.test_datasets import NumberTokenizer
 from torchtitan.config import ConfigManager
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.text_datasets import build_text_dataloader
-from torchtitan.data.tokenizer import BaseTokenizer
 from torchtitan.distributed.processes.stop import leave_signals_to_trainer
 
 
@@ -18,17 +18,6 @@ class Counting(IterableDataset):
 
     def __iter__(self):
         return (({"input": number}, number) for number in range(100))
-
-
-class CharacterTokenizer(BaseTokenizer):
-    def encode(self, text, add_bos=False, add_eos=False):
-        return [1] * add_bos + [ord(character) for character in text] + [2] * add_eos
-
-    def decode(self, token_ids):
-        return "".join(chr(token_id) for token_id in token_ids)
-
-    def get_vocab_size(self):
-        return 0x110000
 
 
 def loader(dp_rank=0, dp_world_size=1, **kwargs):
@@ -49,21 +38,12 @@ def test_options_that_are_unknown_are_named_and_those_without_use_dropped(recwar
 
 
 def test_builder_takes_its_options_from_the_config():
-    config = ConfigManager().parse_args(
-        [
-            "--training.dataset=c4_test",
-            "--training.local_batch_size=8",
-            "--training.dataloader.num_workers=2",
-            "--training.dataloader.prefetch_factor=4",
-            "--training.dataloader.persistent_workers",
-        ]
-    )
-    data = build_text_dataloader(
-        tokenizer=CharacterTokenizer(), dp_world_size=1, dp_rank=0, job_config=config
-    )
-    assert data.batch_size == 8
-    assert data.num_workers == 2
-    assert data.prefetch_factor == 4 and data.persistent_workers
+    flags = "local_batch_size=8 dataloader.num_workers=2 dataloader.prefetch_factor=4"
+    flags = [f"--training.{flag}" for flag in flags.split()]
+    config = ConfigManager().parse_args([*flags, "--training.dataloader.persistent_workers"])
+    data = build_text_dataloader(1, 0, NumberTokenizer(), config)
+    assert (data.batch_size, data.num_workers, data.prefetch_factor) == (8, 2, 4)
+    assert data.persistent_workers
 
 
 def test_position_is_one_pickle_under_the_ranks_name_that_survives_save_and_load():

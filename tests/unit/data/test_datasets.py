@@ -149,7 +149,7 @@ def test_iterating_again_before_the_end_goes_on(streamed):
 
 def test_tiny_data_repeat_when_infinite_and_fail_when_finite():
     assert tokens_of(*next(iter(make_dataset(documents_of([2]), infinite=True)))) == [0, 1, 0, 1, 0]
-    with pytest.raises(ValueError, match="too small: reader 1 of 1 got 2 tokens.*= 5"):
+    with pytest.raises(ValueError, match="too small: reader 1 of 1 got .*= 5"):
         list(make_dataset(documents_of([2])))
 
 

@@ -49,7 +49,7 @@ def numbers(step) -> list[int]:
 
 def wait_until_idle(steps):
     for _ in range(1000):
-        if not steps._steps.empty():
+        if steps._next.done():
             return
         threading.Event().wait(0.005)
     raise AssertionError("the next step was never read")

@@ -31,8 +31,7 @@ from torchtitan.integrations.tinker import http, policy, results, service, wire
 from torchtitan.integrations.tinker.client import LocalTrainingClient
 from torchtitan.integrations.tinker.http import Access, HttpServer
 from torchtitan.integrations.tinker.request_queue import Command
-from torchtitan.integrations.tinker.requests import Refused
-from torchtitan.integrations.tinker.results import Answer
+from torchtitan.integrations.tinker.requests import Answer, Refused
 from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.checks import api_key, check_server_config
 from torchtitan.testing.gloo import run_ranks

@@ -118,7 +118,8 @@ def test_wrong_request_and_dropped_model_leave_the_other_models_as_they_are(poli
     items = [("0", request(0, 0)), ("1", wrong), ("2", request(2, 0)), ("0", request(0, 1))]
     first, error, dropped, second = policy.forward_backward(items)
     assert "must be ids in [0, 32), got 1 to 99" in str(error)
-    assert "model 2 was dropped" in str(dropped)
+    gone = policy.forward_backward([("2", request(2, step)) for step in range(2)])
+    assert all("model 2 was dropped" in str(error) for error in (dropped, *gone))
     updated, failed = policy.optim_step([("0", params_of(0)), ("1", params_of(1))])
     assert "a forward_backward of this step failed" in str(failed) and "99" in str(failed)
     policy.start_model(adapters_of(0), "alone")

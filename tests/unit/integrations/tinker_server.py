@@ -9,6 +9,9 @@ import struct
 import threading
 import urllib.parse
 
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from tests.unit.rl.toy import toy_config
 from torchtitan.rl.serve import Server
 
@@ -188,26 +191,11 @@ def forward_backward_message(
 
 
 def fields(data):
-    """(number, value) of each field of a message."""
-
-    def number(at):
-        value = shift = 0
-        while True:
-            value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
-            if data[at - 1] < 128:
-                return value, at
-
-    at = 0
-    while at < len(data):
-        tag, at = number(at)
-        if tag & 7 == 1:
-            value, size = struct.unpack_from("<d", data, at)[0], 8
-        else:
-            value, at = number(at)
-            size = value if tag & 7 == 2 else 0
-            value = data[at : at + size] if tag & 7 == 2 else value
-        yield tag >> 3, value
-        at += size
+    """(number, value) of each field of a message, read without its description."""
+    for field in UnknownFieldSet(Empty.FromString(data)):
+        is_double = field.wire_type == 1
+        value = struct.unpack("<d", struct.pack("<Q", field.data))[0] if is_double else field.data
+        yield field.field_number, value
 
 
 def floats(data):

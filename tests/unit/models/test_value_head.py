@@ -75,17 +75,6 @@ def test_every_family_gives_one_value_per_token(family):
     assert not [name for name in shapes if name.startswith("output")]
 
 
-def test_value_is_the_product_with_the_last_hidden_state():
-    model = tiny_value_model()
-    with torch.no_grad():
-        model.score.bias.fill_(0.5)
-        hidden = []
-        model.norm.register_forward_hook(lambda _module, _args, h: hidden.append(h))
-        values = model(TOKENS)
-    expected = (hidden[0] * model.score.weight[0]).sum(-1, keepdim=True) + 0.5
-    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_initial_head_is_that_of_transformers_and_changes_no_other_weight():
     wide = tiny_value_model(dim=1024, hidden_dim=16, n_layers=1)
     assert wide.score.bias.item() == 0

@@ -20,7 +20,7 @@ def no_actor_libraries():
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that builds the controller of a toy job with these flags, sets it up, and closes it at the end."""
+    """Return a function that builds and sets up the controller of a toy job; all are closed at the end."""
     from tests.unit.rl.toy import toy_config
     from torchtitan.rl.controller import Controller
 

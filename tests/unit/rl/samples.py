@@ -101,5 +101,19 @@ def make_episodes(
     dialogues = []
     for i, completion in enumerate(completions):
         dialogues.append(rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i))
-        dialogues[-1].complete(completion)
-    return rollout._graded(task, dialogues, rollout.Request([], per_prompt, None, stop_strings))
+        dialogues[-1].complete(completion, task, stop_strings)
+    return rollout._graded(task, dialogues)
+
+
+def make_episode(**changes) -> Episode:
+    values = dict(
+        group_id=3,
+        prompt="12+34=",
+        prompt_token_ids=(5, 6, 7),
+        expected_answer="46",
+        text="46",
+        token_ids=(8, 9),
+        token_log_probs=(-0.5, -0.25),
+        policy_version=4,
+    )
+    return Episode(**(values | changes))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.rl.toy import toy_config
+from tests.unit.rl.toy import sampled, toy_config
 from torchtitan.numerics import batch_invariant
 from torchtitan.numerics.batch_invariant import (
     attend_in_tiles,
@@ -13,7 +13,7 @@ from torchtitan.numerics.batch_invariant import (
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import CopyGenerator, build_generator
 from torchtitan.rl.policy import PolicyTrainer
-from torchtitan.rl.types import SamplingConfig, TrainingSample
+from torchtitan.rl.types import SamplingConfig
 
 EXACT = ["--rl.generator.exact", "--training.seq_len=96", "--rl.sampling.temperature=0.8"]
 QWEN = [
@@ -44,13 +44,6 @@ def make_trainer(folder, *overrides) -> PolicyTrainer:
     return trainer
 
 
-def samples_of(prompts, completions, num_samples=1) -> list[TrainingSample]:
-    return [
-        TrainingSample.from_sequence(prompts[i // num_samples], c.token_ids, c.token_logprobs, 1.0)
-        for i, c in enumerate(completions)
-    ]
-
-
 def differences(trainer, samples, **batcher) -> tuple[int, int]:
     """(tokens whose log-probs differ from the trainer's, all tokens)"""
     dp_size = trainer.engine.dp_size
@@ -79,7 +72,7 @@ def test_logprobs_are_bitwise_the_trainers_in_every_batch(tmp_path, dtype, model
     assert [(c.token_ids, c.token_logprobs) for c in together] == [
         (c.token_ids, c.token_logprobs) for c in apart
     ]
-    samples = samples_of(prompts, together, 3)
+    samples = sampled(prompts, together, 3)
     packings = [{"rows": 7}, {"rows": 3, "packing": True} if "packed" in model else {"rows": 1}]
     for packing in packings:
         wrong, n = differences(trainer, samples, **packing)

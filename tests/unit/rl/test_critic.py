@@ -1,7 +1,6 @@
 """PPO with a critic: advantages of tokens, the value loss, and runs of the controller."""
 
 import copy
-import json
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.rl.toy import toy_config, toy_samples
+from tests.unit.rl.toy import rows_of, toy_config, toy_samples, weights_of
 from torchtitan.rl.advantages import GAE
 from torchtitan.rl.critic import Critic, ValueLoss, _fit_of_values
 from torchtitan.rl.policy import PolicyTrainer
@@ -150,10 +149,6 @@ def test_first_step_of_a_loaded_critic_has_the_rate_of_its_own_schedule(critic, 
 # ---- runs ----
 
 
-def weights(learner):
-    return [p.detach().clone() for part in learner.engine.model_parts for p in part.parameters()]
-
-
 def test_old_values_and_advantages_are_of_the_critic_before_the_first_update(start):
     controller = start(*GAE_RUN, "--rl.epochs=2", "--rl.minibatches=2")
     update, seen = controller.critic.update, []
@@ -183,10 +178,10 @@ def test_old_values_and_advantages_are_of_the_critic_before_the_first_update(sta
 def test_critic_learns_alone_while_it_warms_up(tmp_path, start):
     flags = ["--rl.epochs=3", "--rl.critic.warmup_steps=4", "--rl.critic.lr=1e-2"]
     controller = start(*GAE_RUN, *flags, "--metrics.enable_jsonl")
-    policy, critic = weights(controller.trainer), weights(controller.critic)
+    policy, critic = weights_of(controller.trainer), weights_of(controller.critic)
     first = controller.train_step()
-    assert all(map(torch.equal, policy, weights(controller.trainer)))
-    assert not any(map(torch.equal, critic, weights(controller.critic)))
+    assert all(map(torch.equal, policy, weights_of(controller.trainer)))
+    assert not any(map(torch.equal, critic, weights_of(controller.critic)))
     assert (controller.step, controller.trainer.policy_version) == (3, 0)
     assert "loss" not in first and first["critic/value_loss"] > 0
     assert first["critic/lr"] == pytest.approx(1e-2, rel=0.3)
@@ -195,7 +190,7 @@ def test_critic_learns_alone_while_it_warms_up(tmp_path, start):
     assert math.isfinite(second["loss"]) and second["lr"] < second["critic/lr"] / 5
     assert controller.train_step()["rl/lag"] == 0
     controller.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [3, 6, 8]
 
 
@@ -215,4 +210,4 @@ def test_run_goes_on_with_its_critic_bit_for_bit(tmp_path, start):
         names = [name for name in step if not name.startswith("time/")]
         assert [found[name] for name in names] == [step[name] for name in names]
     for ours, theirs in ((resumed.critic, unbroken.critic), (resumed.trainer, unbroken.trainer)):
-        assert all(map(torch.equal, weights(ours), weights(theirs)))
+        assert all(map(torch.equal, weights_of(ours), weights_of(theirs)))

@@ -27,7 +27,7 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
         uniform = uniform_numbers(len(rows), sampling.max_tokens)
     decoder = LocalDecoder.from_model(model)
     drawn = continue_prompts(decoder, prompts, rows, uniform, sampling, max_rows)
-    return [(list(row.tokens), torch.tensor(row.logprobs)) for row in drawn]
+    return [(list(row.token_ids), torch.tensor(row.token_logprobs)) for row in drawn]
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once(m
         drawn = continue_prompts(
             decoder, [PROMPTS[0], PROMPTS[3][:7]], [0] * 8 + [1] * 8, uniform, sampling, max_rows
         )
-        assert ([len(row.tokens) for row in drawn], shapes) == (lengths, expected)
+        assert ([len(row.token_ids) for row in drawn], shapes) == (lengths, expected)
 
 
 def test_truncated_logprobs_are_renormalised():

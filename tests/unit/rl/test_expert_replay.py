@@ -22,7 +22,7 @@ from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, 
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
 from torchtitan.rl.foreign_generator import ForeignGenerator
-from torchtitan.rl.generator import LocalGenerator, recording
+from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import _joined_experts
@@ -89,11 +89,11 @@ def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_r
         max_rows,
         records_experts=True,
     )
-    assert len({len(row.tokens) for row in drawn}) > 2  # rows that ended at different times
+    assert len({len(row.token_ids) for row in drawn}) > 2  # rows that ended at different times
     for row, prompt in zip(drawn, prompt_of_row, strict=True):
-        text = [*PROMPTS[prompt], *row.tokens][:-1]  # the last token is never read
+        text = [*PROMPTS[prompt], *row.token_ids][:-1]  # the last token is never read
         expected = experts_of_whole_forward(model, text)
-        assert torch.equal(row.experts.long().sort(-1).values, expected.sort(-1).values)
+        assert torch.equal(row.routed_experts.long().sort(-1).values, expected.sort(-1).values)
 
 
 def trainer_of(folder, *flags: str) -> PolicyTrainer:
@@ -181,7 +181,7 @@ def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
         Batcher(seq_len=16).batch([sample, other])
     dense = build_engine("qwen3", [], str(tmp_path))
     with pytest.raises(ConfigError, match="this model is dense; set rl.generator.replay_experts"):
-        recording(LocalGenerator(dense), True)
+        LocalGenerator(dense, records_experts=True)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     experts = torch.zeros(1, 4, 4, 2, dtype=torch.int16)
     with pytest.raises(ValueError, match="this model is dense; leave them out"):

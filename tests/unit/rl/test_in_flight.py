@@ -2,14 +2,13 @@
 
 import contextlib
 import gc
-import json
 import weakref
 
 import pytest
 import torch
 
 from tests.unit.rl.test_weight_sync import tiny, weights_of
-from tests.unit.rl.toy import toy_config
+from tests.unit.rl.toy import rows_of, toy_config
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.rl.controller import Controller
 from torchtitan.rl.generator import BufferedGenerator, CopyGenerator
@@ -127,7 +126,7 @@ def test_thread_beside_the_trainer_takes_over_weights_while_it_draws(tmp_path):
     controller = Controller(toy_config(tmp_path, *flags))
     controller.train()
     controller.close()
-    lines = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
+    lines = rows_of(tmp_path / "episodes.jsonl")
     assert {line["step"] for line in lines} == set(range(1, 7))
     for line in lines:
         versions = line["token_versions"] or [line["policy_version"]]

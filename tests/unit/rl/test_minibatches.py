@@ -1,20 +1,14 @@
 """Several optimizer updates on one batch of episodes."""
 
-import json
-
 import pytest
 import torch
 
-from tests.unit.rl.toy import toy_config
+from tests.unit.rl.toy import rows_of, toy_config, weights_of
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.rollout import with_advantages
 from torchtitan.rl.types import TrainingSample
 
 TWICE_TWO = ["--rl.epochs=2", "--rl.minibatches=2"]
-
-
-def weights(trainer):
-    return [p.detach().clone() for part in trainer.engine.model_parts for p in part.parameters()]
 
 
 def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path, start):
@@ -35,7 +29,7 @@ def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path, start):
             output = by_hand.forward_backward(controller.batcher.batch(part))
             norms.append(by_hand.optim_step().grad_norm)
             ratios.append(output.metrics["ratio_mean"])
-    assert all(map(torch.equal, weights(controller.trainer), weights(by_hand)))
+    assert all(map(torch.equal, weights_of(controller.trainer), weights_of(by_hand)))
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 4)
     assert metrics["loss/ratio_mean"] == pytest.approx(sum(ratios) / 4)
     assert ratios[0] == pytest.approx(1, abs=1e-5) != pytest.approx(ratios[2], abs=1e-5)
@@ -84,7 +78,7 @@ def test_evaluations_and_checkpoints_are_due_where_a_multiple_is_passed(tmp_path
     controller = start(*TWICE_TWO, *overrides)
     controller.train()
     controller.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/greedy_reward" in row] == [0, 8, 12]
     assert [row["step"] for row in rows if "loss" in row] == [4, 8, 12]
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} >= {"step-8", "step-12"}

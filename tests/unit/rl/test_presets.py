@@ -1,4 +1,4 @@
-"""Every shipped TOML file is a job that passes the checks, and the examples fit together."""
+"""Every shipped TOML file is a job that passes the checks."""
 
 from pathlib import Path
 
@@ -21,15 +21,3 @@ def test_preset_is_a_job_that_can_start(path, tmp_path):
     resolve_job(config)
     if not path.stem.endswith("pretrain"):
         check_rl_config(config)
-
-
-def test_rl_starts_from_where_pretraining_ends():
-    pretraining, rl = (
-        ConfigManager(JobConfig).parse_args([f"--job.config_file={CONFIGS / name}"])
-        for name in ("sum_digits_pretrain.toml", "sum_digits_cpu.toml")
-    )
-    step = pretraining.training.steps
-    assert rl.checkpoint.initial_load_path == (
-        f"{pretraining.job.dump_folder}/checkpoint/step-{step}"
-    )
-    assert f"step-{step}" in Path("scripts/run_rl.sh").read_text()

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.unit.rl.samples import make_episode
 from torchtitan.rl.advantages import OverlongPenalty
 from torchtitan.rl.rollout import Request
 from torchtitan.rl.tasks import Grade
-from torchtitan.rl.types import Episode
 
 TWO = "--rl.num_samples_per_prompt=2"
 
@@ -18,11 +18,8 @@ def test_penalty_grows_linearly_over_the_last_tokens():
 
 
 def test_penalty_of_a_dialogue_is_that_of_its_longest_turn():
-    episode = Episode(
-        group_id=0, prompt="", prompt_token_ids=(1,), expected_answer="", text="", reward=1.0,
-        token_ids=(2,) * 8, token_log_probs=(0.0,) * 8, policy_version=0,
-        loss_mask=(1, 0, 1, 1, 1, 1, 1, 0),
-    )  # fmt: skip
+    mask = (1, 0, 1, 1, 1, 1, 1, 0)
+    episode = make_episode(token_ids=(2,) * 8, loss_mask=mask, reward=1.0)
     request = Request([], 1, OverlongPenalty(max_tokens=6, num_tokens=2))
     assert request.with_extras(episode, 0).reward == 0.5  # 5 tokens, half-way from 4 to 6
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.unit.rl.toy import sampled
 from tests.unit.test_engine import make_config, rounding
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs
@@ -12,7 +13,7 @@ from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.generator import LocalGenerator
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.policy import PolicyTrainer
-from torchtitan.rl.types import SamplingConfig, TrainingSample
+from torchtitan.rl.types import SamplingConfig
 
 pytestmark = pytest.mark.long
 
@@ -31,10 +32,7 @@ def batch_of(engine, packing: bool):
     generator = LocalGenerator(engine)
     sampling = SamplingConfig(temperature=TEMPERATURE, max_tokens=9, stop_token_ids=(1, 2, 3))
     completions = generator.generate(PROMPTS, sampling, num_samples=3)
-    samples = [
-        TrainingSample.from_sequence(PROMPTS[i // 3], c.token_ids, c.token_logprobs, 1.0)
-        for i, c in enumerate(completions)
-    ]
+    samples = sampled(PROMPTS, completions, 3)
     return Batcher(seq_len=24, rows=5, packing=packing).batch(samples)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.rl.samples import make_episodes
-from tests.unit.rl.toy import toy_config
+from tests.unit.rl.samples import make_episode, make_episodes
+from tests.unit.rl.toy import rows_of, toy_config
 from torchtitan.experiments.rl_toy.tasks import SumDigitsTask
 from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.metrics import append_episodes, staleness
@@ -55,9 +55,7 @@ def test_advantages_are_within_prompts_and_make_training_samples():
 
 
 def test_lag_is_that_of_the_oldest_episode_and_its_mean_that_of_all():
-    episode = dict(group_id=0, prompt="", prompt_token_ids=(1,), expected_answer="", text="")
-    episode |= dict(token_ids=(2,), token_log_probs=(0.0,))
-    assert staleness([Episode(**episode, policy_version=v) for v in (5, 3, 5, 5)], 6) == {
+    assert staleness([make_episode(policy_version=v) for v in (5, 3, 5, 5)], 6) == {
         "rl/lag": 3,
         "rl/lag_mean": 1.5,
         "rl/versions_per_episode": 1.0,
@@ -71,7 +69,7 @@ def test_log_holds_the_first_episodes_of_each_step_and_is_continued(tmp_path):
     episodes = graded_episodes()
     for step in (1, 2):
         append_episodes(str(path), step, episodes, limit=2)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = rows_of(path)
     assert [line.pop("step") for line in lines] == [1, 1, 2, 2]
     assert [Episode.from_dict(line) for line in lines] == episodes[:2] * 2
     for limit, expected in ((-1, 4), (0, None)):

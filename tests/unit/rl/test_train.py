@@ -1,8 +1,7 @@
-import json
-
 import pytest
 
 from tests.reliability import jobs
+from tests.unit.rl.toy import rows_of
 
 pytestmark = pytest.mark.long
 
@@ -23,5 +22,5 @@ def test_preset_runs_from_the_command_line(tmp_path):
     )
     assert outcome.exit_codes == [0], outcome.output
     assert "step:  2/2" in outcome.output and "training completed" in outcome.output
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 2]

@@ -4,7 +4,7 @@ import statistics
 import pytest
 import torch
 
-from tests.unit.rl.toy import gradients, toy_config, toy_samples
+from tests.unit.rl.toy import gradients, toy_config, toy_samples, weights_of
 from torchtitan.config.checks import ConfigError
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.losses import CrossEntropyLoss
@@ -32,10 +32,6 @@ def no_gradients(trainer):
 
 def batcher(**settings):
     return Batcher(**{"seq_len": 24, "rows": 4, "agg_mode": "token-sum"} | settings)
-
-
-def weights_of(trainer):
-    return [p.detach().clone() for part in trainer.engine.model_parts for p in part.parameters()]
 
 
 def test_two_calls_accumulate_what_one_call_with_both_batches_gives(trainer):

@@ -3,21 +3,8 @@ import json
 import pytest
 import torch
 
+from tests.unit.rl.samples import make_episode
 from torchtitan.rl.types import Episode, OptimParams, SamplingConfig, TrainingSample
-
-
-def make_episode(**changes) -> Episode:
-    values = dict(
-        group_id=3,
-        prompt="12+34=",
-        prompt_token_ids=(5, 6, 7),
-        expected_answer="46",
-        text="46",
-        token_ids=(8, 9),
-        token_log_probs=(-0.5, -0.25),
-        policy_version=4,
-    )
-    return Episode(**(values | changes))
 
 
 def test_sample_of_an_episode_predicts_the_sampled_tokens_and_nothing_else():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.rl.word_problems.make_data import MAX_EVENTS, problem, problems
+from tests.unit.rl.toy import rows_of
 from torchtitan.config import ConfigManager
 from torchtitan.job import resolve_job
 from torchtitan.rl.checks import check_rl_config
@@ -104,7 +105,7 @@ def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
     assert result.stdout.rstrip().endswith("--training.steps=3")
     config = parsed("qwen3_0.6b.toml")
     for path in (config.rl.task.path, config.rl.task.eval_path):
-        (row,) = (json.loads(line) for line in (tmp_path / path).read_text().splitlines())
+        (row,) = rows_of(tmp_path / path)
         assert row["prompt"].startswith("<|im_start|>user\n1+1?")
 
 
@@ -127,9 +128,9 @@ def test_recipe_runs_on_a_cpu_with_one_command(tmp_path):
     )
     assert result.returncode == 0, result.stderr + result.stdout
     folder = tmp_path / "seed_0/rl"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 2]
     assert {"eval/greedy_reward", "eval/sampled_reward"} <= rows[-1].keys()
-    episodes = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    episodes = rows_of(folder / "episodes.jsonl")
     assert len(episodes) == 2 * 2 * parsed("rl_cpu.toml").rl.num_samples_per_prompt
     assert all("#### " in episode["expected_answer"] for episode in episodes)

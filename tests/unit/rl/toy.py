@@ -1,5 +1,6 @@
 """Small RL jobs for tests: the toy model on the CPU in fp32."""
 
+import json
 import random
 from pathlib import Path
 
@@ -39,23 +40,30 @@ def toy_config(dump_folder: Path | str, *overrides: str) -> JobConfig:
 def toy_samples(n: int, seed: int = 0) -> list[TrainingSample]:
     """Made-up samples of different lengths, in groups of two."""
     rng = random.Random(seed)
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(VOCAB) for _ in range(count)]
-
     samples = []
     for i in range(n):
-        new = tokens(rng.randint(1, 9))
+        new, prompt = ([rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))] for _ in range(2))
+        logprobs, advantage = [rng.uniform(-4, -3) for _ in new], rng.uniform(-1, 1)
         samples.append(
-            TrainingSample.from_sequence(
-                tokens(rng.randint(1, 9)),
-                new,
-                [rng.uniform(-4, -3) for _ in new],
-                advantage=rng.uniform(-1, 1),
-                group_id=i // 2,
-            )
+            TrainingSample.from_sequence(prompt, new, logprobs, advantage, group_id=i // 2)
         )
     return samples
+
+
+def sampled(prompts, completions, num_samples: int = 1) -> list[TrainingSample]:
+    """The samples of a generator's completions, with advantage 1."""
+    return [
+        TrainingSample.from_sequence(prompts[i // num_samples], c.token_ids, c.token_logprobs, 1.0)
+        for i, c in enumerate(completions)
+    ]
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights_of(learner) -> list[torch.Tensor]:
+    return [p.detach().clone() for part in learner.engine.model_parts for p in part.parameters()]
 
 
 def gradients(trainer) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.checkpoint.test_checkpoint import NetAdapter, Run
-from torchtitan.adapters import peft_files
+from torchtitan.adapters import peft_config, peft_files
 from torchtitan.callbacks.metrics import JsonlLogger
 from torchtitan.callbacks.profiling import MemorySnapshot
 from torchtitan.checkpoint import folder as checkpoint_folder
@@ -193,7 +193,7 @@ READERS = {
     "model.safetensors": lambda folder: hf.check_files(str(folder)),
     "config.json": lambda folder: from_hf_config(folder),
     ".sha256sums": hashes,
-    "adapter_config.json": lambda folder: peft_files.read_config(str(folder)),
+    "adapter_config.json": lambda folder: peft_config.read_config(str(folder)),
     "adapter_model.safetensors": lambda folder: peft_files._shapes_in(
         str(folder / "adapter_model.safetensors")
     ),
@@ -230,6 +230,7 @@ def test_pipe_or_device_in_the_place_of_a_file_is_not_opened(tmp_path, monkeypat
 OPENED_OTHERWISE = {
     "cluster/engines.py": 'files("torchtitan.cluster")',
     "config/checks/files.py": "with open(os.path.join(trial",
+    "data/local_files.py": "with open(self.content",
     "data/python_docs.py": "text.read_bytes()",
     "numerics/products.py": 'open("/proc/cpuinfo")',
     "tools/logging.py": "os.devnull",

@@ -1,11 +1,9 @@
-"""Ranks of an engine fail together: if one rank fails in a step, every rank raises.
+"""Ranks of an engine fail together: if one rank fails in a step, every rank raises (docs/embedding.md).
 
-- A function of the caller (a loss_fn, say) fails: its rank finishes the call with losses of 0, so that
-  its collectives match the other ranks'. Then all ranks raise; the engine stays usable.
-- All ranks fail otherwise after the same collectives: all ranks raise; the engine stays usable.
-- Only some ranks fail otherwise, or a pipeline schedule fails, whose messages are not counted: other
-  ranks may wait in collectives that the failed rank never enters, so every rank aborts the engine's
-  groups. All ranks raise, and the engine is lost.
+If a function of the caller fails, its rank finishes the call with losses of 0, so that its collectives match
+the other ranks'. If all ranks fail otherwise after the same collectives, the engine stays usable, too. If
+only some do, others may wait in collectives that the failed rank never enters, so every rank aborts the
+engine's groups, and the engine is lost; also if a pipeline schedule fails, whose messages are not counted.
 
 A thread of each rank waits for messages in the store of the default process group. A step without a
 failure sends no messages.

@@ -22,7 +22,7 @@ from torchtitan.distributed.processes.own_groups import (
     making_groups,
 )
 from torchtitan.tools import host, torch_parts
-from torchtitan.tools.errors import RunError
+from torchtitan.tools.errors import ConfigError, RunError
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import get_device_info, run_beside
 
@@ -41,15 +41,10 @@ def init_distributed(
     Raises ValueError if an existing group cannot communicate on this machine's device.
     """
     if comm_config.mode != "default" and not dist.is_initialized():
-        value = os.environ.get("NGPU", "")
-        if not value.isdecimal() or int(value) < 1:
-            raise ValueError(
-                f"comm.mode = {comm_config.mode!r} simulates the number of ranks in the environment "
-                f"variable NGPU, which must be a positive integer, got {value!r}"
-            )
-        init_fake_mode(int(value), comm_config.mode)
+        world_size = ranks_in_environment(comm_config)
+        init_fake_mode(world_size, comm_config.mode)
         _destroy_group_at_end()
-        return int(value)
+        return world_size
     if dist.is_initialized():
         if host.engines():  # without an engine, nothing would restore the host's environment later
             _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
@@ -89,6 +84,18 @@ def init_distributed(
     host.change_attribute(sys, "excepthook", ranks_hook)
     _destroy_group_at_end()
     return dist.get_world_size()
+
+
+def ranks_in_environment(comm_config: Comm) -> int:
+    """Return the number of ranks in the environment: WORLD_SIZE, or NGPU if ranks are simulated."""
+    name, unset = ("WORLD_SIZE", "1") if comm_config.mode == "default" else ("NGPU", "")
+    value = os.environ.get(name, unset)
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(
+            f"with comm.mode = {comm_config.mode!r} the environment variable {name} is the number of "
+            f"ranks, a positive integer, got {value!r}; set it"
+        )
+    return int(value)
 
 
 def _destroy_group_at_end() -> None:

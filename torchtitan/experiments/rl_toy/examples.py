@@ -35,7 +35,7 @@ class SolvedExamples(BaseDataLoader):
             labels = torch.full((self.n_rows, self.seq_len), IGNORE_INDEX)
             for row in range(self.n_rows):
                 prompt = self.task.prompt(first + row)
-                answer = [*self.task.tokenizer.encode(prompt.answer), self.task.tokenizer.eos_id]
+                answer = self.task.tokenizer.encode(prompt.answer, add_eos=True)
                 example = torch.tensor([*prompt.token_ids, *answer])
                 n = len(example) - 1
                 if n > self.seq_len:

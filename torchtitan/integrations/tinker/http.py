@@ -23,8 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.integrations.tinker.requests import Refused
-from torchtitan.integrations.tinker.results import Answer
+from torchtitan.integrations.tinker.requests import Answer, Refused
 from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger
 

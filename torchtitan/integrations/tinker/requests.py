@@ -1,8 +1,9 @@
-"""Parses the JSON of requests; errors name the wrong value."""
+"""Answers to requests, and the parsing of requests' JSON; errors name the wrong value."""
 
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.integrations.tinker.types import AdamParams, ModelInput, SamplingParams
@@ -17,6 +18,16 @@ _KINDS: dict[type, str] = {
     list: "a list",
     dict: "an object",
 }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request: JSON values, or instead a protobuf message or a file."""
+
+    values: Any = None
+    status: int = 200
+    protobuf: bytes | None = None
+    file: str | None = None
 
 
 class Refused(ValueError):

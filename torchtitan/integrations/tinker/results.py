@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from torchtitan.integrations.tinker.request_queue import Command
-from torchtitan.integrations.tinker.requests import Refused, take
+from torchtitan.integrations.tinker.requests import Answer, Refused, take
 
 _MAX_WAITING = 8192  # requests without a result
 _SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
@@ -19,17 +19,6 @@ _SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
 # one; fetched results go first. Ids are kept longer, so a request that is sent twice does not run twice.
 _MAX_BYTES = 2**30  # of results
 _MAX_KNOWN = 2**16  # requests whose ids are kept
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a request: JSON values, or instead a protobuf message or a file."""
-
-    values: Any = None
-    status: int = 200
-    protobuf: bytes | None = None
-    file: str | None = None
-
 
 _DROPPED = Answer(status=410)  # replaces dropped results
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.integrations.tinker.http import REACHED_AT
-from torchtitan.integrations.tinker.requests import Refused, folder_of
-from torchtitan.integrations.tinker.results import Answer
+from torchtitan.integrations.tinker.requests import Answer, Refused, folder_of
 from torchtitan.tools.files import read_json_object
 
 EXTERNAL = "external_weights"  # for other programs only: PEFT or Hugging Face files

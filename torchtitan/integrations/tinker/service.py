@@ -19,6 +19,7 @@ from torchtitan.integrations.tinker.conversions import adapters_of, has_output_a
 from torchtitan.integrations.tinker.policy import BASE, MOST_SAMPLERS, drop_oldest
 from torchtitan.integrations.tinker.request_queue import Command
 from torchtitan.integrations.tinker.requests import (
+    Answer,
     Refused,
     adam_params,
     folder_of,
@@ -27,7 +28,7 @@ from torchtitan.integrations.tinker.requests import (
     sampling_params,
     take,
 )
-from torchtitan.integrations.tinker.results import Answer, Results
+from torchtitan.integrations.tinker.results import Results
 from torchtitan.integrations.tinker.saved import EXTERNAL, SavedFiles
 from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.tools.logging import logger

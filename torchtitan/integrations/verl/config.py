@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.workers.config import TorchtitanEngineConfig
 
-from torchtitan.adapters.peft_files import read_config
+from torchtitan.adapters.peft_config import read_config
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.common import clash, one_of, refuse, value_of
 from torchtitan.distributed.processes.ranks import num_ranks

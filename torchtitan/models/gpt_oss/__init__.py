@@ -276,7 +276,7 @@ _ROWS = (
     hf.SILU,
     hf.Must("attention_bias", True, "its projections have biases"),
     hf.Must("swiglu_alpha", 1.702, "the activation's slope is fixed"),
-    hf.Must("layer_types", lambda args: [_LAYERS[n % 2] for n in range(args.n_layers)]),
+    hf.Must("layer_types", hf.each_layer(lambda args, n: _LAYERS[n % 2])),
     hf.RoPE(
         _rope,
         kind="yarn",

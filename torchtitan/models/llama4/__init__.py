@@ -237,6 +237,7 @@ llama4_args: dict[str, TransformerModelArgs] = {
 }
 
 
+_KINDS = ("chunked_attention", "full_attention")
 _INTERVAL = hf.Field("no_rope_layer_interval", "every_n_layers_nope", default=4)
 _ROWS = (
     hf.KV_HEADS,
@@ -265,15 +266,12 @@ _ROWS = (
     ),
     hf.Must(
         "no_rope_layers",
-        lambda args: [int(not args.is_nope_layer(n)) for n in range(args.n_layers)],
+        hf.each_layer(lambda args, n: int(not args.is_nope_layer(n))),
         "layers without RoPE must be evenly spaced",
     ),
     hf.Must(
         "layer_types",
-        lambda args: [
-            "full_attention" if args.is_nope_layer(n) else "chunked_attention"
-            for n in range(args.n_layers)
-        ],
+        hf.each_layer(lambda args, n: _KINDS[args.is_nope_layer(n)]),
     ),
     hf.Must(
         "moe_layers",

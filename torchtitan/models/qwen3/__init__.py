@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
 from torchtitan.models.decoder import Attention, Decoder, FeedForward, TransformerBlock
 from torchtitan.models.family import add_old_paths, build_decoder_train_spec
 from torchtitan.models.hf_adapter import HFAdapter
+from torchtitan.models.hf_config import args_of
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
 from torchtitan.models.norm import head_norm
 from torchtitan.models.parallelize import parallelize_decoder as parallelize_qwen3
@@ -59,64 +61,9 @@ class Qwen3Model(Decoder):
     def is_moe_layer(self, layer_id: int) -> bool:
         return self.model_args.moe_enabled
 
-    def hidden_dim(self, layer_id: int) -> int:
-        args = self.model_args
-        return args.moe_inter_dim if args.moe_enabled else args.hidden_dim
-
 
 class Qwen3StateDictAdapter(HFAdapter):
     """Renames to Hugging Face's Qwen3ForCausalLM and Qwen2ForCausalLM."""
-
-
-def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, **fields: Any) -> Qwen3ModelArgs:
-    return Qwen3ModelArgs(
-        dim=dim, n_layers=n_layers, n_heads=n_heads, hidden_dim=hidden_dim, **fields
-    )
-
-
-def _experts(num_experts: int, moe_inter_dim: int, top_k: int = 8) -> dict[str, Any]:
-    moe_args = MoEArgs(
-        num_experts=num_experts,
-        num_shared_experts=0,
-        top_k=top_k,
-        score_func="softmax",
-        route_norm=True,
-        score_before_experts=False,
-    )
-    return {"moe_enabled": True, "moe_inter_dim": moe_inter_dim, "moe_args": moe_args}
-
-
-def _qwen2(
-    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **fields: Any
-) -> Qwen3ModelArgs:
-    fields |= {"head_dim": dim // n_heads, "max_seq_len": 32768, "qk_norm": False, "qkv_bias": True}
-    return _qwen3(dim, n_layers, n_heads, hidden_dim, n_kv_heads=n_kv_heads, **fields)
-
-
-_TIED = {"enable_weight_tying": True}
-# Larger Qwen 2.5 models pad the vocabulary, so that it splits evenly over more ranks.
-_PADDED = {"vocab_size": 152064}
-
-qwen3_args: dict[str, Qwen3ModelArgs] = {
-    "debugmodel": _qwen3(256, 8, 16, 3072, vocab_size=2048, **_TIED),
-    "0.6B": _qwen3(1024, 28, 16, 3072, **_TIED),
-    "1.7B": _qwen3(2048, 28, 16, 6144, **_TIED),
-    "4B": _qwen3(2560, 36, 32, 9728, **_TIED),
-    "8B": _qwen3(4096, 36, 32, 12288),
-    "14B": _qwen3(5120, 40, 40, 17408),
-    "32B": _qwen3(5120, 64, 64, 25600),
-    "debugmodel_moe_small": _qwen3(256, 4, 8, 3072, vocab_size=2048, **_experts(8, 256, top_k=2)),
-    "debugmodel_moe": _qwen3(256, 8, 16, 3072, vocab_size=2048, **_experts(64, 768)),
-    "30B-A3B": _qwen3(2048, 48, 32, 6144, n_kv_heads=4, max_seq_len=262144, **_experts(128, 768)),
-    "235B-A22B": _qwen3(
-        4096, 94, 64, 12288, n_kv_heads=4, rope_theta=5_000_000, **_experts(128, 1536)
-    ),
-    "Qwen2-0.5B": _qwen2(896, 24, 14, 2, 4864, **_TIED),
-    "Qwen2.5-3B": _qwen2(2048, 36, 16, 2, 11008, **_TIED),
-    "Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944, **_PADDED),
-    "Qwen2.5-14B": _qwen2(5120, 48, 40, 8, 13824, norm_eps=1e-5, **_PADDED),
-    "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648, norm_eps=1e-5, **_PADDED),
-}
 
 
 _NO_WINDOWS = "qwen models have no sliding windows here"
@@ -125,11 +72,8 @@ _ROWS = (
     hf.Field("intermediate_size", "hidden_dim"),
     hf.SILU,
     hf.Must("use_sliding_window", False, _NO_WINDOWS),
-    hf.Must("layer_types", lambda args: ["full_attention"] * args.n_layers, _NO_WINDOWS),
+    hf.Must("layer_types", hf.each_layer(lambda args, n: "full_attention"), _NO_WINDOWS),
     hf.RoPE(),
-)
-_HEAD_DIM_OF_QWEN2 = hf.Field(
-    "head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]
 )
 _QWEN3_ROWS = (
     *_ROWS,
@@ -145,15 +89,57 @@ _EXPERT_ROWS = (
     hf.Must("mlp_only_layers", [], "every layer has experts"),
 )
 _QWEN2_ARGS = {"qk_norm": False, "qkv_bias": True, "moe_enabled": False}
-_QWEN3_ARGS = {"qk_norm": True, "qkv_bias": False}
+_QWEN3_ARGS = {"qk_norm": True, "qkv_bias": False, "moe_enabled": False}
+_MOE_ARGS = _QWEN3_ARGS | {"moe_enabled": True} | hf.SOFTMAX_ROUTER | hf.NO_SHARED_EXPERTS
 hf_types = {
-    "qwen2": hf.HFType("Qwen2", (*_ROWS, _HEAD_DIM_OF_QWEN2), _QWEN2_ARGS),
-    "qwen3": hf.HFType("Qwen3", _QWEN3_ROWS, _QWEN3_ARGS | {"moe_enabled": False}),
-    "qwen3_moe": hf.HFType(
-        "Qwen3Moe",
-        _QWEN3_ROWS + _EXPERT_ROWS,
-        _QWEN3_ARGS | {"moe_enabled": True} | hf.SOFTMAX_ROUTER | hf.NO_SHARED_EXPERTS,
-    ),
+    "qwen2": hf.HFType("Qwen2", (*_ROWS, hf_lm.HEAD_DIM), _QWEN2_ARGS),
+    "qwen3": hf.HFType("Qwen3", _QWEN3_ROWS, _QWEN3_ARGS),
+    "qwen3_moe": hf.HFType("Qwen3Moe", _QWEN3_ROWS + _EXPERT_ROWS, _MOE_ARGS),
+}
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 4096,
+}
+_QWEN2 = _QWEN3 | {"model_type": "qwen2", "max_position_embeddings": 32768}
+_TIED = {"tie_word_embeddings": True}
+_SMALL = {"vocab_size": 2048}
+# Larger Qwen 2.5 models pad the vocabulary, so that it splits evenly over more ranks.
+_PADDED = {"vocab_size": 152064}
+
+
+def _experts(num_experts: int, moe_inter_dim: int, top_k: int = 8) -> dict[str, Any]:
+    sizes = {"num_experts": num_experts, "moe_intermediate_size": moe_inter_dim}
+    router = {"num_experts_per_tok": top_k, "norm_topk_prob": True}
+    return {"model_type": "qwen3_moe", **sizes, **router}
+
+
+_30B = {"max_position_embeddings": 262144, **_experts(128, 768)}
+_235B = {"rope_theta": 5_000_000, **_experts(128, 1536)}
+qwen3_args: dict[str, Qwen3ModelArgs] = {
+    flavor: args_of(config, hf_types[config["model_type"]], Qwen3ModelArgs)
+    for flavor, config in {
+        "debugmodel": _QWEN3 | hf_lm.sizes(256, 8, 3072, 16, 8, **_SMALL, **_TIED),
+        "0.6B": _QWEN3 | hf_lm.sizes(1024, 28, 3072, 16, 8, **_TIED),
+        "1.7B": _QWEN3 | hf_lm.sizes(2048, 28, 6144, 16, 8, **_TIED),
+        "4B": _QWEN3 | hf_lm.sizes(2560, 36, 9728, 32, 8, **_TIED),
+        "8B": _QWEN3 | hf_lm.sizes(4096, 36, 12288, 32, 8),
+        "14B": _QWEN3 | hf_lm.sizes(5120, 40, 17408, 40, 8),
+        "32B": _QWEN3 | hf_lm.sizes(5120, 64, 25600, 64, 8),
+        "debugmodel_moe_small": _QWEN3
+        | hf_lm.sizes(256, 4, 3072, 8, 8, **_SMALL, **_experts(8, 256, top_k=2)),
+        "debugmodel_moe": _QWEN3 | hf_lm.sizes(256, 8, 3072, 16, 8, **_SMALL, **_experts(64, 768)),
+        "30B-A3B": _QWEN3 | hf_lm.sizes(2048, 48, 6144, 32, 4, **_30B),
+        "235B-A22B": _QWEN3 | hf_lm.sizes(4096, 94, 12288, 64, 4, **_235B),
+        "Qwen2-0.5B": _QWEN2 | hf_lm.sizes(896, 24, 4864, 14, 2, **_TIED),
+        "Qwen2.5-3B": _QWEN2 | hf_lm.sizes(2048, 36, 11008, 16, 2, **_TIED),
+        "Qwen2.5-7B": _QWEN2 | hf_lm.sizes(3584, 28, 18944, 28, 4, **_PADDED),
+        "Qwen2.5-14B": _QWEN2 | hf_lm.sizes(5120, 48, 13824, 40, 8, rms_norm_eps=1e-5, **_PADDED),
+        "Qwen2.5-32B": _QWEN2 | hf_lm.sizes(5120, 64, 27648, 40, 8, rms_norm_eps=1e-5, **_PADDED),
+    }.items()
 }
 
 
