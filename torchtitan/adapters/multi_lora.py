@@ -26,6 +26,7 @@ from torchtitan.distributed.dtensor import (
     load_dtensor,
     local_shape_and_offsets,
     local_tensor,
+    own_slices,
     with_local,
 )
 from torchtitan.numerics.low_rank import LowRank
@@ -100,10 +101,8 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
     replicate = load_dtensor().Replicate()
     computed = [p if split else replicate for p, split in zip(placements, is_split, strict=True)]
     shape, begins = local_shape_and_offsets(parameter.shape, mesh, computed)
-    own_shape, own_begins = local_shape_and_offsets(parameter.shape, mesh, placements)
-    own = tuple(
-        slice(o - b, o - b + n) for o, b, n in zip(own_begins, begins, own_shape, strict=True)
-    )
+    of_whole = zip(own_slices(parameter), begins, strict=True)
+    own = tuple(slice(part.start - begin, part.stop - begin) for part, begin in of_whole)
     axes = list(enumerate(zip(placements, is_split, strict=True)))
     shards = [mesh.get_group(i) for i, (p, split) in axes if not split and not p.is_replicate()]
     # TP or EP axes along which this matrix is replicated; their ranks have partial gradients.

@@ -241,10 +241,7 @@ def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None
             return f"{name} cannot be read ({error.strerror})"
         return None
 
-    try:
-        expected = from_rank_zero(lambda: recorded_hashes(folder)) if hashes is None else hashes
-    except (ValueError, OSError) as error:
-        return str(error)
+    expected = from_rank_zero(lambda: recorded_hashes(folder)) if hashes is None else hashes
     problems = filter(None, in_two_threads(problem, own_share(list(expected))))
     return next(filter(None, all_ranks(next(problems, None))), None)
 
