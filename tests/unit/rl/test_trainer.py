@@ -113,7 +113,7 @@ def test_step_takes_the_callers_settings_once_and_zeroes(trainer):
     assert [(g["betas"], g["eps"], g["weight_decay"]) for g in groups] == own
 
     trainer.forward_backward(batcher().batch(toy_samples(3)))
-    assert trainer.optim_step().lr == pytest.approx(trainer.job_config.optimizer.lr, rel=0.2)
+    assert trainer.optim_step().lr == pytest.approx(trainer.job_config.optimizer.lr, rel=0.5)
 
 
 @dataclasses.dataclass(frozen=True)
