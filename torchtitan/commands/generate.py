@@ -108,7 +108,14 @@ def _answer(
     shows: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return (continuations of a prompt, counts and times). shows: print the texts, the first while it is drawn."""
-    ids, started = encode_prompt(tokenizer, prompt), time.monotonic()
+    begins = getattr(tokenizer, "begins_documents", True)
+    ids = tokenizer.encode(prompt, add_bos=begins, add_eos=False)
+    if not ids:
+        raise ValueError(
+            "an empty --prompt needs a tokenizer with a begin-of-text token, and this one has none; "
+            "give --prompt a text"
+        )
+    started = time.monotonic()
     drawn, shown = itertools.tee(draw(ids))
     tokens = (of_rows[0] for of_rows in shown)
     first = next(tokens)  # raises for options out of range, before anything is printed
@@ -143,18 +150,6 @@ def pieces_of(tokenizer: BaseTokenizer, prompt: list[int], tokens: Iterable[int]
         if not text.endswith("\ufffd"):  # in the middle of a character's bytes
             yield text[len(shown) :]
             shown = text
-
-
-def encode_prompt(tokenizer: BaseTokenizer, text: str) -> list[int]:
-    """Return the token ids of `text` as the beginning of a document; ValueError if there are none."""
-    begins = getattr(tokenizer, "begins_documents", True)
-    ids = tokenizer.encode(text, add_bos=begins, add_eos=False)
-    if not ids:
-        raise ValueError(
-            "an empty --prompt needs a tokenizer with a begin-of-text token, and this one has none; "
-            "give --prompt a text"
-        )
-    return ids
 
 
 def chat(

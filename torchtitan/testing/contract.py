@@ -7,7 +7,7 @@ broken. Most checks compare the engine with a plain loop over one document at a 
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,35 +76,9 @@ def run_on_rank(check: Check, folder: str) -> None:
 # ---- helpers of checks ----
 
 
-def scores(engine: TrainingEngine, microbatches: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """Return the log-probabilities of documents from `forward_step`, [n] per microbatch.
-
-    Returns None on a pipeline rank without the last stage.
-    """
-    packed = [pack(documents) for documents in microbatches]
-
-    def of_labels(logits: Tensor, batch: tiny_jobs.Batch) -> Tensor:
-        labels = batch["labels"]
-        return logprobs_of(logits.float(), labels)[labels != IGNORE_INDEX]
-
-    batches = [batch | {"labels": labels} for batch, labels in packed]
-    return engine.forward_step(batches, output_fn=of_labels)
-
-
 def assert_same_weights(engine: TrainingEngine, expected: dict[str, Tensor]) -> None:
     for name, tensor in whole_weights(engine).items():
         assert torch.equal(tensor, expected[name]), name
-
-
-def assert_steps_of_plain_loop(engine: TrainingEngine, *steps: list[Tensor]) -> None:
-    """Check losses, gradient norms and the final weights against a plain loop."""
-    plain = PlainLoop(engine)
-    for documents in steps:
-        ours = run_step(engine, documents)
-        assert_close(ours, plain.run_step(documents), rtol=1e-5, atol=0)
-    theirs = plain.model.state_dict()
-    for name, tensor in whole_weights(engine).items():
-        assert_close(tensor, theirs[name], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def global_state() -> dict[str, Any]:
@@ -146,7 +120,13 @@ def guest_leaves_what_it_found(kit: Kit) -> None:
 def steps(kit: Kit, layout: str, attn_type: str) -> None:
     """Two steps on packed documents under {}, {} equal those of a plain loop."""
     with kit.build(layout, attn_type=attn_type) as engine:
-        assert_steps_of_plain_loop(engine, make_documents(31), make_documents(32))
+        plain = PlainLoop(engine)
+        for documents in (make_documents(31), make_documents(32)):
+            ours = run_step(engine, documents)
+            assert_close(ours, plain.run_step(documents), rtol=1e-5, atol=0)
+        theirs = plain.model.state_dict()
+        for name, tensor in whole_weights(engine).items():
+            assert_close(tensor, theirs[name], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def split(kit: Kit, flavor: str) -> None:
@@ -172,10 +152,17 @@ def split(kit: Kit, flavor: str) -> None:
 
 def forward_step(kit: Kit, layout: str, attn_type: str) -> None:
     """Under {}, {} log-probabilities of packed documents equal those of each document alone."""
+
+    def logprobs_of_labels(logits: Tensor, batch: tiny_jobs.Batch) -> Tensor:
+        labels = batch["labels"]
+        return logprobs_of(logits.float(), labels)[labels != IGNORE_INDEX]
+
     documents = make_documents(15, (5, 21, 9, 2, 13))
+    packed = [pack(documents), *(pack([document]) for document in documents)]
+    batches = [batch | {"labels": labels} for batch, labels in packed]
     with kit.build(layout, attn_type=attn_type) as engine:
         plain = PlainLoop(engine)
-        outputs = scores(engine, [documents, *([d] for d in documents)])
+        outputs = engine.forward_step(batches, output_fn=logprobs_of_labels)
         assert (outputs is None) is not engine.has_outputs
         if outputs is not None:
             expected = torch.cat([plain.logprobs(d) for d in documents]).detach()
