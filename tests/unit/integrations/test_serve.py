@@ -222,7 +222,7 @@ def test_second_session_waits_until_the_owner_is_silent_or_shows_that_it_lives(
     is_answered.set()
     beats.join()
     assert status == 400 and "owns this server's only policy; close that" in answer["detail"]
-    monkeypatch.setattr(service, "SECONDS_UNTIL_GONE", 0.3)
+    monkeypatch.setattr(service, "SECONDS_UNTIL_GONE", 1.0)
     heartbeat()
     status, answer = other.send("GET", f"/api/v1/training_runs/{run.model}")  # no sign of life
     assert status == 200 and json.loads(answer)["is_lora"] is False
