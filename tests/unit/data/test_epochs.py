@@ -145,10 +145,10 @@ def test_each_pass_reads_every_document_once_and_the_rest_is_padding(
     assert steps == -(-whole_steps // (rows * ranks))
 
 
-def write_documents(folder, n, name="tokens"):
-    """Write n documents of 8 to 79 tokens; document i has the token 100 + i only. Returns lengths."""
+def write_documents(folder, n, name="tokens", first_id=100):
+    """Write n documents of 8 to 79 tokens; document i has the token first_id + i only. Returns lengths."""
     lengths = np.random.default_rng(4).integers(8, 80, n).tolist()
-    documents = [[100 + i] * length for i, length in enumerate(lengths)]
+    documents = [[first_id + i] * length for i, length in enumerate(lengths)]
     write_pair(str(folder / name), documents, np.dtype("<u2"))
     return lengths
 
@@ -165,6 +165,7 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
     method, is_mixture, tmp_path
 ):
     lengths = write_documents(tmp_path, 150)
+    write_documents(tmp_path, 150, "other", first_id=300)
     tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
     states, batches = {}, []
     phases = [(2, 2, 8), (1, 2, 8), (4, 0, 8), (1, 0, 6), (2, 1, 10)]
@@ -177,10 +178,9 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
         config = config_of(tmp_path, method, *flags)
         config.training.epochs = None if is_mixture else 2
         if is_mixture:
-            path = str(tmp_path / "tokens")
             config.training.mixture = [
-                MixtureSource("tokens", path, weight=0.3, epochs=0.5),
-                MixtureSource("tokens", path, weight=0.7, epochs=1.5),
+                MixtureSource("tokens", str(tmp_path / "tokens"), weight=0.3, epochs=0.5),
+                MixtureSource("tokens", str(tmp_path / "other"), weight=0.7, epochs=1.5),
             ]
         n_steps = 3 if number + 1 < len(phases) else None
         merged, steps_left = {}, set()
@@ -197,8 +197,9 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
     if not is_mixture:
         assert read == {100 + i: 2 * length for i, length in enumerate(lengths)}
     else:
-        of_passes = {100 + i: read[100 + i] / length for i, length in enumerate(lengths)}
-        assert sum(of_passes.values()) == 2 * 150 and set(of_passes.values()) <= {1, 2, 3}
+        for first_id, n_passes in ((100, 0.5), (300, 1.5)):
+            times = [read[first_id + i] / length for i, length in enumerate(lengths)]
+            assert sum(times) == n_passes * 150 and set(times) == {n_passes - 0.5, n_passes + 0.5}
 
 
 def test_finished_run_goes_on_with_another_epoch():
