@@ -8,12 +8,14 @@ and optimizer state after three steps have to be those of one process.
 import dataclasses
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from tests.distributed.training_runs import DealtRows, build_dealt_rows
 from tests.reliability.jobs import flags_in
+from torchtitan.batch.documents import IGNORE_INDEX
+from torchtitan.data.dataloader import BaseDataLoader
 from torchtitan.distributed.tied_copies import FIRST, name_in_whole_model, trained_copies_in
 from torchtitan.models.causal_lm import CausalLM, CausalLMArgs, LayerKind
 from torchtitan.models.family import build_decoder_train_spec
@@ -224,6 +226,71 @@ REPLAYED = ", experts replayed"  # behind an entry of BATCHES: batches say which
 _WITHOUT_SDPA = {"llama4", "gpt_oss", "gemma4"}
 
 
+class DealtRows(BaseDataLoader):
+    """Random rows; each data-parallel rank gets its share of every global batch.
+
+    Labels are ignored at random, and more in some rows than in others, so that ranks and
+    microbatches hold unequal numbers of valid tokens.
+    with_positions: the rows are packed documents of random lengths.
+    """
+
+    def __init__(
+        self,
+        dp_rank: int,
+        dp_size: int,
+        local_batch_size: int,
+        seq_len: int,
+        with_positions: bool = False,
+    ):
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.with_positions = with_positions
+        self.local_batch_size, self.seq_len = local_batch_size, seq_len
+        self.num_batches = 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            first = (self.num_batches * self.dp_size + self.dp_rank) * self.local_batch_size
+            self.num_batches += 1
+            indices = range(first, first + self.local_batch_size)
+            rows = [self._row(index) for index in indices]
+            batch = {"input": torch.stack([tokens[:-1] for tokens, _ in rows])}
+            if self.with_positions:
+                batch["positions"] = torch.stack([self._positions(index) for index in indices])
+            yield batch, torch.stack([labels for _, labels in rows])
+
+    def _row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 2048, (self.seq_len + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        share_ignored = 0.1 + 0.2 * (index % 4)
+        labels[torch.rand(self.seq_len, generator=generator) < share_ignored] = IGNORE_INDEX
+        return tokens, labels
+
+    def _positions(self, index: int) -> torch.Tensor:
+        """Restart with every document, and with more of them in some rows than in others."""
+        generator = torch.Generator().manual_seed(index)
+        is_start = torch.rand(self.seq_len, generator=generator) < 0.1 * (index % 4)
+        columns = torch.arange(self.seq_len)
+        return columns - torch.where(is_start, columns, 0).cummax(0).values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_batches": self.num_batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_batches = state_dict["num_batches"]
+
+
+def build_dealt_rows(dp_world_size, dp_rank, tokenizer, job_config) -> DealtRows:
+    training = job_config.training
+    return DealtRows(
+        dp_rank,
+        dp_world_size,
+        training.local_batch_size,
+        training.seq_len,
+        with_positions=job_config.model.attn_mask_type == "position_block_causal",
+    )
+
+
 @dataclasses.dataclass
 class Run:
     """What one run gave; tensors are whole, by the name of their parameter."""
@@ -319,7 +386,6 @@ def random_experts(model, step: int) -> torch.Tensor:
 
 def run_step(engine, layout: Layout, step: int, replays: bool = False) -> float:
     """Forward and backward of this rank's share; returns the loss of the global batch."""
-    from torchtitan.batch.documents import IGNORE_INDEX
     from torchtitan.distributed.utils import dist_sum
 
     batch, labels = global_batch(step, engine.packing.separates_documents)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.distributed.training_runs import DealtRows, make_trainer
+from tests.distributed.layout_matrix import DealtRows
+from tests.distributed.training_runs import make_trainer
 from torchtitan.testing.gloo import run_ranks
 
 TWO_RANKS = [

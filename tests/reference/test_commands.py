@@ -191,29 +191,15 @@ def test_imported_folder_is_a_checkpoint_of_the_same_model(hf_folder, run, tmp_p
 
 def train_lora(hf_folder, folder, dtype="float32"):
     """Write a run of two LoRA steps, and the PEFT folder of its engine."""
-    flags = {
-        "job.dump_folder": folder,
-        "model.name": "qwen3",
-        "model.hf_config": hf_folder,
-        "model.hf_assets_path": hf_folder,
-        "model.converters": "lora",
-        "lora.rank": 4,
-        "training.dataset": "python_docs",
-        "training.seq_len": 32,
-        "training.local_batch_size": 2,
-        "training.steps": 2,
-        "training.mixed_precision_param": dtype,
-        "optimizer.lr": 0.1,
-        "lr_scheduler.warmup_steps": 0,
-        "activation_checkpoint.mode": "none",
-        "checkpoint.interval": 2,
-    }
-    switches = [
-        "--checkpoint.enable",
-        "--checkpoint.initial_load_in_hf",
-        "--checkpoint.no_last_save_model_only",
-    ]
-    config = ConfigManager().parse_args([f"--{k}={v}" for k, v in flags.items()] + switches)
+    flags = f"""
+        --job.dump_folder={folder} --model.name=qwen3 --model.hf_config={hf_folder}
+        --model.hf_assets_path={hf_folder} --model.converters=lora --lora.rank=4
+        --training.dataset=python_docs --training.seq_len=32 --training.local_batch_size=2
+        --training.steps=2 --training.mixed_precision_param={dtype} --optimizer.lr=0.1
+        --lr_scheduler.warmup_steps=0 --activation_checkpoint.mode=none --checkpoint.interval=2
+        --checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no_last_save_model_only
+    """
+    config = ConfigManager().parse_args(flags.split())
     with events.recording(config), Trainer(config) as trainer:
         trainer.train()
         trainer.save_peft(folder / "peft")

@@ -237,7 +237,7 @@ def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> 
     folder = records[0].filename.partition("/")[0]  # torch's rule
     found = {record.filename.removeprefix(f"{folder}/"): record for record in records}
     numbers, byte_order = found.get("data/0"), found.get("byteorder")
-    if target is None or numbers is None or len(pickles) != 1 or not target.is_cpu:
+    if type(target) is not torch.Tensor or not target.is_cpu or not numbers or len(pickles) != 1:
         return None
     if byte_order is not None and byte_order.file_size != len(sys.byteorder):  # little or big
         return None

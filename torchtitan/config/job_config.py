@@ -261,7 +261,7 @@ class Training(Section):
     # the attention mask keeps documents apart
     mask_boundary_loss: bool | None = None
     # Compute the loss in the output projection, with the logits of this many tokens at a time; 0: of all
-    # tokens; -1: 1,024 on a CPU and 4,096 elsewhere, but 0 if the vocabulary is smaller than 16,384
+    # tokens; -1: 1,024 on a CPU and 4,096 elsewhere, but 0 if the vocabulary is smaller than 4,096
     loss_chunk: Annotated[int, Range(-1, 10**12)] = -1
     gc_freq: NumSteps = 50  # Collect Python garbage every this many steps, on all ranks at once
     gc_debug: bool = False  # Collect after every step and warn about reference cycles

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.batch.documents import SAMPLE_IDS
+from torchtitan.data.document_sources import BEGIN_AGAIN
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.row_streams import Row
 from torchtitan.distributed.processes.stop import leave_signals_to_trainer
@@ -23,7 +24,6 @@ from torchtitan.tools.unpickling import read_plain
 from torchtitan.tools.utils import get_device_type
 
 _MOST_RANKS = 2**20
-_BEGIN_AGAIN = "start the data over with checkpoint.exclude_from_loading = ['dataloader']"
 
 
 class DataloaderExhaustedError(Exception):
@@ -126,7 +126,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         if not isinstance(saved_world_size, int) or not 1 <= saved_world_size <= _MOST_RANKS:
             raise ValueError(
                 f"the data position's number of ranks is {saved_world_size!r}: the checkpoint is "
-                f"damaged; {_BEGIN_AGAIN}"
+                f"damaged; {BEGIN_AGAIN}"
             )
         if self._rank_id not in state_dict and saved_world_size == self.dp_world_size:
             logger.warning(
@@ -154,7 +154,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             raise ValueError(
                 f"the data position was saved by {saved_world_size} data-parallel ranks, and for "
                 f"{self.dp_world_size} with {self.num_workers} data workers {problem}: resume on "
-                f"{saved_world_size} ranks with as many data workers as before, or {_BEGIN_AGAIN}"
+                f"{saved_world_size} ranks with as many data workers as before, or {BEGIN_AGAIN}"
             )
         loader_states = [_read_loader_state(state_dict, n) for n in names if n in state_dict]
         super().load_state_dict({})  # drops the present iterator and its workers
@@ -176,7 +176,7 @@ def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(
             f"the data position of {name} is a {type(state).__name__} and no dict: the checkpoint "
-            f"is damaged; {_BEGIN_AGAIN}"
+            f"is damaged; {BEGIN_AGAIN}"
         )
     return state
 
@@ -189,7 +189,7 @@ def _one_error_if_damaged() -> Iterator[None]:
         reason = (str(error).splitlines() or [""])[-1]
         raise ValueError(
             f"the data position in the checkpoint is not one of this dataset and dataloader "
-            f"({type(error).__name__}: {reason}); {_BEGIN_AGAIN}"
+            f"({type(error).__name__}: {reason}); {BEGIN_AGAIN}"
         ) from error
 
 

@@ -323,9 +323,7 @@ class StreamedFeed:
         self._next = None
 
     def state(self) -> Any:
-        if self._block:
-            return self._pass, self._start, self._num_taken
-        return self._pass, self._position(), 0
+        return self._pass, self._start, self._num_taken
 
     def load(self, state: Any) -> None:
         pass_number, position, num_taken = state
@@ -337,7 +335,7 @@ class StreamedFeed:
             self._num_taken = num_taken
 
     def _go_to(self, pass_number: int, position: Any) -> None:
-        self._pass, self._loaded, self._has_begun = pass_number, position, False
+        self._pass, self._has_begun = pass_number, False
         # First the epoch: the dataset ignores a position of another epoch.
         self._data.set_epoch(pass_number)
         self._data.load_state_dict(position)
@@ -346,13 +344,12 @@ class StreamedFeed:
         self._start, self._num_taken = position, 0
         self._next: OpenDocument | None = None
 
-    def _position(self) -> Any:
-        # Before iteration, `datasets` reports its start instead of the loaded position.
-        return self._data.state_dict() if self._has_begun else self._loaded
-
     def _read_block(self) -> bool:
         """Fill the block with the next documents of the pass; False if there are none."""
-        self._start, self._num_taken = self._position(), 0
+        # Before iteration, `datasets` reports its start instead of the loaded position.
+        if self._has_begun:
+            self._start = self._data.state_dict()
+        self._num_taken = 0
         if self._samples is None:
             self._samples = iter(self._data)
         n = 1 if self.source.seed is None else STREAM_BLOCK

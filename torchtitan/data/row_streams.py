@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchtitan.batch.documents import IGNORE_INDEX, PADDING, SAMPLE_IDS
-from torchtitan.data.document_sources import Source
+from torchtitan.data.document_sources import BEGIN_AGAIN, Source
 from torchtitan.data.open_document import OpenDocument, Tokens, join
 
 # After this many consecutive documents without a token, the dataset is reported as empty.
@@ -153,8 +153,7 @@ class RowStream:
             if length and document.num_left != length:
                 raise ValueError(
                     f"{source.where(document.index)}: had {length} tokens when the data position was saved, "
-                    f"and has {document.num_left}; resume with the same data and tokenizer, or begin again: "
-                    "checkpoint.exclude_from_loading = ['dataloader']"
+                    f"and has {document.num_left}; resume with the same data and tokenizer, or {BEGIN_AGAIN}"
                 )
             self.open.append(document)
 

@@ -9,7 +9,7 @@ The model is a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `no
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -31,13 +31,10 @@ from torchtitan.tools import host, torch_parts
 from torchtitan.tools.logging import logger
 
 
-class _Communication:
-    def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
-        return torch.empty(*size, **options)
-
-
-class CpuAllGather(_Communication):
+class CpuAllGather:
     """Gathers FSDP's parameters on the CPU. The input tensor is a part of the output tensor."""
+
+    allocate = staticmethod(torch.empty)
 
     def __call__(
         self,
@@ -49,8 +46,10 @@ class CpuAllGather(_Communication):
         broadcast_all(output_tensor.view(group.size(), -1), group)
 
 
-class CpuReduceScatter(_Communication):
+class CpuReduceScatter:
     """Sums FSDP's gradients on the CPU, in rank order."""
+
+    allocate = staticmethod(torch.empty)
 
     def __call__(
         self,

@@ -18,59 +18,40 @@ _OUTPUTS = {"weight": 0, "bias": 0, "lora_a": None, "lora_b": 0}
 _INPUTS = {"weight": 1, "bias": None, "lora_a": 1, "lora_b": None}
 _ALIKE = {"weight": None, "bias": None, "lora_a": None, "lora_b": None}
 
+_BLOCK, _ATTENTION, _MOE = "layers.*.", "layers.*.attention.", "layers.*.moe."
+
+
+def _rows(prefix: str, modules: str, split: dict[str, int | None]) -> dict:
+    return {prefix + module: split for module in modules.split()}
+
+
 TENSOR_PARALLEL_PLAN: dict[str, dict[str, int | None]] = {
-    "tok_embeddings": _OUTPUTS,
-    "norm": _ALIKE,
-    "output": _OUTPUTS,
-    "score": _ALIKE,
-    "layers.*.attention_norm": _ALIKE,
-    "layers.*.ffn_norm": _ALIKE,
-    "layers.*.attention_post_norm": _ALIKE,
-    "layers.*.ffn_post_norm": _ALIKE,
+    **_rows("", "tok_embeddings output", _OUTPUTS),
+    **_rows("", "norm score", _ALIKE),
+    **_rows(_BLOCK, "attention_norm ffn_norm attention_post_norm ffn_post_norm", _ALIKE),
     # attention, split by heads
     "layers.*.attention": {"sinks": 0, "conv_q": 0, "conv_k": 0, "conv_v": 0},
-    "layers.*.attention.wq": _OUTPUTS,
-    "layers.*.attention.wk": _OUTPUTS,
-    "layers.*.attention.wv": _OUTPUTS,
-    "layers.*.attention.wg": _OUTPUTS,
-    "layers.*.attention.wo": _INPUTS,
-    "layers.*.attention.q_norm": _ALIKE,
-    "layers.*.attention.k_norm": _ALIKE,
+    **_rows(_ATTENTION, "wq wk wv wg", _OUTPUTS),
+    **_rows(_ATTENTION, "wo", _INPUTS),
+    **_rows(_ATTENTION, "q_norm k_norm", _ALIKE),
     # linear attention, split by key heads
-    "layers.*.attention.wz": _OUTPUTS,
-    "layers.*.attention.wb": _OUTPUTS,
-    "layers.*.attention.wa": _OUTPUTS,
+    **_rows(_ATTENTION, "wz wb wa", _OUTPUTS),
+    **_rows(_ATTENTION, "norm", _ALIKE),
     "layers.*.attention.decay": {"A_log": 0, "dt_bias": 0},
-    "layers.*.attention.norm": _ALIKE,
     # latents that all heads share
-    "layers.*.attention.wq_a": _ALIKE,
-    "layers.*.attention.wq_b": _OUTPUTS,
-    "layers.*.attention.wkv_a": _ALIKE,
-    "layers.*.attention.kv_norm": _ALIKE,
-    "layers.*.attention.wkv_b": _OUTPUTS,
+    **_rows(_ATTENTION, "wq_a wkv_a kv_norm", _ALIKE),
+    **_rows(_ATTENTION, "wq_b wkv_b", _OUTPUTS),
     # feed-forward and experts, split by hidden units
-    "layers.*.feed_forward.w1": _OUTPUTS,
-    "layers.*.feed_forward.w3": _OUTPUTS,
-    "layers.*.feed_forward.w2": _INPUTS,
-    "layers.*.moe.router.gate": _ALIKE,
-    "layers.*.moe.shared_gate": _ALIKE,
-    "layers.*.moe.shared_experts.w1": _OUTPUTS,
-    "layers.*.moe.shared_experts.w3": _OUTPUTS,
-    "layers.*.moe.shared_experts.w2": _INPUTS,
+    **_rows(_BLOCK, "feed_forward.w1 feed_forward.w3", _OUTPUTS),
+    **_rows(_BLOCK, "feed_forward.w2", _INPUTS),
+    **_rows(_MOE, "router.gate shared_gate", _ALIKE),
+    **_rows(_MOE, "shared_experts.w1 shared_experts.w3", _OUTPUTS),
+    **_rows(_MOE, "shared_experts.w2", _INPUTS),
     "layers.*.moe.experts": {
-        "w1": 1,
-        "w3": 1,
-        "w2": 2,
-        "w1_lora_a": None,
-        "w1_lora_b": 1,
-        "w3_lora_a": None,
-        "w3_lora_b": 1,
-        "w2_lora_a": 2,
-        "w2_lora_b": None,
-        "mlp1_weight": 1,
-        "mlp1_bias": 1,
-        "mlp2_weight": 2,
-        "mlp2_bias": None,
+        **{"w1": 1, "w1_lora_a": None, "w1_lora_b": 1},
+        **{"w3": 1, "w3_lora_a": None, "w3_lora_b": 1},
+        **{"w2": 2, "w2_lora_a": 2, "w2_lora_b": None},
+        **{"mlp1_weight": 1, "mlp1_bias": 1, "mlp2_weight": 2, "mlp2_bias": None},
     },
 }
 

@@ -212,15 +212,18 @@ def _loop(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
     if not job_config.has_critic:
         yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
-    if rl.num_samples_per_prompt < 2 and (
-        rl.advantage.name in ("group_mean", "rloo") or rl.redraws
-    ):
-        # The advantage would always be 0, and every prompt would be drawn again.
-        yield (
-            f"rl.advantage.name = {rl.advantage.name!r} or rl.redraws = {rl.redraws} compares completions of "
-            f"one prompt, got rl.num_samples_per_prompt = {rl.num_samples_per_prompt}; set it to 2 or more, "
-            "or rl.advantage.name to 'none' or 'gae' and rl.redraws to 0"
-        )
+    # With one completion per prompt, the advantage is always 0 and every prompt is drawn again.
+    settings = {
+        f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
+        f"rl.redraws = {rl.redraws}": rl.redraws > 0,
+    }
+    for setting, compares in settings.items():
+        if compares and rl.num_samples_per_prompt < 2:
+            yield (
+                f"{setting} compares completions of one prompt, got rl.num_samples_per_prompt = "
+                f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.advantage.name to 'none' or "
+                "'gae' and rl.redraws to 0"
+            )
     prompts = rl.num_prompts_per_step  # a minibatch has whole prompts
     yield from _at_most("rl.minibatches", rl.minibatches, "rl.num_prompts_per_step", prompts)
     if not loss_class(rl.loss.name).has_generator:

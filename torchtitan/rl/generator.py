@@ -177,7 +177,7 @@ class DecoderGenerator(Generator):
         rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
         n_rows = max(rows, default=-1) + 1
         uniform = torch.rand(n_rows, sampling.max_tokens, dtype=torch.float64, generator=rng)
-        if not prompts:
+        if not rows:
             return []
 
         def next_version() -> int:

@@ -65,17 +65,16 @@ class PolicyTrainer(Learner):
                     "rl.batch.share_prefixes = True makes trees of documents, which linear attention (model.name "
                     f"= {engine.job_config.model.name!r}) does not take; set it to false"
                 )
-            self._teacher: Distillation | None = None
             if teacher.folder:
                 given = engine, tokenizer, teacher, job_config.rl.sampling.temperature
-                self._teacher = Distillation("rl.teacher.folder", teacher.folder, *given)
-                loss = LossWithTeacher(loss, teacher.policy_weight, self._teacher)
+                scorer = Distillation("rl.teacher.folder", teacher.folder, *given)
+                loss = LossWithTeacher(loss, teacher.policy_weight, scorer)
         super().__init__(engine, loss)
 
     def close(self) -> None:
         super().close()
-        if self._teacher is not None:
-            self._teacher.close()
+        if isinstance(self.loss, LossWithTeacher):
+            self.loss.teacher.close()
 
     @property
     def policy_version(self) -> int:

@@ -8,7 +8,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,7 +107,7 @@ def buckets_of(pairs: Pairs, n_bytes: int | None = None) -> Iterator[list[tuple[
 
 # Prefixes of weight names in transport. Weight names have no spaces.
 _WHOLE, _CHANGES = "all of ", "changes of "
-_BLOCK = 2**16  # values; an index within a block has 16 bits
+_LARGEST_GAP = 2**16 - 1  # between the indices of two changes, which has 16 bits
 
 
 class WeightChanges:
@@ -146,39 +146,31 @@ def _words(tensor: Tensor) -> np.ndarray:
 def _pack(old: Tensor, new: Tensor) -> Tensor | None:
     """Return the changes as uint8 [n], or None if they are no smaller than the tensor.
 
-    They are the new tensor's fingerprint (8 bytes), the number of changes in each block of 65,536
-    values (4 bytes), their indices in the block (2 bytes each), and the new values.
+    They are the new tensor's fingerprint (8 bytes), the distance of each change from the one before (2 bytes
+    each), and the new values. Every 65,535th value counts as changed, so that distances fit.
     """
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         return None
     before, after = _words(old), _words(new)
-    places, values = [], []
-    n_bytes = 8 + 4 * -(-len(after) // _BLOCK)
-    for start in range(0, len(after), _BLOCK):
-        block = after[start : start + _BLOCK]
-        changed = np.flatnonzero(before[start : start + _BLOCK] != block)
-        n_bytes += len(changed) * (2 + new.itemsize)
-        if n_bytes >= new.nbytes:
-            return None
-        places.append(changed.astype(np.uint16))
-        values.append(block[changed])
-    counts = np.array([len(changed) for changed in places], np.uint32)
-    parts = [np.array([fingerprint(new).item()], np.int64), counts, *places, *values]
+    is_changed = before != after
+    is_changed[::_LARGEST_GAP] = True
+    if 8 + np.count_nonzero(is_changed) * (2 + new.itemsize) >= new.nbytes:
+        return None
+    places = np.flatnonzero(is_changed)
+    gaps = np.diff(places, prepend=0).astype(np.uint16)
+    parts = [np.array([fingerprint(new).item()], np.int64), gaps, after[places]]
     return torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts]))
 
 
 def _apply(changes: Tensor, tensor: Tensor) -> bool:
     """Write changes into the tensor that they were packed against; False if the result differs."""
-    words = _words(tensor)
-    head, rest = np.split(changes.numpy(), [8 + 4 * -(-len(words) // _BLOCK)])
-    ends = np.cumsum(head[8:].view(np.uint32), dtype=np.int64).tolist()
-    n_changes = ends[-1] if ends else 0
-    if len(rest) != n_changes * (2 + tensor.itemsize):
+    words, (head, rest) = _words(tensor), np.split(changes.numpy(), [8])
+    n_changes, n_left = divmod(len(rest), 2 + tensor.itemsize)
+    places = np.cumsum(rest[: 2 * n_changes].view(np.uint16), dtype=np.int64)
+    if n_left or places.max(initial=0) >= len(words):
         return False
-    places, values = rest[: 2 * n_changes].view(np.uint16), rest[2 * n_changes :].view(words.dtype)
-    for number, (first, end) in enumerate(pairwise([0, *ends])):
-        words[number * _BLOCK :][places[first:end]] = values[first:end]
-    return fingerprint(tensor).item() == head[:8].view(np.int64)[0]
+    words[places] = rest[2 * n_changes :].view(words.dtype)
+    return fingerprint(tensor).item() == head.view(np.int64)[0]
 
 
 # ---- gloo ----

@@ -218,25 +218,23 @@ class Runner:
         head: computes outputs in place of logits; it is called with the batch's labels.
         whole_rows: under context parallelism `labels` and `batch` keep whole rows.
         """
-        whole, sharding, model = batch, self.sharding, self.model_parts[0]
+        sharding, model = self.sharding, self.model_parts[0]
         joins_rows = whole_rows and sharding is not None
-        if sharding is not None:
-            batch = sharding.pad(batch)
-        batch = batch.to(self.device)
-        inputs = self.client_inputs(batch) or model_inputs(policy, batch, model, sharding)
-        kwargs, labels, entries = inputs.keywords_for(model), inputs.labels, batch.as_dict()
+        padded = (batch if sharding is None else sharding.pad(batch)).to(self.device)
+        inputs = self.client_inputs(padded) or model_inputs(policy, padded, model, sharding)
+        kwargs, labels, entries = inputs.keywords_for(model), inputs.labels, padded.as_dict()
         join = Microbatch.join
         if sharding is not None:
             shards, n_tokens = shards_of(kwargs["attention_masks"]), inputs.inputs.shape[1]
-            unlabeled = dataclasses.replace(batch, labels=None, document_ids=None, depths=None)
+            unlabeled = dataclasses.replace(padded, labels=None, document_ids=None, depths=None)
             entries = shard_batch(unlabeled, shards).as_dict()
-            sizes = {"n_tokens": n_tokens, "seq_len": whole.tokens.shape[1]}
+            sizes = {"n_tokens": n_tokens, "seq_len": batch.tokens.shape[1]}
             join = functools.partial(join_outputs, shards=shards, **sizes)
         if head is not None:
             # With whole rows the ranks join the heads' outputs, so no rank may return 0 in place of outputs.
             kwargs["head"] = self._labeled(head, labels, entries, attempts=not joins_rows)
         if joins_rows:
-            whole = whole.to(self.device)
+            whole = batch.to(self.device)
             labels, entries = whole.labels, whole.as_dict()
         return Microbatch(inputs.inputs, kwargs, labels, entries, join)
 

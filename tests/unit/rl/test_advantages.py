@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.rl.advantages import GAE, AdvantageEstimator, advantage_metrics
+from torchtitan.rl.advantages import AdvantageEstimator, advantage_metrics
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=8)
 
@@ -63,11 +63,6 @@ def test_unknown_names_factors_and_rewards_that_are_no_numbers_are_refused():
         AdvantageEstimator("mean")
     with pytest.raises(ValueError, match="rl.advantage.std divides"):
         AdvantageEstimator("none", std=True)
-    for gamma, lam in ((5.0, 1.0), (1.0, -0.1), (math.nan, 1.0)):
-        with pytest.raises(ValueError, match=f"must be 0 to 1, got {gamma} and {lam}"):
-            GAE(gamma, lam)
     for reward in (math.nan, -math.inf, 1e19):
-        with pytest.raises(
-            ValueError, match=rf"finite numbers .* got {reward} in group 3".replace("+", ".")
-        ):
+        with pytest.raises(ValueError, match="must be finite numbers .* in group 3; correct"):
             AdvantageEstimator()([reward], [3])

@@ -97,6 +97,7 @@ BAD_VALUES = [
     (GAE | {"critic.warmup_steps": 10_000}, "at most training.steps - 1 = 9999, got 10000"),
     (GAE | {"critic.initial_load_path": "no"}, "must be a folder of weights, got 'no'"),
     ({"critic.lr": 1.0}, "rl.critic.lr = 1.0 has no effect with .*'group_mean'; set that to 'gae'"),
+    (GAE | {"advantage.lam": -0.1}, "rl.advantage.lam must be at least 0, got -0.1"),
     # The generator and its weights.
     ({"generator.memory_share": 0.5}, "memory_share = 0.5 has no effect with .*backend = 'local'"),
     ({"async_steps": 1, "weight_sync.mode": "reference"}, "rl.async_steps = 1 draws"),
