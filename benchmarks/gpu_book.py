@@ -92,17 +92,7 @@ def sections(out: Path) -> list[Section]:
     small = ["--models", "debugmodel", "--steps", "1", "--blocks", "1"]
     throughput = benchmark("throughput", "throughput")
     qwen = ("--models", "Qwen 3.5 0.8B", "--attn-types", "varlen", "--blocks", "3")
-    trees = (
-        "--flavor",
-        "1B",
-        "--dtype",
-        "bfloat16",
-        "--seq_len",
-        "16384",
-        "--steps",
-        "3",
-        "--compile",
-    )
+    trees = "--flavor 1B --dtype bfloat16 --seq_len 16384 --steps 3 --compile".split()
     on_device = [path for path in ON_THE_DEVICE if path != "tests/gpu/"]
     kernels = ("tests/gpu", "--ignore=tests/gpu/test_one_device.py")  # which runs above
     everything = ("tests/unit", "tests/compat", "tests/reference", "tests/distributed")

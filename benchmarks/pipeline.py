@@ -107,7 +107,7 @@ def on_ranks(ranks: int, schedule_name: str, repeats: int) -> dict[str, float]:
     for part in parts:
         fill(part)
     sent = [0]
-    schedule._message = _counting(schedule._message, sent)
+    dist.batch_isend_irecv = _counting(dist.batch_isend_irecv, sent)
 
     def run(lengths: list[int], known: bool, forward_only: bool = False) -> None:
         tokens = tokens_of(lengths)
@@ -149,11 +149,12 @@ def on_ranks(ranks: int, schedule_name: str, repeats: int) -> dict[str, float]:
     }
 
 
-def _counting(message: Any, sent: list[int]) -> Any:
-    def counted(operation: Any, tensor: torch.Tensor, stage: int) -> Any:
-        if operation is dist.isend:
-            sent[0] += tensor.shape[0] * tensor.shape[1]
-        return message(operation, tensor, stage)
+def _counting(send: Any, sent: list[int]) -> Any:
+    def counted(messages: list[dist.P2POp]) -> Any:
+        for message in messages:
+            if message.op is dist.isend:
+                sent[0] += message.tensor.shape[0] * message.tensor.shape[1]
+        return send(messages)
 
     return counted
 
