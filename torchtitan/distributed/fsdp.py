@@ -100,6 +100,11 @@ def apply_fsdp(
 
     keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
     policies = {"default": not keeps, "always": True, "never": False}
+    if reshard_after_forward_policy not in policies:
+        raise ValueError(
+            f"parallelism.fsdp_reshard_after_forward must be one of {', '.join(policies)}, got "
+            f"{reshard_after_forward_policy!r}"
+        )
     reshard = policies[reshard_after_forward_policy]
     # Backward begins with the last unit: freeing it after forward would only cost another all-gather.
     reshard_last = reshard_after_forward_policy == "always"
