@@ -257,7 +257,7 @@ def test_failure_of_a_callers_function_in_a_pipeline_is_raised_on_all_ranks(tmp_
     own = [type(error) for error in last[1:]]
     assert own == [FailedOnPurpose, ValueError, ValueError, FailedOnPurpose]
     for theirs, error in zip(first[1:], last[1:], strict=True):
-        where = "rank 1 failed in a function that its caller passed for outputs or the loss: "
+        where = "rank 1 failed in the loss_fn, output_fn or head that its caller passed: "
         assert str(theirs).startswith(where) and str(error) in str(theirs)
     assert "scalar tensor computed from the outputs, got NoneType; " in str(last[2])
     assert "outputs, got one of shape [] without a gradient; " in str(last[3])

@@ -144,8 +144,8 @@ BATCH, LABELS = random_batch(1, 8)
 NO_SCALAR = "loss_fn must return .* got one of shape"
 # Arguments of forward_backward_step, and how the error names the mistake.
 WRONG_ARGUMENTS = [
-    ({"input_dict": [BATCH, BATCH], "labels": [LABELS]}, "2 microbatches and labels for 1"),
-    ({"input_dict": [BATCH, BATCH], "labels": []}, "2 microbatches and labels for 0"),
+    ({"input_dict": [BATCH, BATCH], "labels": [LABELS]}, "2 microbatches, but labels for 1"),
+    ({"input_dict": [BATCH, BATCH], "labels": []}, "2 microbatches, but labels for 0"),
     ({"labels": None}, "the default loss and head= need labels .* got None"),
     *(
         ({"global_valid_tokens": n}, r"global_valid_tokens must be above 0 .*max\(count, 1\)")
@@ -262,10 +262,10 @@ def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(engine):
     assert not any(tensor.requires_grad for tensor in kept)
 
     for options, message in (
-        ({}, "returned a tuple, and the call names no metrics"),
+        ({}, "returned a tuple, but the call has no metrics argument"),
         (
             {"metrics": {"seen": "sum"}},
-            r"returned the metrics \['largest', 'seen'\], and metrics= ",
+            r"returned the metrics \['largest', 'seen'\], but metrics= ",
         ),
         ({"metrics": {"seen": "mean"}}, "must be 'sum' or 'max', got 'mean'"),
         ({"metrics": {}, "loss_fn": lambda x, *_: (x.sum(), {"a": x})}, "metrics= names"),

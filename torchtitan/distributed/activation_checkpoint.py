@@ -46,14 +46,14 @@ def apply_ac(
 ) -> None:
     """Checkpoint the blocks in `model.layers`, in place. The mode is `ac_config.mode`:
 
-    full: every block keeps only its input. memory_budget: the compiler decides.
+    full: every block keeps only its input. memory_budget: the compiler decides what to keep.
     selective: if selective_ac_option is a number n, every n-th block keeps only its input. If it is
-    "op", every block keeps the outputs of `op_sac_save_list`, except every second matrix product.
+    "op", every block keeps the outputs of the ops in `op_sac_save_list`, except every second matrix product.
 
     reads_device: True if blocks call `read_once`; such blocks are not compiled as a whole.
     """
-    # Source of torch 2.13: dynamo moves a block's last used compiled variant to the front of its list,
-    # so forward and recomputation could pick different variants. This setting keeps the order.
+    # Dynamo (torch 2.13) moves a block's last used compiled variant to the front of its list, so
+    # forward and recomputation could pick different variants. This setting keeps the order.
     host.change(False, torch_parts.reorder_compiled, before=True)
 
     mode, option = ac_config.mode, ac_config.selective_ac_option
@@ -79,7 +79,7 @@ def apply_ac(
     )
     layers = model.get_submodule("layers")
     for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
-        # Number the blocks of the whole model, so that any split into stages wraps the same blocks.
+        # Number blocks as in the whole model, so that any split into pipeline stages wraps the same ones.
         number = int(layer_id) + 1 if layer_id.isdecimal() else position
         if number % every:
             continue
@@ -159,7 +159,7 @@ def _context_fn(
             if op in _PRODUCTS:
                 right = args[_PRODUCTS[op]]
                 shape = tuple(right.shape)
-                if right.dtype == torch.uint8:  # stored [N, ...]
+                if right.dtype == torch.uint8:  # 4-bit weight, stored as [N, bytes]
                     shape = nf4.count(shape[-1]), shape[-2]
                 if shape in recomputed_shapes:
                     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -178,7 +178,7 @@ def _context_fn(
 
 @functools.cache
 def _recompute_mode() -> type:
-    """Return torch's recomputation mode, but allow ops that forward did not run (a FLOP counter's views)."""
+    """Return torch's recomputation mode, which here allows ops absent in forward (a FLOP counter's views)."""
 
     class RecomputeMode(torch_parts.RecomputeMode):
         # Torch registers flex attention and compiled regions for its own class only, not for a subclass.

@@ -24,7 +24,7 @@ _library.define("reduce_scatter(Tensor x, int size, str group) -> Tensor")
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Exchange rows between ranks: x [sum(sent), ...] -> [sum(received), ...], both in rank order."""
+    """Exchange rows [sum(sent), ...] -> [sum(received), ...], in rank order. sent, received: rows by rank."""
     return OPS.wait_tensor(OPS.all_to_all_single(x.contiguous(), received, sent, group))
 
 
@@ -84,7 +84,7 @@ _library.impl(
 )
 
 
-# ---- of a dimension that ranks share ----
+# ---- along a dimension that is split over ranks ----
 
 
 def all_gather(
@@ -93,8 +93,8 @@ def all_gather(
     if overlap:
         gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(shard.contiguous(), size, group))
         whole = torch.cat(gathered.chunk(size), dim)
-        # No `narrow` to the full length: the compiler would not recognise the pattern, and products
-        # could not begin before all rows have arrived.
+        # A `narrow` to the full length would hide the pattern from the compiler, and the matmul could
+        # not begin before all rows have arrived.
         return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
     gathered = OPS.wait_tensor(start_all_gather(shard, size, group))
     # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy if B is 1.
@@ -141,7 +141,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class Collective(torch.autograd.Function):
-    """Apply the operation `forward` to x, and `backward` to its gradient; names are of OPERATIONS."""
+    """Apply OPERATIONS[forward] to x, and OPERATIONS[backward] to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, forward: str, backward: str, x: Tensor, *where: Any) -> Tensor:

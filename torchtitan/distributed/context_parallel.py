@@ -167,7 +167,7 @@ class ContextPart:
         return parts.permute(2, 0, 3, 1, *range(4, parts.dim())).flatten(1, 2)
 
     def own_heads(self, weight: Tensor) -> Tensor:
-        """Return the rows of a weight [heads * n, ...] that belong to the heads of `tokens_to_heads`."""
+        """Return the rows of a weight [heads * n, ...] for this rank's heads after `tokens_to_heads`."""
         return weight.unflatten(0, (self.shards.cp, -1))[self.shards.rank]
 
     def _exchange(self, parts: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ class ContextPart:
     def start_gathering(self, k: Tensor, v: Tensor) -> "ContextPart":
         """Start to gather keys and values [B, K, T/cp, D or Dv]; returns a part with `gathering` set.
 
-        On accelerators the all-gather overlaps with computation before attention, and the
-        reduce-scatter in backward with the backward of that computation.
+        On accelerators the all-gather overlaps with the computation between this call and attention,
+        and backward's reduce-scatter overlaps with the backward of the same computation.
         """
         packed = torch.cat((k, v), dim=-1).transpose(1, 2).flatten(0, 1).contiguous()
         packed = Collective.apply("keep", "wait", packed)
@@ -206,7 +206,7 @@ class NeededKeys(NamedTuple):
     """The keys that a rank's packed queries [B * T/cp] see, grouped by stretch.
 
     A stretch is a run of consecutive queries of one document; the last query of a stretch sees the last key.
-    Also for rows of trees on one rank, where documents share keys.
+    Also used without context parallelism for trees of documents, where documents share keys.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where the queries and the keys of each stretch begin.
         max_q, max_k: the most queries and the most keys of a stretch.
@@ -231,8 +231,8 @@ def needed_keys(
     """Return the keys that a rank needs. Computes on the host.
 
     starts: [1 or B, T], the first key that each query sees if there is no window. chunks: [cp, n].
-    branches: for trees of documents, (own [B, T], paths [m]): a query sees as many keys as the column after
-        `starts`, and these are the tokens in the columns paths[.. : own + 1].
+    branches: for trees of documents, (own [B, T], paths [m]). The query in row b, column c sees
+        n = c + 1 - starts[b, c] keys, in the columns paths[own[b, c] + 1 - n : own[b, c] + 1].
     """
     starts = starts.expand(n_rows, -1)
     seq_len = starts.shape[1]

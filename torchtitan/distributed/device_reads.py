@@ -13,7 +13,7 @@ T = TypeVar("T")
 def read_once(read: Callable[[], T]) -> T:
     """Return `read()`; when a checkpointed block is recomputed, return the value that its forward read.
 
-    Forward and recomputation must make the same calls. Outside `reading_contexts` every call reads.
+    Forward and recomputation must make the same calls in order. Outside `reading_contexts` every call reads.
     """
     reads = _Reads.current.get()
     return read() if reads is None else reads.take(read)

@@ -48,7 +48,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(tensor: Tensor) -> LocalShard | None:
-    """Return this rank's part of a DTensor, None if the part is empty; a plain tensor as a whole."""
+    """Return this rank's part of a DTensor (None if it is empty), or the whole of a plain tensor."""
     if not is_dtensor(tensor):
         return LocalShard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
     local = tensor.to_local()
@@ -64,9 +64,9 @@ def whole_tensor(x: Tensor) -> Tensor:
 
 
 def with_local(x: Tensor, local: Tensor) -> Tensor:
-    """Return a DTensor of x's placements that holds another local tensor, or a plain x's `local`.
+    """Return a DTensor with x's placements and the local tensor `local`; if x is plain, return `local`.
 
-    The shape is x's; if `local` has another last dim than x's part, the last dim changes in proportion.
+    The shape is x's, but its last dim is scaled if `local`'s last dim differs from that of x's local part.
     """
     if not is_dtensor(x):
         return local
@@ -85,7 +85,7 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def forget_scales(weights: Iterable[Tensor]) -> None:
-    """Drop float8 scales computed by the last optimizer step. Call this after another change of weights."""
+    """Drop float8 scales computed by the last optimizer step. Call this after any other change of weights."""
     for weight in weights:
         # Not `to_local`, which returns a new object if the weight needs a gradient.
         stored = torch_parts.held_tensor(weight) if is_dtensor(weight) else weight
@@ -97,7 +97,8 @@ def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Te
     """Return this rank's part of a DTensor parameter as a plain tensor; other parameters unchanged.
 
     The gradient of a whole parameter is summed over the ranks that hold it.
-    added_once: divide the parameter by their number, for a bias that each rank adds to one sum.
+    added_once: divide a whole parameter by the number of ranks that hold it, for a bias that every rank
+        adds to its summand of the result.
     """
     if not is_dtensor(parameter):
         return parameter

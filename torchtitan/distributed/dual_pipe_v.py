@@ -1,6 +1,6 @@
-"""torchtitan 0.2.x's names for overlapping experts with another microbatch's attention: not available.
+"""Stand-ins for torchtitan 0.2.x's overlap of experts with another microbatch's attention.
 
-The schedule DualPipeV runs without that overlap.
+The overlap is not available; the schedule DualPipeV runs without it.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torchtitan.tools.lazy_names import not_available
 
 DualPipeExpertParallel = HookCoordinator = overlap_callback = not_available(
     "overlap of experts with another microbatch is not available; set "
-    "parallelism.pipeline_parallel_schedule = 'DualPipeV', which runs without this, and use "
+    "parallelism.pipeline_parallel_schedule = 'DualPipeV', which runs without overlap, and use "
     "ExpertParallel() for the experts"
 )
 

@@ -1,15 +1,15 @@
 """Expert parallelism: each rank of a mesh holds some of the experts, and tokens travel to them.
 
 R ranks of the `ep` axis, E experts of which each rank holds e = E / R, N (token, expert) pairs of
-one rank, D model dim. The experts of a layer compute on pairs grouped by expert. Before and after
-them come two exchanges:
+one rank, D model dim. The experts of a layer compute on pairs grouped by expert. One exchange
+comes before the experts, and one after:
 
     dispatch   [N, D], ordered by expert -> [M, D], all ranks' pairs for this rank's e experts
     combine    sends the results back: [M, D] -> [N, D]
 
 Every rank enters every exchange, in backward too, even without any pairs.
 
-Under tensor parallelism all ranks of its axis have the same pairs. Either each rank dispatches a
+Under tensor parallelism all ranks of the `tp` axis have the same pairs. Either each rank dispatches a
 share of them (`ReordererSequenceParallel`), or experts are split by hidden units over an axis `etp`
 of the same ranks (`ExpertTensorParallel`). With `ExpertTensorParallel` or `TensorParallel`, a rank's
 result is one summand of the whole result, and so is the gradient of its input.
@@ -37,12 +37,12 @@ from torchtitan.distributed.token_groups import (
 )
 
 SWIGLU_HIDDEN_DIMS: Mapping[str, int | None] = {"w1": 1, "w2": 2, "w3": 1}
-"""Parameters of `GroupedExperts` -> their dimension of hidden units; None for a parameter without."""
+"""Parameter of `GroupedExperts` -> its dimension of hidden units; None keeps the parameter whole."""
 
 
 class TensorParallel(ParallelStyle):
-    """Splits experts by hidden units over a 1-D mesh, without communication. ValueError for a parameter
-    that is not in `hidden_dims`."""
+    """Splits experts by hidden units over a 1-D mesh, without communication. Raises ValueError for a
+    parameter that is not in `hidden_dims`."""
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class ExpertTensorParallel(ExpertParallel):
 class ReordererSequenceParallel(ParallelStyle):
     """Makes a `TokenReorderer` reorder only this rank's share of tokens that all ranks hold.
 
-    Called with scores and experts [T, k] of all tokens. Pairs keep their indices among all T * k pairs.
+    The reorderer gets scores and experts [T, k] of all tokens, and returns indices among all T * k pairs.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -182,7 +182,7 @@ def _split(
     dims: list[int | None],
     hidden_dims: Mapping[str, int | None] | None = None,
 ) -> None:
-    """Split every parameter along `dims`, then along its entry in `hidden_dims` if given."""
+    """Split every parameter along dims[i] over mesh axis i; `hidden_dims` is for the next axis."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         if hidden_dims is not None and name not in hidden_dims:
             raise ValueError(

@@ -127,13 +127,13 @@ class _TensorwiseLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = torch.mm(rows, weight).reshape(x.shape)
         grad_weight = None
-        if ctx.needs_input_grad[1]:  # not of a frozen weight
+        if ctx.needs_input_grad[1]:  # False for a frozen weight
             grad_weight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
         return grad_x, grad_weight, None, None, None, None
 
 
 class Float8SequenceShards(SequenceShards):
-    """`SequenceShards` that gathers in float8, with the settings of `linear`, any of the block's layers."""
+    """`SequenceShards` that gathers in float8, with the settings of `linear` (any layer of the block)."""
 
     def __init__(self, mesh: DeviceMesh, linear: Float8Linear):
         super().__init__(mesh, overlap=True)

@@ -1,7 +1,7 @@
 """Data parallelism: FSDP2, HSDP and DDP.
 
 All three SUM gradients over ranks: the loss is a sum over tokens divided by the number of valid tokens
-in the global batch, so the sum is the gradient of the global mean. `scale_gradients` can undo that.
+in the global batch, so the sum is the gradient of the global mean. `scale_gradients` can make sums means.
 
 The model is a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `norm`, and `output` or
 `score`. On a pipeline stage all but `layers` may be None.
@@ -32,7 +32,7 @@ from torchtitan.tools.logging import logger
 
 
 class CpuAllGather:
-    """Gathers FSDP's parameters on the CPU. The input tensor is a part of the output tensor."""
+    """Gathers FSDP's parameters on the CPU. The input tensor is this rank's slice of the output tensor."""
 
     allocate = staticmethod(torch.empty)
 
@@ -123,8 +123,8 @@ def apply_fsdp(
     blocks = list(model.layers.values())
     exact = [x for block in blocks for x in block.modules() if getattr(x, "keeps_fp32", False)]
     if exact:
-        # A unit of their own, because FSDP casts all parameters of a unit to one dtype. Compiled blocks
-        # can't call its hooks: the model's forward gathers it, and the end of backward reduces it.
+        # fp32 modules get their own unit: FSDP casts all parameters of a unit to one dtype. Compiled blocks
+        # can't call this unit's hooks, so the model's forward gathers it, and the end of backward reduces it.
         in_fp32 = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         fully_shard(exact, reshard_after_forward=False, **(options | in_fp32))
     for block in blocks:
@@ -203,22 +203,22 @@ def _prefetch_in_order(
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
-        # With one rank the mean is the sum, and torch 2.13 would divide all gradients by the factor.
+        # A mesh of one rank gets no factor: torch 2.13 would divide all gradients by it.
         groups = torch_parts.fsdp_groups_of(torch_parts.fsdp_state(unit))
         if any(torch_parts.fsdp_mesh(group).mesh.size() > 1 for group in groups):
             unit.set_gradient_divide_factor(1.0)
-        # Otherwise the collective would apply the factor, which gloo cannot do.
+        # Without this, the collective would apply the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Free all gathered parameters, which optimizers and checkpoints don't know. No-op without FSDP.
+    """Free all gathered parameters: optimizers and checkpoints need shards. No-op without FSDP.
 
     A forward without backward leaves the last unit gathered.
     """
     for unit in _units_of(model):
         unit.reshard()
-    # Backward prefetches by the recorded forwards: clear forwards that had no backward (torch 2.13).
+    # Backward prefetches in the recorded order of forwards: clear those without a backward (torch 2.13).
     for group in _param_groups(model):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
@@ -243,7 +243,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 @contextlib.contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
     """Inside, each unit stays gathered after its first forward; all are freed at the end."""
-    # `set_reshard_after_forward` would forget the mesh after forward.
+    # `set_reshard_after_forward` would forget the mesh that parameters are resharded to after forward.
     groups, field = _param_groups(model), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
     for group in groups:
@@ -264,7 +264,7 @@ def _param_groups(model: nn.Module) -> list[Any]:
 def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: bool) -> None:
     """If `later`, backward accumulates gradients on each rank; a backward after `later=False` reduces them.
 
-    whole: reduce nothing at all. Otherwise only HSDP is affected: gradients are still
+    whole: delay all reductions. Otherwise only HSDP is affected: gradients are still
         reduce-scattered within a replica, and their shards wait to be summed over replicas.
     keeps_weights: backward does not free parameters, which the next forward would gather again.
     """
@@ -317,7 +317,7 @@ def reduce_accumulated_gradients(model: nn.Module) -> None:
 
 
 def recover_model(model: nn.Module) -> None:
-    """Make the model ready for the next forward after one failed half-way. No-op without FSDP."""
+    """Make the model ready for the next forward after a forward or backward failed. No-op without FSDP."""
     if not isinstance(model, FSDPModule):
         return
     # Before the first forward nothing is gathered, and FSDP does not know its root unit yet.
@@ -333,7 +333,8 @@ def recover_model(model: nn.Module) -> None:
         shard.grad = grad
     field = torch_parts.attribute("fsdp_gradient")
     for parameter in parameters:
-        if not isinstance(getattr(type(parameter), field, None), property):  # torch 2.15's is empty
+        # In torch 2.15 the field is a property, which is empty now.
+        if not isinstance(getattr(type(parameter), field, None), property):
             setattr(parameter, field, None)
         gathered = torch_parts.field_of(parameter, "fsdp_gathered")
         if gathered is not None:
@@ -344,10 +345,10 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh."""
     if enable_compile:  # let the compiler split graphs where DDP's buckets end
         host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
-    # Buffers are not broadcast: each rank's token counts per expert are in one, and are summed later.
+    # Buffers are not broadcast, because each rank has its own token counts per expert in a buffer.
     group = dp_mesh.get_group()
     torch_parts.replicate(model, process_group=group, bucket_cap_mb=100, broadcast_buffers=False)
-    # DDP averages gradients. A communication hook can't undo that: it also gets gradients reduced earlier.
+    # DDP averages gradients. A communication hook can't undo this: it also gets reduced gradients.
     scale_gradients(model, float(dp_mesh.size()))
 
 
@@ -363,7 +364,7 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient is zero."""
+    """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient counts as zero."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -109,7 +109,7 @@ def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
     while any(position[rank] < len(actions) for rank, actions in order.items()):
         before = dict(position)
         for rank, actions in order.items():
-            # Take actions up to the next forward or backward, if that can start already.
+            # Take actions up to and including the next forward or backward, if its input exists.
             while position[rank] < len(actions):
                 action = actions[position[rank]]
                 kind, stage, microbatch = action
@@ -132,7 +132,7 @@ def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
             waiting = [
                 actions[position[r]] for r, actions in order.items() if actions[position[r] :]
             ]
-            raise ValueError(f"the pipeline's order of actions never computes what {waiting} need")
+            raise ValueError(f"the pipeline's actions never compute the inputs of {waiting}")
     return result
 
 

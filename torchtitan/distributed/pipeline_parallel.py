@@ -64,8 +64,9 @@ def pipeline_llm(
     )
     for i, (stage, part) in enumerate(zip(stages, parts, strict=True)):
         parts[i] = stage.submod = parallelize_fn(part, parallel_dims, job_config)
-    # Only FSDP casts a stage's parameters and inputs; autocast is off under a pipeline. Set again here,
-    # because pipeline_module_split took the model's own dtype, before FSDP.
+    # Under FSDP, which casts parameters and inputs, stages exchange hidden states in mixed_precision_param;
+    # otherwise in training.dtype, as autocast is off under a pipeline. This replaces the dtype that
+    # pipeline_module_split read from the parameters before FSDP.
     training, uses_fsdp = job_config.training, isinstance(parts[0], distributed.FSDPModule)
     dtype = training.mixed_precision_param if uses_fsdp else training.dtype
     for stage in stages:
@@ -117,7 +118,7 @@ def pipeline_module_split(
             num_stages,
             device,
             group=pp_mesh.get_group("pp"),
-            # For clients that call this function themselves; `pipeline_llm` sets it again.
+            # For clients that call this function themselves; `pipeline_llm` replaces the dtype.
             hidden_states=None if dim is None else (dim, dtype),
         )
         stages.append(stage)

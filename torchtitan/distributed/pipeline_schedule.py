@@ -1,8 +1,8 @@
 """Running torch's pipeline schedules on any number of microbatches, of any shapes.
 
 The caller splits the batch: each microbatch has its own positions and masks, and its own number of
-rows and tokens. No microbatch is padded. Torch gives the order of the work, as a table (see
-`pipeline_order`); stages (`pipeline_stage`) and messages are ours, on every version of torch.
+rows and tokens. No microbatch is padded. Torch's schedules only provide the order of actions (see
+`pipeline_order`); the stages (`pipeline_stage`) and the messages between them are ours.
 
 B rows, T tokens of a microbatch's input.
 """
@@ -102,9 +102,9 @@ class PipelineSchedule:
         losses: a list, filled with the losses on the rank of the last stage.
         return_outputs: return the outputs, in order, on the rank of the last stage (the default).
         loss_fn: replaces the schedule's loss function in this call.
-        input_shapes: (B, T) of every microbatch, on all ranks or on none. If it is missing, the
-            rank of the first stage broadcasts it, and the other ranks wait.
-        context_mbs: a factory of context managers per microbatch, for its forwards and its backwards.
+        input_shapes: (B, T) of every microbatch, on all ranks or on none. If missing, the first
+            stage's rank broadcasts the shapes, and the other ranks wait for them.
+        context_mbs: per microbatch, a factory of context managers for its forwards and backwards.
 
         Or call it with a whole batch, `step(inputs, target=labels, losses=[], **keywords)`, which is
         split into `n_microbatches`; the outputs are concatenated.
@@ -178,7 +178,7 @@ class PipelineSchedule:
         n = self._check_lists(lists, needs_loss=not forward_only, loss_fn=loss_fn)
 
         if not self._is_connected:
-            # NCCL needs all ranks to make the group's communicator, and a send has only two.
+            # All ranks have to create NCCL's communicator of the group, but a send involves only two.
             dist.all_reduce(torch.zeros(1, device=self.stages[0].device), group=self.group)
             self._is_connected = True
         if input_shapes is None:
@@ -216,7 +216,7 @@ class PipelineSchedule:
             needed |= {"target_mbs": lists["target_mbs"], "loss_fn": loss_fn}
         if missing := [name for name, value in needed.items() if value is None]:
             raise ValueError(
-                f"a pipeline's rank needs {', '.join(missing)} for its stages, got None"
+                f"this pipeline rank needs {', '.join(missing)} for its stages, got None; pass them"
             )
         return next(iter(lengths.values()))
 
@@ -322,8 +322,8 @@ class _Call:
             name = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
             with record_function(name):
                 self._do(*action)
-            # gloo completes a send only in a wait for it. The other rank starts the receive before any
-            # action that depends on later actions here, so waiting for an old send ends.
+            # gloo completes a send only while this rank waits for it. The receiving rank starts the receive
+            # before any action that depends on later actions of this rank, so the wait can't deadlock.
             longest = 4 * self._schedule.num_stages
             sending = self._sending
             while sending and (sending[0][0].is_completed() or len(sending) > longest):

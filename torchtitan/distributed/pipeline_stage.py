@@ -1,6 +1,6 @@
 """A pipeline stage: a part of the model, its forward, and its backward in one piece or in two.
 
-Hidden states [B, T, dim] go forward from stage to stage, and their gradients go back. Their size
+Hidden states [B, T, dim] go forward from stage to stage, and their gradients go back. The size of both
 follows from the shape [B, T] of the microbatch's input, so microbatches may differ in shape.
 """
 
@@ -26,10 +26,10 @@ class PipelineStage:
     """One stage of a pipeline whose microbatches may differ in shape.
 
     submod: the stage's part of the model, called with the microbatch's inputs on the first stage,
-        and with the hidden states of the previous stage on the others.
+        and with the hidden states of the previous stage on other stages.
     hidden_states: (dim, dtype) of the tensors sent between stages; a stage with None cannot run.
 
-    Torch's schedules read the attributes when they make their tables.
+    Torch's schedules read the attributes when they compute the order of actions.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class PipelineStage:
         has_backward: bool,
         contexts: Sequence[ContextFactory] | None = None,
     ) -> None:
-        """Prepare for a schedule's call. contexts: one per microbatch, for its forward and its backward."""
+        """Prepare for a call of the schedule. contexts: per microbatch, for its forward and its backward."""
         if self.hidden_states is None:
             raise ValueError(
                 f"pipeline stage {self.stage_index} does not know the size of hidden states: its "
-                "model has no model_args.dim; set stage.hidden_states"
+                "model has no model_args.dim; set stage.hidden_states = (dim, dtype)"
             )
         self._input_shapes = input_shapes
         self._has_backward = has_backward
@@ -94,7 +94,7 @@ class PipelineStage:
         kwargs: dict[str, Any],
         compute_loss: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Return the output.
+        """Return the stage's output.
 
         args: the input; on stages after the first (hidden states,), without a graph.
         compute_loss: output -> loss, where backward begins. Only for the last stage.
@@ -106,7 +106,7 @@ class PipelineStage:
         if self.is_last:
             start = compute_loss(output) if compute_loss is not None else None
         else:
-            # The next stage allocates a buffer of this size. Another size would give garbage, or a hang.
+            # The next stage receives into a buffer of this size. Another size would give garbage or a hang.
             input_shape, (dim, dtype) = self._input_shapes[microbatch], self.hidden_states
             if (*output.shape, output.dtype) != (*input_shape, dim, dtype):
                 raise RuntimeError(
@@ -125,7 +125,7 @@ class PipelineStage:
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Accumulate the weights' gradients; return the gradient of the hidden states [B, T, dim].
 
-        gradient: that of the stage's output; None on the last stage, which has the loss.
+        gradient: the output's gradient; None on the last stage, where backward starts at the loss.
         """
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():
@@ -136,7 +136,7 @@ class PipelineStage:
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Return only the gradient of the hidden states; `backward_weight` continues from here."""
         if self.is_first:
-            self._postponed[microbatch] = gradient  # no stage waits for it: see `backward_weight`
+            self._postponed[microbatch] = gradient  # no stage waits for the input's gradient
             return None
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():
@@ -152,7 +152,7 @@ class PipelineStage:
             return
         _, halves = self._weight_halves.pop(microbatch)
         with self._contexts[microbatch]():
-            # Halves with several nodes first: a half with one node frees nodes that the others need.
+            # Halves with several nodes go first, because a half with one node frees nodes that they need.
             for half in sorted(halves, key=lambda half: -len(half.arrived)):
                 _backward_weight(half)
         store_gradients(self.submod)
@@ -231,10 +231,10 @@ def _ancestors(
 
 
 def _group_weights(users: dict[Node, list[Node]], path: frozenset[Node]) -> list[_WeightHalf]:
-    """Return the weights below the path in groups; weights that share a node of the path are together."""
+    """Return groups of the weights below the path; weights that share a node of the path are in one group."""
     group_of: dict[Node, _WeightHalf] = {}
     for leaf in users:
-        weight = getattr(leaf, "variable", None)  # only nodes that accumulate gradients have it
+        weight = getattr(leaf, "variable", None)  # only AccumulateGrad nodes have `variable`
         if weight is None or leaf in path:
             continue
         nodes = _ancestors([leaf], users, end=path) & path

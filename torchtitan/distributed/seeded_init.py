@@ -46,7 +46,7 @@ class seeded_init(torch_parts.DispatchMode):
 
     Inside, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them) and our
     `trunc_normal_` fill a parameter of `model`, plain or DTensor, with numbers that depend only on the seed
-    and the parameter's name; a tied parameter counts under its first name. Other draws use torch's
+    and the parameter's name; a tied parameter uses its first name. Other draws use torch's
     generator and depend on the layout; a warning says so.
 
     Enter after the parameters have memory (`to_empty`), under `torch.no_grad()`.
@@ -100,7 +100,7 @@ class seeded_init(torch_parts.DispatchMode):
         return tensor
 
     def fill_outside(self, tensor: Any, transform: _Transform) -> bool:
-        """Call `fill` with this torch mode disabled."""
+        """Call `fill` with this dispatch mode disabled."""
         super().__exit__(None, None, None)
         try:
             return self.fill(tensor, transform)

@@ -59,14 +59,14 @@ class SequenceShards:
         return Collective.apply("own_rows", "all_gather", whole, 1, whole.shape[1], *self._ranks)
 
     def join(self, shard: Tensor, seq_len: int) -> Tensor:
-        """Gather [B, t, M] -> [B, T, M], where every rank gets the whole gradient."""
+        """Gather [B, t, M] -> [B, T, M]; every rank has the whole gradient, so backward sums nothing."""
         return join_shards(shard, 1, seq_len, *self._ranks)
 
 
 def join_shards(
     shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool = False
 ) -> Tensor:
-    """Gather all ranks' shards along `dim`, cut to `length`; every rank gets the whole gradient."""
+    """Gather all ranks' shards along `dim`, cut to `length`; backward takes this rank's part, unsummed."""
     return Collective.apply(
         "all_gather", "own_rows", shard, dim, length, group, size, rank, overlap
     )

@@ -62,7 +62,7 @@ def split_parameter(
 ) -> nn.Parameter:
     """Return this rank's share of a parameter, split along `dims[i]` over axis i of the mesh.
 
-    Raises ValueError, with `name`, for a dimension that the size of the axis does not divide.
+    Raises ValueError, naming `name`, if the size of axis i does not divide the dimension.
     """
     sizes = list(parameter.shape)
     if parameter.dtype == torch.uint8:  # blocks of 4-bit numbers, which are not split
@@ -93,7 +93,7 @@ def distribute_modules(
     """Split the model's parameters over a 1-D mesh, in place, by the rows of `plan`; see `apply_tp`.
 
     plan: module name (`*` stands for a layer's number) -> row; rows without a module are ignored. A
-        module's own `tensor_parallel_row` comes first.
+        module's own `tensor_parallel_row` takes precedence.
 
     Parameters that are DTensors already are unchanged. Other parameters, if not on the meta device,
     must have the same values on every rank. Modules that share a parameter still share it afterwards.
@@ -106,7 +106,7 @@ def distribute_modules(
         parameters = {
             key: parameter
             for key, parameter in module.named_parameters(recurse=False)
-            if not isinstance(parameter, DTensor)  # experts that were dealt to ranks
+            if not isinstance(parameter, DTensor)  # experts, split already
         }
         if not parameters:
             continue
@@ -141,8 +141,8 @@ def _find_row(
     row = getattr(module, "tensor_parallel_row", None) or next(found, {})
     if missing := [key for key in parameters if key not in row]:
         raise ValueError(
-            f"the tensor-parallel plan does not say how to split {', '.join(missing)} of {name!r}, a "
-            f"{type(module).__name__}, only {', '.join(row) or 'nothing'}; add it"
+            f"the tensor-parallel plan must say how to split {', '.join(missing)} of {name!r}, a "
+            f"{type(module).__name__}; its row has {', '.join(row) or 'no entries'}; add the missing ones"
         )
     return row
 
@@ -154,7 +154,7 @@ def _compute_locally(name: str, module: nn.Module) -> None:
     """
     if getattr(module, "reads_local_parameters", False):
         return
-    # Don't import torchao for this check, which takes seconds: before that no Float8Linear exists.
+    # Importing torchao takes seconds; if it is not imported yet, no Float8Linear exists.
     torchao = sys.modules.get("torchao.float8.float8_linear")
     if type(module) in (nn.Linear, Linear):
         module.__class__ = LocalLinear
@@ -186,7 +186,7 @@ class LocalRMSNorm(RMSNorm):
 
 
 class LocalLinear(Linear):
-    """A Linear on this rank's part; split inputs give a summand of the result, with a share of the bias."""
+    """A Linear on this rank's part; split by columns it returns a summand, with a share of the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))
@@ -232,7 +232,7 @@ class VocabularyOutput(nn.Linear):
         return join_shards(logits, logits.ndim - 1, self.out_features, *ranks)
 
 
-# ---- a style for other programs ----
+# ---- a ParallelStyle for other programs ----
 
 
 class NoParallel(ParallelStyle):
@@ -293,7 +293,7 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
         return
     if torch.__version__ < "2.15":  # later versions need no such call
         with warnings.catch_warnings():
-            # This function warns that it is deprecated, yet the pass skips groups without it (2.13).
+            # This function warns that it is deprecated, yet the pass needs it for each group (2.13).
             warnings.simplefilter("ignore", FutureWarning)
             torch_parts.enable_symmetric_memory(tp_mesh.get_group().group_name)
     logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

@@ -25,7 +25,7 @@ _holders_of_second: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def mark_copy(part: nn.Module, whole_model: nn.Module) -> None:
-    """Mark a stage's part that holds a copy, if the whole model's two modules share a tensor."""
+    """Mark a stage's part that holds one copy of the embedding, if the whole model's embedding is tied."""
     names = "tok_embeddings", "output"
     first, second = (getattr(getattr(whole_model, x, None), "weight", None) for x in names)
     has_first, has_second = (getattr(part, x, None) is not None for x in names)
@@ -37,12 +37,12 @@ def mark_copy(part: nn.Module, whole_model: nn.Module) -> None:
 
 
 def copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the copies that these parts hold: none, one, or both."""
+    """Return the copies of a tied embedding that these parts hold: none, one, or both."""
     return [part.get_parameter(part.tied_copy) for part in parts if hasattr(part, "tied_copy")]
 
 
 def trained_copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the copies that these parts hold; none if the weight was frozen when the model was cut."""
+    """Return the copies that these parts hold; none if they were frozen when the model was cut."""
     return copies_in(part for part in parts if getattr(part, "tied_copy_trains", False))
 
 
@@ -65,7 +65,7 @@ def second_copies() -> set[int]:
 def sum_gradients(
     copies: list[nn.Parameter], group: dist.ProcessGroup | None, other_rank: int
 ) -> None:
-    """Replace each copy's gradient by the sum of both gradients, the same bit for bit on both ranks.
+    """Replace each copy's gradient by the sum of both copies' gradients, bitwise equal on both ranks.
 
     copies: the copies that this rank holds. other_rank: the rank in `group` with the other copy.
     """
@@ -73,7 +73,7 @@ def sum_gradients(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     own, *others = (local_tensor(parameter.grad) for parameter in copies)
-    if not own.numel():  # an empty shard, and the other copy's is empty too
+    if not own.numel():  # this shard is empty, and so is the other copy's
         return
     if not others:
         other = torch.empty_like(own, memory_format=torch.contiguous_format)

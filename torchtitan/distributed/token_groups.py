@@ -76,8 +76,8 @@ def take_rows(
 ) -> Tensor:
     """Return x[rows]: [N, D] -> [M, D], with zeros where the row is -1.
 
-    places: [N, c], the rows of the result that are copies of each row of x; -1 for none. The gradient
-        of x is gathered from there and summed in fp32, where torch's indexing would add in any order.
+    places: [N, c], for each row of x the rows of the result that are its copies; -1 for none. Backward
+        gathers their gradients and sums them in fp32, in order; torch's indexing adds in any order.
     """
     return _TakeRows.apply(x, rows, places, rows_have_gaps, places_have_gaps)
 
@@ -159,7 +159,7 @@ def fill_indices_wrapper(
 
     lengths = by_expert(tokens_per_expert_group).long()
     within_slot = (lengths.cumsum(1) - lengths).flatten()
-    # The sum comes last: torch 2.11 compiles no search in a view.
+    # Add last, to get a new tensor: torch 2.11 can't compile searchsorted on a view.
     runs = write_offsets.repeat_interleave(num_ranks) + within_slot
     place = torch.arange(max_len, device=runs.device)
     # A place belongs to the last run that begins at or before it. If several runs begin at the same

@@ -126,8 +126,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.
 
-    The norm is that of all shards and, with `pp_mesh`, of all pipeline stages, where a tied embedding
-    counts once. Collective. Plain tensors are allowed unless `ep_enabled`.
+    The norm covers all shards and, with `pp_mesh`, all pipeline stages; a tied embedding counts once
+    in it. Collective. Plain tensors are allowed unless `ep_enabled`.
     Raises RuntimeError if the norm is not finite and `error_if_nonfinite`.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -138,7 +138,7 @@ def clip_grad_norm_(
     parts: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
     for parameter in with_grad:
         grad = _without_partial_sums(parameter.grad)
-        # Experts are on a second mesh, so a plain tensor would not tell which ranks hold copies of it.
+        # Experts are on a second mesh, so it is unknown which ranks hold copies of a plain tensor.
         assert not ep_enabled or (is_dtensor(grad) and is_dtensor(parameter)), (
             f"with expert parallelism every parameter is a DTensor, "
             f"got {type(parameter)} of shape {tuple(parameter.shape)}"

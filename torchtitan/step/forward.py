@@ -37,7 +37,7 @@ class Step:
     policy: DocumentPolicy
     runner: Runner
     update: Update
-    loss_fn: LossFunction  # the default
+    loss_fn: LossFunction  # for calls with neither loss_fn nor head
     has_token_loss: bool  # loss_fn needs logits, and labels that are token ids
     loss_group: dist.ProcessGroup | None  # the ranks whose shares of a loss add up
 
@@ -51,7 +51,7 @@ class Step:
         """See `TrainingEngine.forward_step`."""
         runner = self.runner
         batches, is_single = self._read(microbatches, labels, head)
-        # If the caller gave a single batch, every rank has a single batch and needs no dummies.
+        # A caller that passes a single batch does so on every rank, so no rank needs dummies.
         n_dummies = num_dummies(len(batches), None if is_single else runner.dp_group, runner.device)
 
         def output_of(logits: Any, microbatch: Microbatch) -> Any:
@@ -132,8 +132,8 @@ class Step:
         return batches, num_dummies(len(batches), group, runner.device)
 
     def _sum_of_call(self, losses: list[Any] | None, batches: list[TokenBatch]) -> Tensor:
-        """Return the sum of a call's losses on all pipeline ranks; keep the losses for messages."""
-        # fp32 whatever dtype the loss function returns: ranks without a loss have to match it.
+        """Return the sum of a call's losses on all pipeline ranks; keep the losses for warnings."""
+        # fp32 for every loss function: pipeline ranks without a loss receive this dtype by broadcast.
         loss = torch.zeros((), device=self.runner.device)
         if losses:
             stacked = torch.stack(losses)
@@ -162,8 +162,8 @@ class Step:
         labels = [labels] if isinstance(labels, Tensor) else list(labels)
         if len(given) != len(labels):
             raise ValueError(
-                f"there are {len(given)} microbatches and labels for {len(labels)}; give one labels "
-                "tensor per microbatch, or each batch its own 'labels'"
+                f"got {len(given)} microbatches, but labels for {len(labels)}; pass one labels tensor "
+                "per microbatch, or put 'labels' into each batch"
             )
         batches = []
         for batch, own in zip(given, labels, strict=True):
@@ -184,9 +184,9 @@ class Step:
     def _check_own_forward(self, method: str) -> None:
         if self.runner.schedule is not None:
             raise ValueError(
-                f"{method} is for forwards of the caller's own, and the schedule of a pipeline "
-                "(parallelism.pipeline_parallel_degree > 1) runs the model's: give "
-                "forward_backward_step a loss_fn, or forward_step an output_fn"
+                f"{method} needs a forward that the caller runs, but with parallelism."
+                "pipeline_parallel_degree > 1 the pipeline's schedule runs the model's forward; call "
+                "forward_backward_step with a loss_fn, or forward_step with an output_fn, instead"
             )
 
 
@@ -244,7 +244,7 @@ class LossOfOutputs:
             return -outputs.logprobs.sum()
         returned = self._loss_fn(outputs, microbatch.labels, microbatch.batch)
         if self.metrics is not None:
-            # The default of `join` changes nothing: whole rows are joined already.
+            # `Microbatch.join` returns its argument: whole rows are joined already.
             join = Microbatch.join if self._joins_rows else microbatch.join
             returned = self.metrics.take(returned, join)
         return scalar_loss(returned)
@@ -253,10 +253,10 @@ class LossOfOutputs:
 def loss_denominator(
     global_valid_tokens: Tensor | float | None, is_required: bool
 ) -> Tensor | float:
-    """Return what a call's loss is divided by: 1 if it is not given.
+    """Return the denominator of a call's loss: global_valid_tokens, or 1 if it is None.
 
-    Raises ValueError if it is required, or not above 0 and finite. A count on an accelerator is not
-    checked, because reading it waits for the device.
+    Raises ValueError for a required None, and for a count that is not above 0 and finite. A count on an
+    accelerator is not checked, because reading it waits for the device.
     """
     if global_valid_tokens is None:
         if is_required:
@@ -292,12 +292,12 @@ def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
 def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
     """Return a caller's loss as a tensor of shape [].
 
-    must: how the error begins. Raises ValueError for a loss that is not a scalar with a gradient.
+    must: the beginning of the error. Raises ValueError for a loss that is not a scalar with a gradient.
     """
     if isinstance(loss, tuple):
         raise ValueError(
-            "loss_fn returned a tuple, and the call names no metrics: give it metrics={name: 'sum' "
-            "or 'max'} for the metrics in its second value, {} for none"
+            "loss_fn returned a tuple, but the call has no metrics argument; pass metrics={name: "
+            "'sum' or 'max'} for the metrics in the tuple's second value, or {} for none"
         )
     if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
         got = type(loss).__name__
@@ -306,6 +306,6 @@ def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
             got += "" if loss.requires_grad else " without a gradient"
         raise ValueError(
             f"{must} a sum over tokens, a scalar tensor computed from the outputs, got "
-            f"{got}; where no token counts, return the outputs' sum times 0"
+            f"{got}; for a microbatch without valid tokens, return outputs.sum() * 0"
         )
     return loss.reshape(())

@@ -25,7 +25,7 @@ class Objective:
         return batch.num_valid
 
     def prepare(self, batches: Sequence[TokenBatch]) -> Sequence[TokenBatch]:
-        """Return the batches with the entries that another model computes. Collective."""
+        """Return the batches with entries from another model, such as a teacher. Collective."""
         return batches
 
     def __call__(
@@ -63,7 +63,7 @@ class Tally:
     def __call__(self, outputs: Any, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
         loss, added = self.objective(outputs, labels, batch)
         for name, value in added.items():
-            value = value.detach().double()  # many steps may add up
+            value = value.detach().double()  # fp64, because many steps may add up
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         return loss
 
@@ -75,7 +75,7 @@ class Tally:
         for value in sums.values():
             if loss_group is not None:
                 dist.all_reduce(value, group=loss_group)
-            if self.objective.whole_rows:  # all context-parallel ranks count them
+            if self.objective.whole_rows:  # every context-parallel rank counted the same rows
                 value /= runner.num_context_ranks
         if runner.schedule is not None and self.objective.replaces_loss:
             sums = runner.schedule.tree_from_last_stage(sums)

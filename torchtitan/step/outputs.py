@@ -29,9 +29,9 @@ class StepOutput:
 
 
 class StepMetrics:
-    """Collects what a loss_fn returns for each microbatch, and reduces it at the end.
+    """Collects a loss_fn's metrics and outputs per microbatch, and reduces the metrics at the end.
 
-    n_copies: number of ranks with the same metrics. Raises ValueError for reductions but "sum" and "max".
+    n_copies: number of ranks with the same metrics. Raises ValueError unless reductions are "sum" or "max".
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class StepMetrics:
         for name, reduction in reductions.items():
             if reduction not in ("sum", "max"):
                 raise ValueError(
-                    f"metrics[{name!r}] must be 'sum' or 'max', got {reduction!r}; for a mean, sum "
-                    "it and its count, and divide"
+                    f"metrics[{name!r}] must be 'sum' or 'max', got {reduction!r}; for a mean, "
+                    "return its sum and its count as two metrics, and divide them"
                 )
         self._runner, self._group, self._n_copies = runner, group, n_copies
         self._sums = [name for name, reduction in reductions.items() if reduction == "sum"]
@@ -59,8 +59,8 @@ class StepMetrics:
             loss, metrics, output = (*returned, None)[:3]
         if metrics.keys() != self._values.keys():
             raise ValueError(
-                f"loss_fn returned the metrics {sorted(metrics)}, and metrics= names "
-                f"{sorted(self._values)}; they must be the same on every rank and microbatch"
+                f"loss_fn returned the metrics {sorted(metrics)}, but metrics= names "
+                f"{sorted(self._values)}; return these names for every microbatch, on every rank"
             )
         for name, value in metrics.items():
             if not isinstance(value, Tensor):  # fill on the device, without waiting

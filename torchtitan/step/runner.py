@@ -70,7 +70,7 @@ class ModelInputs(NamedTuple):
     extra_kwargs: Entries
 
     def keywords_for(self, model: nn.Module) -> dict[str, Any]:
-        """Return both kinds of keywords; if `forward` has no **kwargs, only those that it names."""
+        """Return extra_inputs and extra_kwargs; if `forward` has no **kwargs, only its parameters."""
         keywords = self.extra_inputs | self.extra_kwargs
         names, takes_any = keywords_of(model.forward)
         return {key: x for key, x in keywords.items() if takes_any or key in names}
@@ -105,8 +105,8 @@ def model_inputs(
     """Return the arguments of the model's forward for a batch.
 
     Entries of `BOUNDARY_KEYS` are left out. A padding mask [B, T] becomes the kernel's mask.
-    Unless attn_type is "sdpa" or the batch has masks, attention masks are added, and with
-    `training.restart_positions` positions for a batch that has document ids and no positions.
+    Unless attn_type is "sdpa" or the batch has masks, attention masks are added, and if
+    `training.restart_positions` is set, a batch with document ids but no positions gets positions.
     """
     batch = policy.token_batch(batch)
     entries, document_ids = dict(batch.entries), batch.document_ids
@@ -124,7 +124,7 @@ def model_inputs(
         if is_given and not from_loader and not policy.separates_documents:
             warn_once(
                 logger,
-                f"the batch's {key!r} keep no documents apart under model.attn_mask_type = 'causal'; set it "
+                f"the batch's {key!r} separate no documents under model.attn_mask_type = 'causal'; set it "
                 "to 'block_causal' or 'position_block_causal', with model.attn_type 'flex' or 'varlen'",
             )
     entries.pop(PARENT_IDS, None)
@@ -141,13 +141,13 @@ def _masks_of_documents(policy: DocumentPolicy, batch: TokenBatch, model: Any) -
         return model.document_masks(batch.tokens, batch.document_ids, batch.depths)
     if batch.depths is not None:
         raise ValueError(
-            f"{type(model).__name__} makes its own attention masks, which know no trees of documents, got a "
-            f"batch with {PARENT_IDS!r}; give each branch its own copy of its ancestors' tokens"
+            f"{type(model).__name__} makes its own attention masks, which can't have trees of documents, got "
+            f"a batch with {PARENT_IDS!r}; give each branch its own copy of its ancestors' tokens"
         )
     # A client's model, as in torchtitan 0.2.x: it reads the documents from a dict of the batch's entries.
     entries = dict(batch.entries)
     if batch.document_ids is not None:
-        # The ids are known already: leave out all other sources, which would be compared again.
+        # The ids are known already: leave out the other sources of ids, which would be compared again.
         for key in (*BOUNDARY_KEYS, "positions"):
             entries.pop(key, None)
         entries["document_ids"] = batch.document_ids
@@ -241,7 +241,7 @@ class Runner:
     def _labeled(
         self, head: Head, labels: Tensor | None, entries: Entries, attempts: bool
     ) -> Callable[..., Any]:
-        """Return the head with a microbatch's labels and, if it reads them, entries.
+        """Return the head bound to a microbatch's labels and, if it has `with_batch`, to the entries.
 
         attempts: return a scalar 0 if the head, or a caller's function earlier in this call, fails.
         """
@@ -251,7 +251,7 @@ class Runner:
 
         def attempted(*tensors: Tensor | None, group: Any = None, **adapter: Any) -> Any:
             compute = functools.partial(head, *tensors, group=group, **adapter)
-            if group is not None:  # the tensor-parallel ranks compute it together
+            if group is not None:  # a collective of the tensor-parallel ranks
                 return compute()
             return self.watch.attempt(compute, lambda: zero_loss((tensors, adapter)))
 
@@ -268,8 +268,8 @@ class Runner:
     ) -> Iterator[Microbatch]:
         """Yield the microbatches, each prepared when it is needed, then dummies until all ranks are done.
 
-        n_dummies: from `num_dummies`. reduce_with_last: only the last of all, dummies included, reduces
-        gradients, if the job defers reductions.
+        n_dummies: from `num_dummies`. reduce_with_last: if the job defers reductions, only the last
+        microbatch, dummies included, reduces gradients.
         """
         defers = reduce_with_last and self.defers_reduction
         for i, batch in enumerate(batches):
@@ -291,7 +291,7 @@ class Runner:
     ) -> list[Any] | None:
         """Call on_output(logits, microbatch) for each microbatch but dummies, and return its results.
 
-        microbatches: taken one at a time; a pipeline takes all of them first.
+        microbatches: read one at a time; a pipeline reads all of them first.
         backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
         Returns None on pipeline ranks without the last stage. If this fails, the model can be called again,
         unless something other than a caller's function failed inside a pipeline schedule.
@@ -358,7 +358,7 @@ class Runner:
         return [loss.detach() for loss in outputs] if backward else outputs
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward of a caller's own forward."""
+        """Run the backward of a forward that the caller ran."""
         with on_error(self.recover), self.train_context():
             (loss * self.gradient_factor).backward()
 
@@ -383,7 +383,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
-        """Reduce gradients computed inside with a later microbatch's, if the job defers reductions."""
+        """Leave gradients computed inside for a later microbatch to reduce, if the job defers reductions."""
         later = self.more_follow or not microbatch.reduces_gradients
         # Without training.defer_gradient_sync only the sum over HSDP's replicas waits.
         is_cheap = self.more_follow and self.has_replicas

@@ -45,7 +45,7 @@ class OptimStepResult:
 
 
 class _LateOptimStepResult(OptimStepResult):
-    """The result of a step whose verdict only the device has so far."""
+    """The result of a step of which only the device knows so far whether it is skipped."""
 
     def __init__(self, grad_norm: Tensor, lr: float, verdict: "_Verdict"):
         self.grad_norm, self.lr, self._verdict = grad_norm, lr, verdict
@@ -73,7 +73,7 @@ class StepLosses:
         self._calls: deque[tuple[Tensor, Sequence[Tensor | None]]] = deque(maxlen=1024)
 
     def add(self, losses: Tensor, sample_ids: Sequence[Tensor | None]) -> None:
-        """losses: [n]. sample_ids: of each microbatch [rows, 2], or None; see `documents.SAMPLE_IDS`."""
+        """losses: [n]. sample_ids: for each microbatch [rows, 2], or None; see `documents.SAMPLE_IDS`."""
         self._calls.append((losses.detach().float(), sample_ids))
 
     def clear(self) -> None:
@@ -144,7 +144,7 @@ class Update:
 
     @property
     def weights_version(self) -> int:
-        """The number of changes of the weights; waits for the verdict on the last step."""
+        """The number of weight updates; waits until it is known whether the last step was skipped."""
         self.settle()
         return self._version
 
@@ -159,8 +159,8 @@ class Update:
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
                 "optimizer.early_step_in_backward updates the weights in every backward, so a step "
-                f"has one microbatch, got number {self._num_early_steps + n_microbatches} before "
-                "optim_step(); give one, or turn it off"
+                f"has one microbatch, got {self._num_early_steps + n_microbatches} before "
+                "optim_step(); give one, or set optimizer.early_step_in_backward = false"
             )
         self._num_early_steps += n_microbatches
         self.before_update()
@@ -188,7 +188,7 @@ class Update:
         if given and self.steps_in_backward:
             raise ValueError(
                 f"optim_step({next(iter(given))}=...) comes too late with optimizer.early_step_in_backward, "
-                "which has updated the weights in backward; turn it off"
+                "which has updated the weights in backward; set optimizer.early_step_in_backward = false"
             )
         for name, is_allowed, rule in (
             ("lr", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
@@ -208,11 +208,11 @@ class Update:
     def decide(
         self, number: int, max_norm: float | None, denominator: Tensor | float | None
     ) -> tuple[Tensor, Tensor | bool | None]:
-        """Divide and clip the gradients, and decide whether the step is skipped. The step before must be
-        settled. number: the number of this step, for messages.
+        """Divide and clip the gradients, and decide whether the step is skipped. Call after `settle` for
+        the previous step. number: the number of this step, for messages.
 
-        Returns the gradients' norm before clipping; and True if the optimizers must not update, as a
-        bool tensor if only the device knows, or None if every step updates.
+        Returns (the gradients' norm before clipping, whether to skip the update). The second is a bool,
+        a bool tensor if only the device knows it, or None if every step updates.
         """
         total = None if denominator is None else self._divide_gradients(denominator)
         grad_norm = dist_utils.clip_grad_norm_(
@@ -222,8 +222,8 @@ class Update:
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
-        # The engine's own backward may leave no gradient. The norm, which is that of all ranks, so that all
-        # ranks raise, is read only if this rank has no gradient.
+        # Only the engine's own backward may leave no gradient. Reading the norm waits for the device, so
+        # only a rank without gradients reads it; the norm covers all ranks, so all ranks raise.
         is_expected = not (self.steps_in_backward or self.had_backward)
         if is_expected and all(p.grad is None for p in self._parameters) and not grad_norm:
             raise ValueError(

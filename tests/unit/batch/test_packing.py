@@ -161,7 +161,7 @@ def test_boundaries_under_a_causal_mask_are_said_to_be_unused(caplog):
     for _ in range(2):
         model_inputs(policy("causal", "sdpa"), batch)
     (message,) = caplog.messages
-    assert "'document_ids' keep no documents apart" in message and "'block_causal'" in message
+    assert "'document_ids' separate no documents" in message and "'block_causal'" in message
 
 
 @pytest.mark.parametrize("attn_type", ["sdpa", "flex"])

@@ -191,13 +191,13 @@ def test_what_comes_too_late_is_refused_where_weights_are_updated_in_backward(tm
     with pytest.raises(ValueError, match=r"optim_step\(lr=...\) comes too late"):
         engine.optim_step(lr=1e-3)
     batch, labels = random_batch(2, 32)
-    with pytest.raises(ValueError, match="a step has one microbatch, got number 2"):
+    with pytest.raises(ValueError, match="a step has one microbatch, got 2"):
         run_backward(engine, [batch, batch], [labels, labels])
     with pytest.raises(IndexError):
         run_backward(engine, batch, labels, loss_fn=lambda *_: [][0])
     for _ in range(2):
         backward(engine)
-        with pytest.raises(ValueError, match=r"got number 2 before optim_step\(\)"):
+        with pytest.raises(ValueError, match=r"got 2 before optim_step\(\)"):
             backward(engine)
         engine.optim_step()
 

@@ -1,9 +1,9 @@
-"""Names of DeepEP's kernels, which are not available."""
+"""Stand-ins for torchtitan 0.2.x's DeepEP functions, which raise NotImplementedError when called."""
 
 from torchtitan.tools.lazy_names import not_available
 
 dispatch_tokens = combine_tokens = sync_combine = DispatchState = not_available(
-    "there are no DeepEP kernels here, tokens travel to experts by torch's all-to-all; set "
+    "DeepEP's kernels are not available, torch's all-to-all sends tokens to experts instead; set "
     "parallelism.expert_parallel_comm_backend = 'standard', use ExpertParallel() for the experts, and "
     "build MoE(moe_args, dim, hidden_dim)"
 )

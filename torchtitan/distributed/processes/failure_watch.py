@@ -1,9 +1,9 @@
 """Ranks of an engine fail together: if one rank fails in a step, every rank raises (docs/embedding.md).
 
 If a function of the caller fails, its rank finishes the call with losses of 0, so that its collectives match
-the other ranks'. If all ranks fail otherwise after the same collectives, the engine stays usable, too. If
-only some do, others may wait in collectives that the failed rank never enters, so every rank aborts the
-engine's groups, and the engine is lost; also if a pipeline schedule fails, whose messages are not counted.
+the other ranks'. After other failures the engine stays usable if all ranks fail after the same collectives.
+If only some ranks fail, others may wait in collectives that the failed ranks never enter, so all ranks abort
+the engine's groups: the engine is lost. It is also lost if a pipeline schedule fails: sends are not counted.
 
 A thread of each rank waits for messages in the store of the default process group. A step without a
 failure sends no messages.
@@ -40,7 +40,7 @@ _watches = itertools.count()  # indices of watches; all ranks make them in the s
 
 
 class Watch:
-    """The watch of an engine without other ranks, where failures are raised where they happen."""
+    """The watch of an engine without other ranks: a failure is raised where it happens."""
 
     # After a failure, ranks compare how many collectives each process group has run. Groups do not count
     # sends between two ranks, so this is False during a pipeline schedule.
@@ -64,7 +64,7 @@ class Watch:
 class FailureWatch(Watch):
     """The watch that all ranks of the default process group make together.
 
-    groups: those that steps communicate over. host_group: all ranks, for tensors in host memory.
+    groups: the groups that steps communicate over. host_group: all ranks, for tensors in host memory.
     """
 
     def __init__(self, groups: Collection[dist.ProcessGroup], host_group: dist.ProcessGroup):
@@ -73,9 +73,9 @@ class FailureWatch(Watch):
         name, store = f"torchtitan/failures/{next(_watches)}", torch_parts.default_store()
         self._store = dist.PrefixStore(name, store)
         self._call = 0  # number of the current or last call, the same on every rank
-        # (call, rank, text): a failed function of another rank, which may be one call ahead.
+        # (call, rank, text): another rank's failed function; that rank may be one call ahead.
         self._reported: tuple[int, int, str] | None = None
-        self._own: BaseException | None = None  # a failed function of this rank, in this call
+        self._own: BaseException | None = None  # from this rank's failed function, in this call
         self._raised: BaseException | None = None  # the exception that `raise_failures` raised
         self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
         with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
@@ -125,7 +125,7 @@ class FailureWatch(Watch):
         return instead()
 
     def raise_failures(self) -> None:
-        # Ranks wait for each other: all have made their last `attempt` then.
+        # Ranks wait for each other, so that all have made this call's last `attempt`.
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self._host_group)
         self._raised = self._take_failure()
         if self._raised is not None:
@@ -138,8 +138,8 @@ class FailureWatch(Watch):
             _, rank, text = reported
             self._reported = None
             failure = failure or RunError(
-                f"rank {rank} failed in a function that its caller passed for outputs or the "
-                f"loss: {text}"
+                f"rank {rank} failed in the loss_fn, output_fn or head that its caller passed: "
+                f"{text}"
             )
         return failure
 
@@ -191,8 +191,8 @@ class FailureWatch(Watch):
     def _lost_error(self) -> LostConnectionError:
         rank, text = self._lost
         return LostConnectionError(
-            f"rank {rank} failed in a step that other ranks continued: {text}. Their collectives no "
-            "longer match and were aborted on all ranks; close this engine and build a new engine"
+            f"rank {rank} failed in a step that other ranks continued: {text}. The ranks' "
+            "collectives no longer match and were aborted; close this engine and build a new engine"
         )
 
     # ---- messages ----
@@ -205,7 +205,7 @@ class FailureWatch(Watch):
             self._store.wait([f"message/{number}/known"], timedelta(seconds=_SECONDS_TO_HEAR))
 
     def _listen(self, store: dist.Store) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and so is the rank that has it
+        with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
             for number in itertools.count():
                 name = f"message/{number}"
                 while not store.check([name]):
@@ -232,7 +232,7 @@ def _text_of(error: BaseException) -> str:
 def watch_over(
     parallel_dims: ParallelDims, groups: Collection[dist.ProcessGroup], device: torch.device
 ) -> Watch:
-    """Make the watch of an engine, over `groups` and its meshes' groups. Collective."""
+    """Make the watch of an engine, over `groups` and the groups of its meshes. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return Watch()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()

@@ -1,7 +1,7 @@
 """Rank 0 names the rank that keeps the others waiting, after a slow step or before a collective times out.
 
-A rank is late if another rank has entered more collectives of one of its process groups, and it has itself
-entered more in no group. Training only notes when its steps begin and end. A thread of rank 0 asks the ranks
+A rank is late if it has entered fewer collectives than another rank in some process group, and more than
+another rank in no group. Training only notes when its steps begin and end. A thread of rank 0 asks the ranks
 over the connections of `Peers`, and only in a step that takes unusually long.
 """
 
@@ -28,7 +28,7 @@ from torchtitan.tools.logging import logger
 
 SECONDS_BETWEEN_TURNS = 0.2
 READING_THREAD = "data of the next step"
-BACKGROUND = "beside training"  # description of groups whose collectives say nothing about a step
+BACKGROUND = "beside training"  # description of groups whose collectives are not part of steps
 _LONGEST_STACK = 15  # innermost calls that are printed
 _FEWEST_STEPS = 5  # for a median
 
@@ -36,7 +36,7 @@ _FEWEST_STEPS = 5  # for a median
 class Progress:
     """Which step a trainer is in. Its main thread writes, the thread of `Peers` reads.
 
-    pipeline: the group of a pipeline's stages. Gloo counts its sends, of which ranks make different numbers.
+    pipeline: the group of a pipeline's stages, which is left out: gloo counts sends, which differ by rank.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup | None = None) -> None:
@@ -54,9 +54,10 @@ class Progress:
 
 
 class State(NamedTuple):
-    """Where a rank is. counts: process group -> collectives entered so far, and "step" -> its number.
+    """Where a rank is. counts: process group -> collectives entered so far, and "step" -> the step's number.
 
-    place: the main thread's innermost line outside torch and Python's library. stack: its innermost calls.
+    place: the innermost line outside torch and Python's library, of the main thread or, if the main thread
+        waits for the data-reading thread, of that thread. stack: the same thread's innermost calls.
     """
 
     counts: dict[str, int]
@@ -66,7 +67,7 @@ class State(NamedTuple):
 
 
 def own_state(progress: Progress | None) -> State:
-    """Return the state of this process, which cannot be late without a `progress`. For any thread."""
+    """Return the state of this process; without `progress` it has no counts. Any thread may call this."""
     if progress is None:
         return State({})
     counts = {"step": progress.number}
@@ -84,7 +85,7 @@ def own_state(progress: Progress | None) -> State:
             for frame, line in traceback.walk_stack(frame)
         ]
         code, place = next((x for x in calls if not _is_library(x[0].co_filename)), calls[-1])
-        if code.co_name != "next_step":  # which waits for the thread that reads
+        if code.co_name != "next_step":  # `next_step` waits for the reading thread
             break
     stack = "\n".join(line for _, line in calls[:_LONGEST_STACK])
     return State(counts, socket.gethostname(), os.sep.join(place.split(os.sep)[-2:]), stack)
@@ -110,9 +111,9 @@ def late_among(states: Mapping[int, State]) -> list[int]:
 
 
 class LateRanks:
-    """Rank 0's search for late ranks. `turn` is called about every SECONDS_BETWEEN_TURNS.
+    """Rank 0's search for late ranks. `Peers` calls `turn` about every SECONDS_BETWEEN_TURNS.
 
-    ask: asks all other ranks for their states, which come to `answers`.
+    ask: a function that asks all other ranks for their states; `Peers` puts the states into `answers`.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class LateRanks:
         self._step, self._median, self._slow_after = -1, inf, inf
         self._look_at = self._asked_at = 0.0
         self._seen: list[tuple[int, State]] = []  # ranks that were late in this step
-        # Late rank -> (its counts, none without an answer; since when, inf once it is named).
+        # Late rank -> (its counts, none without an answer; late since when, inf after the warning).
         self._since: dict[int, tuple[dict[str, int], float]] = {}
 
     def turn(self, now: float) -> None:
@@ -159,7 +160,7 @@ class LateRanks:
             counts, since = before.get(rank, (None, 0.0))
             since = since if counts == state.counts else self._asked_at
             self._since[rank] = state.counts, since
-            if (seconds := now - since) < 0.8 * limit:  # it was late before rank 0 first asked, too
+            if (seconds := now - since) < 0.8 * limit:  # 0.8: it was late before rank 0 first asked
                 continue
             self._since[rank] = state.counts, inf
             text = f"has not answered for {seconds:.0f} s: it is stopped, or a call outside Python hangs"

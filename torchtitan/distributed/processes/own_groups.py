@@ -1,4 +1,4 @@
-"""Engines' process groups, apart from the host program's, and aborting their collectives.
+"""Engines' process groups, separate from the host program's, and how to abort their collectives.
 
 If a rank has failed, a collective that waits for it ends only if its whole group is aborted. The
 host's default group is not ours to abort, so steps don't communicate over it.

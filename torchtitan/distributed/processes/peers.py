@@ -68,12 +68,12 @@ class Peers:
     its rank was killed. If a connection is silent for the store's timeout (at least a minute), its rank was
     stopped: a thread sends regular messages, even while the main thread hangs.
 
-    Each rank publishes only the digest of its secret in the store, and rank 0 admits each secret once: who
-    reads the store, or finds the port, cannot pass for a rank. A program that can write to torch's store
-    at MASTER_PORT can end the job, so keep the ports of a job's machines closed to others.
+    Each rank publishes only the digest of its secret in the store, and rank 0 admits each secret once, so a
+    program that reads the store or finds the port cannot pass for a rank. A program that can write to
+    torch's store at MASTER_PORT can end the job, so keep the ports of a job's machines closed to others.
 
-    helpers: ranks that the other ranks don't need in order to save: when a helper fails, they have
-        longer to end by themselves.
+    helpers: ranks without which the other ranks can save; when a helper fails, the other ranks have
+        longer to save and end.
     Raises RunError if another process has this rank's number.
     """
 
@@ -85,7 +85,7 @@ class Peers:
         self.rank, self.world_size = rank, world_size
         self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
         self._heard_at: dict[int, float] = {}  # rank -> when it last sent anything
-        # epoll and kqueue accept a new connection while the watch waits for existing connections.
+        # epoll and kqueue let a thread add a connection while `_watch` waits in `select`.
         self._selector = selectors.DefaultSelector()
         self._all_came = threading.Event()  # on rank 0
         self._leaving = threading.Event()
@@ -342,9 +342,9 @@ def _longest_silence(timeout: timedelta) -> float:
 
 
 def _listen() -> socket.socket:
-    """Listen on a free port of MASTER_ADDR's interface, or of all interfaces if it is unknown.
+    """Listen on a free port of MASTER_ADDR's interface, or of all interfaces if that one is unknown.
 
-    It is unknown if the name resolves to a loopback address, such as the 127.0.1.1 that /etc/hosts
+    The interface is unknown if the name resolves to a loopback address, such as the 127.0.1.1 that /etc/hosts
     may have for the machine's own name, unless all ranks are on this machine.
     """
     name = os.environ["MASTER_ADDR"]

@@ -52,9 +52,9 @@ def init_distributed(
         if not group_is_ours():
             warn_once(
                 logger,
-                "the process group exists already and is reused: comm.mode, "
-                "comm.init_timeout_seconds, comm.train_timeout_seconds and our choice of backend "
-                "and ranks don't affect it. The flight recorder (comm.trace_buf_size, "
+                "the existing process group is reused: comm.mode, comm.init_timeout_seconds, "
+                "comm.train_timeout_seconds and torchtitan's choice of backend and ranks have no "
+                "effect on this group. The flight recorder (comm.trace_buf_size, "
                 "comm.save_traces_folder, comm.save_traces_file_prefix) records only groups that "
                 "engines make from here on",
             )
@@ -79,7 +79,7 @@ def init_distributed(
     # While the default group is bound to a device, torch (2.13) creates every later NCCL group by a split
     # of the default group, which all its ranks have to join. A group for some ranks only would hang.
     dist.group.WORLD.bound_device_id = None
-    # Torch's hook prefixes a traceback's lines with the rank. Restore the old hook with the group.
+    # Torch's hook prefixes a traceback's lines with the rank. `host` restores the old hook at the end.
     ranks_hook, sys.excepthook = sys.excepthook, excepthook
     host.change_attribute(sys, "excepthook", ranks_hook)
     _destroy_group_at_end()
@@ -112,7 +112,7 @@ def _destroy_group_at_end() -> None:
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# The variables' values -> [(store, rank, world size), number of groups made there]. All groups of
+# The variables' values -> [(store, rank, world size), number of groups made with this store]. All groups of
 # this process use one store: with a new store per group, ranks that make the next group while
 # another rank still leaves the last group would find old keys, or a server that is closing.
 _meeting_places: dict[tuple[str, ...], list[Any]] = {}
@@ -139,8 +139,8 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
         _meeting_places[place] = [_meet(place, timeout), 0]
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
-    # torchrun's own store survives a restart, with addresses of processes that are gone. Without that store,
-    # each attempt has a new one, and agents that joined later have counted fewer restarts.
+    # torchrun's own store survives a restart and still has ended processes' addresses: prefix its keys with
+    # the attempt. Otherwise each attempt has a new store, and ranks may have counted different restarts.
     has_old_keys = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_old_keys else "0"
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
@@ -161,8 +161,8 @@ def _meet(place: tuple[str, ...], timeout: timedelta) -> tuple[dist.Store, int, 
                     raise
                 time.sleep(0.1)
         something_answers = True
-        # torch waits for ever if another program has the port. Otherwise its own error comes before
-        # this time limit, and says how many ranks joined.
+        # torch waits for ever if another program has the port. Otherwise torch's own error comes
+        # before this time limit, and says how many ranks joined.
         meeting = run_beside(lambda: next(dist.rendezvous("env://", timeout=timeout)))
         return meeting.result(seconds + 2)
     except (dist.DistError, OSError) as error:

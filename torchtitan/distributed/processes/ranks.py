@@ -29,7 +29,7 @@ def from_rank_zero(ask: Callable[[], T]) -> T:
 
 
 def ranks_of_first_machine() -> int:
-    """Return the number of ranks on rank 0's machine, which are the first ones. Collective."""
+    """Return n: ranks 0 to n - 1 are on rank 0's machine. Collective."""
     return min(num_ranks(), from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 

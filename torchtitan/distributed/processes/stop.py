@@ -24,7 +24,7 @@ class StopRequest:
 
     The reason is a signal of `SIGNALS` that any rank received, or `training.time_limit_minutes`. Call
     `ask` and `answer` in each step, on every rank. If the config saves no checkpoints, the first
-    signal ends the process, SIGINT by KeyboardInterrupt.
+    signal ends the process (SIGINT raises KeyboardInterrupt).
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -46,7 +46,7 @@ class StopRequest:
         if self._can_save and dist.is_initialized() and dist.get_backend() != "fake":
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
             if self._world_size > 1:
-                # gloo, so that no step waits for the device; a group that nothing else uses
+                # gloo, so that no step waits for the device; only this class uses the group
                 self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._signals.start()
         return self
@@ -110,7 +110,7 @@ class StopRequest:
 
 
 def leave_signals_to_trainer(_worker_id: int = 0) -> None:
-    """Make a data worker, whose data the trainer still needs, ignore signals except the trainer's SIGTERM."""
+    """Make a data worker ignore signals except the trainer's SIGTERM: the trainer still needs its data."""
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
