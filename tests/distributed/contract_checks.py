@@ -82,7 +82,7 @@ def numbers_of_the_global_batch(kit: Kit, layout: str) -> None:
 
         if layout == "pp":
             for call, argument in ((engine.prepare, batches[0]), (engine.backward, step.loss)):
-                with pytest.raises(ValueError, match="give forward_backward_step a loss_fn"):
+                with pytest.raises(ValueError, match="call forward_backward_step with a loss_fn"):
                     call(argument)
             return
         loss = torch.zeros(())

@@ -56,5 +56,5 @@ def test_all_ranks_stop_in_the_same_step_and_each_names_its_own_bad_microbatch(t
         assert "step 1: the gradient norm is nan, 1 time(s) in a row" in found[0][1]
         for rank, (logged, _) in enumerate(found):
             documents = f"row 1 (document {rank}), row 2 (documents {10 + rank} to {20 + rank})"
-            bad = f"step 1: the first bad loss of rank {rank}, nan, is that of microbatch 1 of 2, "
+            bad = f"step 1: the first bad loss of rank {rank} is nan, in microbatch 1 of 2, "
             assert logged == ([bad + documents] if rank in bad_ranks else [])

@@ -128,10 +128,10 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
     for size, same, messages in run_ranks(init_over_existing_group, 2, str(tmp_path)):
         assert size == 2 and same
         (message,) = messages
-        assert "exists already" in message
+        assert "existing process group is reused" in message
         for key in ("mode", "init_timeout_seconds", "train_timeout_seconds", "trace_buf_size"):
             assert f"comm.{key}" in message
-        assert "ranks don't affect it" in message
+        assert "ranks have no effect on this group" in message
 
 
 def refusal_on(device_type, backend, enable_cpu_backend):

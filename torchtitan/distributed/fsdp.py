@@ -328,7 +328,7 @@ def recover_model(model: nn.Module) -> None:
     reduced = [shard.grad for shard in shards]
     torch_parts.reset_fsdp(model)
     # Torch 2.15 also drops the gradients of earlier microbatches. Older versions keep the gradients of
-    # gathered parameters, which the next backward would add to its own.
+    # gathered parameters, to which the next backward would add.
     for shard, grad in zip(shards, reduced, strict=True):
         shard.grad = grad
     field = torch_parts.attribute("fsdp_gradient")

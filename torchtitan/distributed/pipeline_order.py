@@ -21,7 +21,7 @@ class Action(NamedTuple):
     """One thing that a rank does for a stage.
 
     kind: F, forward. B, backward. I and W, the halves of backward in zero-bubble schedules: the
-        gradients of the stage's input, and those of its weights. SEND_F, RECV_F: hidden states.
+        gradients of the stage's input, and of its weights. SEND_F, RECV_F: hidden states.
         SEND_B, RECV_B: gradients. REDUCE: reduce the stage's gradients. RESHARD: free the stage's
         gathered parameters for a while.
     """

@@ -48,7 +48,7 @@ class PipelineSchedule:
 
     name: the name of torch's schedule, in upper or lower case.
     stages: this rank's stages, in the order of the model.
-    loss_fn: (output, target) -> loss, a sum over tokens, for calls without a loss_fn of their own.
+    loss_fn: (output, target) -> loss, a sum over tokens; the default of calls without a loss_fn.
     n_microbatches: the number of microbatches that a whole batch is split into.
     csv_path: a file with an order of actions, which replaces the named schedule's order.
 

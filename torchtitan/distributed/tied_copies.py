@@ -5,7 +5,7 @@ The two stages are on two ranks, or on one if they form a V. The copies act as o
     initial weights     both are drawn under the first name                     `name_in_whole_model`
     gradients           both get the sum, in each call of the schedule          `sum_gradients`
     gradient norm       includes the parameter once                             `second_copies`
-    optimizers          each copy has its own: same gradient, same state, same update
+    optimizers          each copy has its own state: equal gradients give equal updates
     checkpoints         weights under both names, as without a pipeline; optimizer state under the
                         first name                                              `name_in_whole_model`
 """

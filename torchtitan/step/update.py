@@ -99,7 +99,7 @@ class StepLosses:
             )
             rank = dist.get_rank() if dist.is_initialized() else 0
             logger.warning(
-                f"step {step}: the first bad loss of rank {rank}, {losses[first]}, is that of "
+                f"step {step}: the first bad loss of rank {rank} is {losses[first]}, in "
                 f"microbatch {first + 1} of {len(losses)}{rows}"
             )
 

@@ -92,7 +92,7 @@ def test_skipped_step_names_the_first_bad_microbatch_and_its_documents(tmp_path,
     engine.save(str(tmp_path / "end"))  # an accelerator's verdict is read here at the latest
     warnings = [record.message for record in caplog.records if "step 2: " in record.message]
     assert warnings == [
-        "step 2: the first bad loss of rank 0, nan, is that of microbatch 2 of 3, row 1 (documents 1 "
+        "step 2: the first bad loss of rank 0 is nan, in microbatch 2 of 3, row 1 (documents 1 "
         "to 6), row 2 (document 7)",
         "step 2: the gradient norm is nan, 1 time(s) in a row (ranks with a bad loss have logged its "
         "microbatch; if there is none, a gradient overflowed); weights and optimizer state were left as "
@@ -111,9 +111,7 @@ def test_first_bad_microbatch_after_a_loss_of_the_callers_own_has_its_own_docume
         run_backward(engine, batch, labels, loss_fn=sum_times(factor))
     engine.optim_step()
     assert engine.weights_version == 0
-    assert (
-        "nan, is that of microbatch 2 of 3, row 1 (document 1), row 2 (document 7)" in caplog.text
-    )
+    assert "nan, in microbatch 2 of 3, row 1 (document 1), row 2 (document 7)" in caplog.text
 
 
 def test_learning_rate_of_one_step_leaves_the_schedule_alone(tmp_path):
