@@ -49,8 +49,8 @@ class Job(Section):
     save_config_file: str | None = None
     # Module with a dataclass JobConfig, whose sections and fields extend or replace the built-in ones
     custom_config_module: str = ""
-    # Exit code of a run that a signal or the time limit ended after a save. Engines that start a job again
-    # unless its exit code is 0 need another one, such as 75
+    # Exit code of a run that a signal or the time limit ended after a save. Job schedulers that restart a
+    # job only if its exit code is not 0 need another code, such as 75
     stopped_exit_code: Annotated[int, Range(0, 125)] = 0
 
 
@@ -190,7 +190,7 @@ class Loss(Section):
     # What to minimize: the model's own loss (empty), the loss of preference pairs (dpo), or the divergence
     # from a teacher (distillation)
     name: Literal["", "dpo", "distillation"] = ""
-    # Multiplies the difference of the answers' log-ratios to the reference
+    # For dpo: factor on the difference between the two answers' log-ratios to the reference
     beta: PositiveFloat = 0.1
     # Probability that a pair is labelled the wrong way round
     label_smoothing: Annotated[float, Range(0, 0.5, excluded=0.5)] = 0.0
@@ -203,7 +203,7 @@ class Loss(Section):
     teacher: str = ""
     # For distillation: KL(teacher || student), or KL(student || teacher)
     divergence: Literal["forward", "reverse"] = "forward"
-    # For distillation: compare the teacher's k most probable tokens, and the rest as one; 0: all tokens
+    # For distillation: compare the teacher's k most probable tokens, and all others as one; 0: all tokens
     top_k: Count = 0
     kl_weight: PositiveFloat = 1.0  # For distillation: weight of the divergence
     label_weight: NotNegative = 0.0  # For distillation: weight of the cross entropy of the labels
@@ -431,7 +431,7 @@ class LoRA(Section):
     rank: Positive = 8  # Rows of A and columns of B
     # An adapter's product is multiplied by alpha / rank
     alpha: PositiveFloat = 16.0
-    use_rslora: bool = False  # Multiply it by alpha / sqrt(rank) instead
+    use_rslora: bool = False  # Multiply the product by alpha / sqrt(rank) instead
     # Dropout probability of an adapter's input; a resumed run draws other dropout masks
     dropout: Annotated[float, Range(0, 1, excluded=1)] = 0.0
     # Layers with an adapter: "all-linear", or dotted parts of their names, such as q_proj, wq, layers.0
@@ -484,7 +484,7 @@ class FaultTolerance(Section):
     enable: bool = False  # Train with torchft replicas; refused in this version
     process_group: str = "gloo"  # Process group between replicas: gloo or nccl
     process_group_timeout_ms: int = 10000  # Timeout of this process group, in milliseconds
-    replica_id: int = 0  # Number of this replica
+    replica_id: int = 0  # Index of this replica
     group_size: int = 0  # Number of replicas
     min_replica_size: int = 1  # Replicas that have to take part in a step
     # Algorithm for replicas that do not synchronise every step: local_sgd or diloco

@@ -18,7 +18,7 @@ from torchtitan.estimate.memory_tracker import OperatorMode
 from torchtitan.numerics.delta_rule import multiplications_per_token
 from torchtitan.numerics.nf4 import num_numbers
 
-# Part of an operator's name -> the kind of collective. Without recv, which sends nothing.
+# Part of an operator's name -> the kind of collective. recv is left out, because it sends nothing.
 _KINDS = {
     "allgather": "all-gather",
     "all_gather": "all-gather",
@@ -47,8 +47,8 @@ class Traffic:
     """Traffic of one kind of collective on one mesh axis, in bytes except for `calls`.
 
     sent: what this rank sends, by the ring algorithm.
-    network: this GPU's share of the bytes that leave its node. A ring leaves a node once, so the
-        ranks of the node share the bytes that one of them sends.
+    network: this GPU's share of the bytes that leave its node. A ring has one link out of a node, so
+        the node's ranks share the bytes that one rank sends.
     """
 
     calls: float = 0.0
@@ -72,7 +72,7 @@ class StepCounts:
 def combined(a: Any, b: Any, times_a: float, times_b: float) -> Any:
     """Return times_a * a + times_b * b, of numbers or of all numbers in dicts and dataclasses."""
     if isinstance(a, dict):
-        result = copy.copy(a)  # which has the default for missing keys
+        result = copy.copy(a)  # a copy keeps the default for missing keys
         for key in {*a, *b}:
             result[key] = combined(a[key], b[key], times_a, times_b)
         return result

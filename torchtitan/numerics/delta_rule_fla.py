@@ -21,7 +21,7 @@ _library.define(
 )
 
 
-# A constant for the compiler, which would trace the import.
+# Found here, because the compiler would trace a look-up inside a function.
 _IS_INSTALLED = find_spec("fla") is not None
 
 
@@ -45,7 +45,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return the outputs [B, T, Hv, Dv]; see `delta_rule.gated_delta_rule`.
 
-    cu_seqlens: int [documents + 1], from 0 to B * T; rows end documents, and no document is empty.
+    cu_seqlens: int [documents + 1], from 0 to B * T; no document is empty or crosses the end of a row.
     Compiled code calls an operator whose backward computes the forward again, because fla's own function
     breaks the graph.
     """

@@ -232,7 +232,7 @@ MISTAKES = """
 2: pipeline_parallel_degree=2; pipeline_parallel_layers_per_stage=3; pipeline_parallel_schedule="LoopedBFS"
     must be a multiple of parallelism.pipeline_parallel_degree … give 3 stages … change
 2: pipeline_parallel_degree=2; pipeline_parallel_schedule="PipelineScheduleMulti"
-    'PipelineScheduleMulti' has no order of its own; set pipeline_parallel_schedule_csv
+    'PipelineScheduleMulti' reads its schedule from a CSV file; set pipeline_parallel_schedule_csv
 2: pipeline_parallel_degree=2; pipeline_parallel_schedule_csv="no.csv"
     pipeline_parallel_schedule_csv = 'no.csv' cannot be read … No such file
 2: pipeline_parallel_degree=2; pipeline_parallel_microbatch_size=3
