@@ -188,7 +188,7 @@ MISTAKES = """
 2: training.local_batch_size=4; training.global_batch_size=10
     training.global_batch_size must be a multiple … got 10 with 4 * 2; the nearest that fits is 8
 2: enable_async_tensor_parallel=true; compile.components=["loss"]
-    enable_async_tensor_parallel is … ['loss']; set compile.enable = true
+    enable_async_tensor_parallel needs … ['loss']; set compile.enable = true
 6: enable_async_tensor_parallel=true; tensor_parallel_degree=2; context_parallel_degree=3; training.seq_len=32; compile.enable=true
     training.seq_len … got 32 with 6; choose a multiple
 2: tensor_parallel_degree=2; model.converters=["quantize.grouped_mm.float8"]
