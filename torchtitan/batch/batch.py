@@ -51,7 +51,7 @@ _PADDING_OF = {
     "depths": PADDING,
     PARENT_IDS: PADDING,
     "labels": IGNORE_INDEX,
-    "routed_experts": -1,  # the router chooses
+    "routed_experts": -1,  # the router chooses experts
 }
 # Keys that never hold one value per token, whatever their shape.
 _LENGTHS = ("seq_lens", "cu_seqlens")
@@ -69,7 +69,7 @@ class TokenBatch:
     tokens: Tensor  # [B, T]
     labels: Tensor | None = None  # [B, T]
     document_ids: Tensor | None = None
-    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # positions among them
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # including positions
     sample_ids: Tensor | None = None  # [B, 2], the first and last sample in each row, if known
     depths: Tensor | None = None
     has_checked_ids: bool = False  # tokens, labels and experts are in the model's ranges

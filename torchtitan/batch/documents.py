@@ -178,7 +178,7 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
         )
     firsts = firsts + torch.arange(len(ids), device="cpu")[:, None] * seq_len
     documents, lengths = firsts[is_token].unique_consecutive(return_counts=True)
-    # (id, tokens up to its end) of the last document and its ancestors.
+    # (id, tokens on the branch up to its end) of the last document and of its ancestors.
     branch: list[tuple[int, int]] = []
     bases, last_end = [], -1
     of_documents = (x.flatten()[documents].tolist() for x in (ids, parents))
@@ -214,7 +214,7 @@ def follow_branches(depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     paths: list[Tensor] = []
     n_listed = 0
     for of_row, ends_of_row, begins_of_row in zip(depths, ends, begins, strict=True):
-        branch = torch.empty(seq_len, dtype=torch.int32)  # its columns
+        branch = torch.empty(seq_len, dtype=torch.int32)  # columns of the current branch
         length = 0
         is_padding = of_row < 0
         # A stretch is padding, or a part of one branch without a gap.
@@ -293,7 +293,7 @@ def _read(batch: Mapping[str, Any], source: str) -> Tensor:
 
 
 def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace tokens and boundaries by their copies on the host; return the batch unchanged if one is missing."""
+    """Return the batch with the host's copies of tokens and boundaries; unchanged if a copy is missing."""
     copies = {
         key: on_host(batch[key])
         for key in ("input", "positions", PARENT_IDS, *BOUNDARY_KEYS)

@@ -124,7 +124,8 @@ class DocumentMask:
         seen = q_idx >= kv_idx
         if self.depths is not None and self.ends is not None:
             seen = seen & (q_idx <= self.ends[b, kv_idx])
-            q_idx, kv_idx = self.depths[b, q_idx], self.depths[b, kv_idx]  # for the window
+            # Chunks and the window count tokens on the branch.
+            q_idx, kv_idx = self.depths[b, q_idx], self.depths[b, kv_idx]
             if self.chunk is not None:
                 seen = seen & (q_idx - q_idx % self.chunk <= kv_idx)
         elif self.starts is not None and not self.rows_are_documents:

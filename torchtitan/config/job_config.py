@@ -92,14 +92,14 @@ class Model(Section):
     hf_config: str | None = None
     # Local folder with the Hugging Face tokenizer and, optionally, config, weights and index
     hf_assets_path: str = "./tests/assets/tokenizer"
-    tokenizer_path: str | None = None  # Old name of hf_assets_path, which it replaces if set
+    tokenizer_path: str | None = None  # Old name of hf_assets_path; used instead if set
     # Model converters to apply, in this order, e.g. quantize.linear.float8
     converters: list[str] = field(default_factory=list)
     print_after_conversion: bool = False  # Log the model's modules after the conversion
-    # Attention kernel; None takes the flavor's. On a GPU varlen needs a 16-bit dtype
+    # Attention kernel; None takes the flavor's kernel. On a GPU varlen needs a 16-bit dtype
     attn_type: Literal["sdpa", "flex", "varlen"] | None = None
     # Tokens attend to earlier tokens of their row (causal) or document. Documents end at end-of-text tokens
-    # (block_causal), or where positions do not go up by one (position_block_causal). None: the flavor's
+    # (block_causal), or where positions do not go up by one (position_block_causal). None: the flavor's type
     attn_mask_type: Literal["causal", "block_causal", "position_block_causal"] | None = None
     # Output values [B, T, 1] in place of logits, for critics; needs your own loss function
     value_head: bool = False
@@ -457,19 +457,19 @@ class Comm(Section):
     init_timeout_seconds: Annotated[int, Range(1, 10**8)] = 300
     # Timeout of collectives after step 1
     train_timeout_seconds: Annotated[int, Range(1, 10**8)] = 100
-    # Seconds, at most a third of the timeout, after which a rank that keeps the others waiting is named
-    # with its stack; 0 names none
+    # Seconds, at most a third of the timeout, after which a rank that keeps the others waiting is logged
+    # with its stack; 0 logs none
     stuck_rank_seconds: Annotated[float, Range(0, 10**8)] = 30.0
-    # The slowest rank is named after a step (of a second or more) that took this many times the median
-    # of the last steps; 0 names none
+    # The slowest rank is logged after a step (of a second or more) that took this many times the median
+    # of the last steps; 0 logs none
     slow_step_factor: Annotated[float, Range(1, 10**6, special=0)] = 3.0
     # Events that NCCL's flight recorder keeps; 0 turns it off
     trace_buf_size: Count = 20000
     # Folder for flight recorder dumps, under the dump folder
     save_traces_folder: str = "comm_traces"
     save_traces_file_prefix: str = "rank_"  # Prefix of the dumps' file names
-    # Real communication (default), none, for dry runs (fake_backend), or all ranks simulated in one
-    # process (local_tensor)
+    # Communication: real (default), none, for dry runs (fake_backend), or between ranks that are simulated
+    # in one process (local_tensor)
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
 
 

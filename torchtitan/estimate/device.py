@@ -322,7 +322,7 @@ def patch_cuda() -> None:
         "device": lambda device: contextlib.nullcontext(),
     }.items():
         setattr(torch.cuda, name, value)
-    # Separate classes, because the compiler has a handler for each of them.
+    # Other classes than torch.cuda's, because the compiler has a handler for each class.
     torch.Stream = type("Stream", (stream_class,), {})
     torch.Event = type("Event", (Event,), {})
     torch.accelerator.empty_host_cache = lambda: None

@@ -4,10 +4,10 @@
 
 Tries all degrees of data, tensor and pipeline parallelism. Keeps the config's context and expert
 parallelism and its global batch: `training.global_batch_size`, or `local_batch_size` rows per GPU.
-A rank runs as many rows at once as fit, and accumulates gradients over the rest. The step of each layout
-is estimated without a GPU, at two depths of the model (`torchtitan.estimate.step`), in about 15 seconds;
-not if parameters, gradients and optimizer states alone do not fit. Times are lower bounds from the peak
-rates in the options, so trust only large differences between layouts; see docs/scale.md.
+A rank runs as many rows at once as fit, and accumulates gradients over the rest. Layouts whose parameters,
+gradients and optimizer states alone do not fit are skipped. The step of each other layout is estimated
+without a GPU, at two depths of the model (`torchtitan.estimate.step`), in about 15 seconds. Times are lower
+bounds from the peak rates in the options, so trust only large differences between layouts; see docs/scale.md.
 """
 
 import copy

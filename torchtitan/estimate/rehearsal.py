@@ -183,9 +183,9 @@ class Rehearsal(TorchDispatchMode):
         del self._arriving[key]
 
     def _check_source(self, source, non_blocking: bool) -> None:
-        """Note a copy to the device, unless it is non-blocking and from pinned memory.
+        """Count a copy to the device in `waits`, unless it is non-blocking and from pinned memory.
 
-        A blocking copy of a scalar is noted as "copy of a number".
+        A blocking copy of a scalar is counted as "copy of a number".
         """
         if source.dim() == 0 and source.numel() == 1 and not non_blocking:
             self.note("copy of a number")
@@ -197,7 +197,7 @@ class Rehearsal(TorchDispatchMode):
     # ---- streams ----
 
     def _track(self, func, args, kwargs, out) -> None:
-        """Record the storages that an operator uses on the current stream, and note races."""
+        """Record the storages that an operator uses on the current stream, and count races."""
         used = _tensors((args, kwargs))
         reads = self._arriving and not getattr(func, "is_view", False)
         for tensor in used if reads else ():

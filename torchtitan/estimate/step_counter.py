@@ -103,7 +103,7 @@ class StepCounter(OperatorMode):
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         namespace = getattr(func, "namespace", "")
         if namespace == "torchtitan" and "reduce_scatter" in func.name():
-            namespace = "_c10d_functional"  # our reduce-scatter on the CPU, an all-to-all
+            namespace = "_c10d_functional"  # our reduce-scatter on the CPU is an all-to-all
         if namespace in ("c10d", "_c10d_functional"):
             self._count_collective(namespace, func, args, result)
         else:
@@ -156,7 +156,7 @@ class StepCounter(OperatorMode):
             products = 5 if is_backward else 2  # backward computes the scores again
             self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
         elif name.startswith("gated_delta_rule"):
-            is_backward = name.endswith("backward")  # which computes the forward again
+            is_backward = name.endswith("backward")  # computes the forward again
             _, k, v = args[2:5] if is_backward else args[:3]
             each = multiplications_per_token(k.shape[-1], v.shape[-1])
             products = 3 if is_backward else 1
@@ -174,7 +174,7 @@ class StepCounter(OperatorMode):
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             if "attention" in name or "attn" in name:
-                # The formulas count full squares of scores; causal kernels compute half of them.
+                # torch's formulas count the full matrix of scores; causal kernels compute half of it.
                 self.counts.flops["attention"] += flops // 2
             else:
                 self.counts.flops["matrix products"] += flops

@@ -144,7 +144,7 @@ def _count_prompts(
     group: dist.ProcessGroup | None,
     count_empty: bool,
 ) -> tuple[Counter[Hashable], int]:
-    """Return each prompt's number of tokens in the step, and how many of this rank's prompts no lower rank has."""
+    """Return each prompt's number of tokens in the step, and the number of prompts that no lower rank has."""
     own: Counter[Hashable] = Counter()
     for prompt, n in zip(prompt_ids, counts, strict=True):
         own[prompt] += n

@@ -1,8 +1,8 @@
 """Log-probabilities and losses from logits [B, T, V] that are never stored as a whole.
 
 Logits are computed in chunks of tokens from hidden states and the output projection's weight, so the
-largest tensor is [chunk, V]. `LogProbs` computes each chunk's logits again in backward. `SummedLoss` is
-a scalar: forward computes its gradient, and backward multiplies that by the incoming gradient.
+largest tensor is [chunk, V]. `LogProbs` computes each chunk's logits again in backward. `SummedLoss`
+computes its gradient in forward; backward only multiplies this gradient by the incoming one.
 
 Under tensor parallelism each rank computes the logits of its vocabulary entries, and ranks exchange four
 numbers per token once. A chunk may have tokens of several models, each with its own adapters; a model's
@@ -423,7 +423,7 @@ def log_of_sum(exps: Tensor) -> Tensor:
 def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
     """Return log-probabilities of tokens. chosen: their logits. highest, sums: from `exponentials_`.
 
-    The trainer and the generator both call it, because another formula rounds differently.
+    Trainer and generator both call this function, because another formula would round differently.
     """
     return (chosen - highest) - sums.log()
 

@@ -10,7 +10,8 @@ by sqrt(Dk). All sums are in fp32 (fp64 for fp64 inputs).
 
 Tokens are computed in chunks of C (the paper's section 3.3). G_i is the sum of g over the tokens of i's
 document in the chunk, up to and including i but without the document's first token. A sum over the whole
-chunk would let other documents change this one's rounding. All decays are exponentials of differences G_i - G_j <= 0:
+chunk would let other documents change this one's rounding. All decays are exponentials of differences
+G_i - G_j <= 0:
 
     D_ij = exp(G_i - G_j)   if j <= i and both belong to one document, else 0
     c_i  = exp(G_i)         if i's document began before the chunk, else 0
@@ -186,7 +187,7 @@ class _Documents(NamedTuple):
 
 
 def _documents(starts: Tensor, chunk: int) -> _Documents:
-    """starts: [n, B, C], the index in the chunk where each token's document begins; negative if before the chunk."""
+    """starts: [n, B, C], the index in the chunk where each token's document begins; negative if before it."""
     places = torch.arange(chunk, device=starts.device)
     pairs = (starts.unsqueeze(-1) <= places) & (places <= places.unsqueeze(-1))
     return _Documents(pairs, starts == places, starts < 0)

@@ -1,7 +1,7 @@
 """The gated delta rule by flash-linear-attention (the extra `fla`), on CUDA in 16 bits.
 
-Its kernels take one row of N tokens and the documents' boundaries, cut chunks at each document's start, and
-so mix no documents. N packed tokens; see `numerics.delta_rule` for the other letters.
+Its kernels take one row of N tokens and its document boundaries, and start a chunk with each document, so
+they mix no documents. N packed tokens; see `numerics.delta_rule` for the other letters.
 """
 
 from importlib.util import find_spec

@@ -18,7 +18,7 @@ def document_conv(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None
     document began before these tokens, and then its last inputs are in `tail` [B, W - 1, N] (see
     `conv_tail`; None is zeros).
     """
-    # The compiler fuses the steps. Torch 2.11 also loses the gradients that it traces through the class.
+    # The compiler fuses the plain steps. Torch 2.11 also loses gradients if it traces through the class.
     sum_taps = _sum_taps if torch.compiler.is_compiling() else _DocumentConv.apply
     return F.silu(sum_taps(x, weight, starts, tail))
 

@@ -1,6 +1,6 @@
 """RMS normalisation whose gradient takes a third of the time on the CPU.
 
-There torch composes it of elementwise steps, each of which passes over memory in backward.
+torch's RMSNorm on the CPU consists of elementwise steps, each of which passes over memory in backward.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 NormKind = Literal["late", "early", "offset"]
-"""How a norm multiplies the normalised x: by w after rounding x; by w before rounding; by 1 + w before rounding."""
+"""How a norm weights the normalised x: by w after rounding x; by w before rounding; by 1 + w before rounding."""
 
 
 def rms_norm(

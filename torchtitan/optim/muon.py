@@ -37,7 +37,7 @@ _EPS = 1e-7  # the smallest norm to divide by; torch.optim.Muon's default
 class Muon(RoundedAdam):
     """`torch.optim.Muon` for `matrices`, and AdamW for all other parameters.
 
-    options: those of torch.optim.Muon. replicas: the ranks that have the same plain parameters (DDP).
+    options: those of torch.optim.Muon. replicas: the ranks that replicate unsharded parameters (DDP).
     Steps are collective over the ranks that share a matrix; a missing gradient counts as zero there.
     """
 

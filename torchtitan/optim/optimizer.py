@@ -34,7 +34,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
     """Steps, zeroes, saves and loads one optimizer per model part as if they were one optimizer.
 
     It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
-    `param_groups` are the live ones of the inner optimizers. `state_dict()` is keyed by parameter name,
+    `param_groups` hold the inner optimizers' own dicts. `state_dict()` is keyed by parameter name,
     so the state loads on another layout.
     groups_by_part: torch's parameter groups of each part; by default one with all trainable parameters.
     """
@@ -63,7 +63,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
         return len(self.optimizers)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that the instance lacks; _post_init deletes these two.
+        # Called only for attributes that the instance lacks, as `_post_init` deletes these two.
         if name == "state":
             return _JoinedState(self.optimizers)
         if name == "param_groups":

@@ -25,7 +25,7 @@ DEGREES = (
 
 
 def refuse(*problems: Iterable[str]) -> None:
-    """Raise ConfigError with the first message, if any; rules after this message do not run."""
+    """Raise ConfigError with the first message, if any; later rules do not run."""
     for problem in chain(*problems):
         raise ConfigError(problem)
 
@@ -101,7 +101,7 @@ def clash(key: str, reason: str, others: dict[str, Any]) -> Iterator[str]:
 
 
 def no_effect(config: JobConfig, keys: tuple[str, ...], why: str) -> Iterator[str]:
-    """Rule: settings whose keys begin with `keys` must have their defaults. why: reason and remedy, for the message."""
+    """Rule: settings whose keys begin with `keys` must have their defaults. why: the end of the message."""
     for setting in settings_of(config):
         if setting.key.startswith(keys) and setting.value != setting.default:
             yield f"{setting.key} = {setting.value!r} has no effect {why}, or remove it"

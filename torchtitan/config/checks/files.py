@@ -202,7 +202,7 @@ def _datasets(job_config: JobConfig) -> dict[str, Any]:
 def _is_there(path: str | None) -> bool:
     """True if the path is a file, a folder, a pair of token files (without their endings), or an address."""
     if path is None or storage.is_address(path):
-        return path is not None  # reading an address reports that nothing is there
+        return path is not None  # an address without data fails when it is read
     return os.path.exists(path) or os.path.exists(f"{path}.idx")
 
 
