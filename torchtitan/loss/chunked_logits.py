@@ -53,8 +53,7 @@ class Call(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """What a chunk's backward needs. low_rank: the list that `add_products` returns. of_cap: derivative [n, v] of
-    the capped logits by the logits."""
+    """What a chunk's backward needs. low_rank: of `add_products`. of_cap: d capped logits / d logits, [n, v]."""
 
     low_rank: list[Tensor]
     of_cap: Tensor | None
@@ -513,7 +512,6 @@ def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
-    """Return the labels' column indices [n, 1] on this rank (0 for other ranks' labels), and bool [n]: True for
-    other ranks' labels."""
+    """Return the labels' columns [n, 1] on this rank, 0 for other ranks' labels, and bool [n]: is another rank's."""
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere

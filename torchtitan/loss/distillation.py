@@ -6,9 +6,8 @@ q = softmax(u / T):
     forward  KL(q || p) = sum_j q_j (log q_j - log p_j)    d/dz_j = (p_j - q_j) / T
     reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)    d/dz_j = p_j (log p_j - log q_j - KL) / T
 
-The loss multiplies the divergence by T^2, so its gradient is about as large for every T. Source of the forward
-divergence and T^2: Hinton et al. 2015, arXiv:1503.02531, section 2; of the reverse: Gu et al. 2024,
-arXiv:2306.08543, eq. 1.
+The loss multiplies the divergence by T^2, so its gradient is about as large for every T. Sources: forward and T^2,
+Hinton et al. 2015, arXiv:1503.02531, section 2; reverse, Gu et al. 2024, arXiv:2306.08543, eq. 1.
 
 With only the teacher's k most probable tokens, the divergence is over k + 1 outcomes: these tokens, and any
 other token, with probabilities p_r and q_r. It is at most the divergence over all tokens, by the log sum
@@ -177,7 +176,7 @@ def _divergence(
 def _divergence_of_top(
     log_p: Tensor, ids: Tensor, log_q: Tensor, is_forward: bool, call: Call
 ) -> Divergence:
-    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: of `ids`, then of the rest, [n, k + 1]."""
+    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: [n, k + 1], of `ids` and the rest."""
     k, ids = ids.shape[1], ids - call.first
     is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
     ids = ids.masked_fill(is_elsewhere, 0)

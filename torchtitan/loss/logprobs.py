@@ -143,7 +143,7 @@ class TopTokens(TokenLogProbs):
             return torch.cat(best).float().view(*labels.shape, -1)
 
     def _best_of_ranks(self, of_ranks: Tensor) -> Tensor:
-        """of_ranks: [ranks, n, highest logit + sum + sum of others + k' logits + k' ids] -> rows of the result."""
+        """of_ranks: [ranks, n, highest logit + sum + sum of others + k' logits + k' ids] -> the result's rows."""
         highest, sums, others = of_ranks[..., :3].unbind(-1)
         top = highest.amax(0)
         scale = (highest - top).exp()

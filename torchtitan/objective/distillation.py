@@ -63,8 +63,7 @@ class Distillation(Objective):
         ]
 
     def _score(self, batch: TokenBatch) -> Tensor:
-        """Return the teacher's `TopTokens` [B, T, 2 k + 1] or hidden states [B, T, M_t]; zeros [B, T, 1] on ranks
-        without the last pipeline stage."""
+        """Return top tokens [B, T, 2 k + 1] or states [B, T, M_t]; zeros [B, T, 1] without the last stage."""
         others = {key: x for key, x in batch.entries.items() if key != "routed_experts"}
         rows: Any = dataclasses.replace(batch, entries=others)
         if self.teacher.pp_schedule is not None:
