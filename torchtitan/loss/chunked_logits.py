@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """What a chunk's backward needs. low_rank: of `add_products`. of_cap: d capped logits / d logits, [n, v]."""
+    """What a chunk's backward needs. low_rank: from `add_products`. of_cap: d capped logits / d logits, [n, v]."""
 
     low_rank: list[Tensor]
     of_cap: Tensor | None
