@@ -63,13 +63,13 @@ def reasons_for_turns(
     """Return why models with adapters cannot share a pass; [] if they can."""
     adapted = adapter_names(adapted_weights(parts))
     reasons = [
-        f"{name}, which lora.also_train trains whole, is in every row"
+        f"{name}, which lora.also_train trains whole, acts on every row"
         for part in parts
         for name, parameter in part.named_parameters()
         if parameter.requires_grad and name_without_wrappers(name) not in adapted
     ][:1]
     if parallel_dims.pp_enabled and splits_backward(job_config.parallelism):
-        reasons.append("shared passes were not tried where a pipeline splits backward")
+        reasons.append("shared passes are untested under schedules that split the backward pass")
     return reasons
 
 
@@ -123,8 +123,8 @@ class MultiLoRA:
         self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, has_ddp: bool = False
     ):
         self._parts, self._group, self._has_ddp = list(parts), group, has_ddp
-        # Of the current microbatch: each row's model, the number of rows per model, and the row indices
-        # sorted by model (None if the rows are sorted already).
+        # Of the current microbatch: each row's model index, the number of rows per model, and the row
+        # indices sorted by model (None if the rows are sorted already).
         self.models = torch.empty(0)
         self.counts: list[int] = []
         self.order: Tensor | None = None
@@ -179,7 +179,7 @@ class MultiLoRA:
             gradients += self._gradients(sums, len(weights))
 
     def set_rows(self, models: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Set the model of each row. Call before a microbatch's forward and before its backward."""
+        """Set the model index of each row. Call before a microbatch's forward and before its backward."""
         order = sorted(range(len(models)), key=models.__getitem__)
         self.counts = [models.count(model) for model in range(len(self.counts))]
         device = self._matrices[0].parameter.device if self._matrices else "cpu"
@@ -217,7 +217,7 @@ class MultiLoRA:
         for matrix in self._matrices:
             shards = [of_model[matrix.name].to(like.device) for of_model in weights]
             torch.stack(shards, out=stacks[matrix.name][(slice(None), *matrix.own)])
-        # Each sum adds one rank's shard and the other ranks' zeros: it works as an all-gather.
+        # The all-reduce adds one rank's shard and the other ranks' zeros, so it acts as an all-gather.
         self._all_reduce(buffer, n_models, lambda matrix: matrix.shards)
         return buffer
 

@@ -2,8 +2,8 @@
 
     python -m torchtitan.cluster.ray --nodes 4 --gpus 8 --cpus 12 --max-restarts 3 --job.config_file job.toml
 
-Each of Ray's workers is one rank of `torchtitan.train`; Ray Train makes the process group, and starts all
-ranks again when one fails.
+Each of Ray's workers is one rank of `torchtitan.train`. Ray Train makes the process group, and restarts all
+ranks when one fails.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def train_rank(arguments: list[str]) -> None:
 def main() -> None:
     """Train. Exit code 2 for a config that cannot run."""
     parser = argparse.ArgumentParser("torchtitan.cluster.ray", allow_abbrev=False)
-    for option in ("--nodes", "--gpus", "--cpus", "--max-restarts"):  # of a node, of a rank
+    for option in ("--nodes", "--gpus", "--cpus", "--max-restarts"):  # gpus per node, cpus per rank
         parser.add_argument(option, type=int, required=True)
     options, arguments = parser.parse_known_args()
     n_ranks = options.nodes * max(1, options.gpus)

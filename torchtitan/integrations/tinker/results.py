@@ -66,8 +66,8 @@ class Results:
         request = self._all.get(request_id)
         if request is not None and request.digest != _digest(content):
             raise Refused(
-                f"request {request_id} was accepted before with other content, as if another program "
-                "trained this model, or drew from this sampler, too; make a client for each program"
+                f"request {request_id} was accepted before with other content: another program "
+                "may use the same model or sampler; make a client for each program"
             )
         return None if request is None else request.accepted
 
