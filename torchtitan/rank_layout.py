@@ -101,7 +101,7 @@ class RankLayout:
 
 
 class _Tenant:
-    """Registered in `tools.host` for a layout, so the host's settings stay changed until it is closed."""
+    """Registered in `tools.host` for a layout, so the host's settings stay changed until `close`."""
 
 
 def set_device() -> torch.device:

@@ -66,7 +66,7 @@ def main(
     config_cls: type[JobConfig] = JobConfig,
     check_config: Callable[[Any], None] | None = None,
 ) -> None:
-    """Read the command line and train. Several ranks compare their configs, and exit together.
+    """Read the command line and train. All ranks compare their configs, and exit together on an error.
 
     trainer_class: called with the config; returns an object with `train()`, `close()` and
         `checkpointer`. config_cls, check_config: an extended config, and a function with its rules.

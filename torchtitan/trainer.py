@@ -176,7 +176,7 @@ class Trainer(TrainingEngine):
     @contextlib.contextmanager
     def _data(self) -> Iterator[Iterator[tuple[Batch, torch.Tensor]]]:
         """Yield an iterator over batches that reads one step ahead; checkpoints save its position."""
-        # A client's own method gets the plain dataloader, because it may make other batches.
+        # An overridden batch_generator gets the plain dataloader, because it may make other batches.
         if is_overridden(self, "batch_generator", Trainer):
             yield self.batch_generator(self.dataloader)
             return

@@ -76,7 +76,7 @@ def reasons_for_turns(
 class _Matrix(NamedTuple):
     """An A or B matrix, and this rank's part of it.
 
-    shape: of the matrix that this rank computes with, which may be a TP or EP shard. own: the slices
+    shape: shape of the matrix that this rank computes with, maybe a TP or EP shard. own: the slices
     of this rank's FSDP shard in that matrix. shards: the process groups that hold the other FSDP
     shards. sums: the process groups that sum the gradient.
     """
@@ -90,7 +90,7 @@ class _Matrix(NamedTuple):
 
 
 def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _Matrix:
-    """group: the ranks that process other rows or tokens."""
+    """Return the `_Matrix` of an A or B. group: the ranks that process other rows or tokens."""
     shape, own = tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape)
     others = [] if group is None else [group]
     if not is_dtensor(parameter):

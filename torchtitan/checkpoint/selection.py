@@ -182,14 +182,14 @@ class Selection:
         return None
 
     def _steps(self, folder: str) -> list[StepFolder]:
-        """Return the steps, sorted; the uploaded copy of a step comes before the one in `folder`."""
+        """Return the steps, sorted; the uploaded folder of a step comes before its local one."""
         uploaded = list_steps(self._bucket) if self._bucket else []
         return sorted([*uploaded, *list_steps(folder)], key=lambda step: step.step)
 
     def _named_step(
         self, folder: str, step: int, verify: bool
     ) -> tuple[list[StepFolder], list[Facts]]:
-        """Return (all steps, the facts of each copy of this step)."""
+        """Return (all steps, the facts of this step's local and uploaded folders)."""
         folders = self._steps(folder)
         copies = [f.path for f in reversed(folders) if f.step == step]
         if not copies:

@@ -15,8 +15,8 @@ from torchtitan.integrations.tinker.requests import Answer, Refused, take
 
 _MAX_WAITING = 8192  # requests without a result
 _SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
-# Results stay until they take too much memory, because a client may lose the connection while it fetches
-# one; fetched results go first. Ids are kept longer, so a request that is sent twice does not run twice.
+# A fetched result is kept while memory lasts, because the client may have lost the connection; fetched
+# results are dropped first. Ids are kept longer, so a request that is sent twice does not run twice.
 _MAX_BYTES = 2**30  # of results
 _MAX_KNOWN = 2**16  # requests whose ids are kept
 
