@@ -404,7 +404,7 @@ BAD_FILES = {
     "another rank": ({"tensors": lambda t: cut(cut(t, "lora_A", 2, 999), "lora_B", 999, 2)},
         "has rank 2 in the file and 4 in the model; set lora.rank"),
     "base of another width": ({"tensors": lambda t: cut(t, "q_proj.lora_A", 4, 32)},
-        "is [4, 32] in the file and [4, 64] in the model: the adapters are of another base model"),
+        "is [4, 32] in the file and [4, 64] in the model: the adapters belong to another base model"),
     "another scale": ({"config": {"lora_alpha": 5}}, "set lora.alpha = 5 and lora.use_rslora"),
     "more layers": ({"tensors": lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}},
         "the model has no model.layers.7.mlp.down_proj.lora_A.weight"),

@@ -37,8 +37,16 @@ ALL = ("optimizer", "lr_scheduler", "dataloader")
     ("loaded", "changes", "told"),
     [
         (ALL, {}, []),
-        (["optimizer"], {"optimizer__beta1": 0.8}, ["beta1 was 0.9 when .* now: the saved one is"]),
-        (["dataloader"], {"optimizer__beta1": 0.8}, ["beta1 was 0.9 .* is 0.8 now: this run's is"]),
+        (
+            ["optimizer"],
+            {"optimizer__beta1": 0.8},
+            ["beta1 was 0.9 when .* now: the saved value is"],
+        ),
+        (
+            ["dataloader"],
+            {"optimizer__beta1": 0.8},
+            ["beta1 was 0.9 .* is 0.8 now: this run's value is"],
+        ),
         (["lr_scheduler"], {"optimizer__lr": 1.0}, ["optimizer.lr was .* the saved value is used"]),
         (["optimizer"], {"optimizer__lr": 1.0}, ["optimizer.lr was .* this run's value is used"]),
         (
