@@ -261,7 +261,7 @@ def average_gradients(engine: EngineParts) -> float:
 
     Averaging is needed for gradient_reduction = "mean", and under DDP for a trainer without a dataloader:
     there a client written for torchtitan 0.2.x runs its own backward, expects DDP to average gradients,
-    and multiplies its loss by the number of ranks. The factor multiplies the engine's losses likewise.
+    and multiplies its loss by the number of ranks. The factor does the same to the engine's losses.
     """
     dims, dp_size = engine.layout.parallel_dims, engine.layout.dp_size
     is_mean = engine.job_config.training.gradient_reduction == "mean" and dp_size > 1

@@ -18,7 +18,7 @@ B sequences, T tokens, V vocabulary entries. Arguments that several steps take:
     output_fn,      functions of the caller. They get logits [B, T, V], or values [B, T, 1] from a model
     loss_fn         with `model.value_head`, and the batch. Tensor parallelism gives them whole logits.
                     Context parallelism gives them this rank's tokens only: logits [B, T/cp, ...], and
-                    a batch whose tensors are sliced likewise.
+                    a batch with tensors sliced in the same way.
 """
 
 import contextlib

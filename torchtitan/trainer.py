@@ -263,7 +263,7 @@ class Trainer(TrainingEngine):
                 )
             losses.append(loss)
         if self._stop is not None:
-            self._stop.ask()  # all ranks agree while the optimizer steps
+            self._stop.ask()  # the ranks exchange stop requests during the optimizer step
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
             self.update.settle()  # costs nothing: the log below waits for the gradient norm anyway

@@ -60,7 +60,7 @@ class Stacked:
 def reasons_for_turns(
     job_config: JobConfig, parallel_dims: ParallelDims, parts: Sequence[nn.Module]
 ) -> list[str]:
-    """Return why models with adapters cannot share a pass; [] if they can."""
+    """Return why models with adapters cannot share a forward and backward pass; [] if they can."""
     adapted = adapter_names(adapted_weights(parts))
     reasons = [
         f"{name}, which lora.also_train trains whole, acts on every row"

@@ -110,7 +110,7 @@ def convert_from_hf(
     hf_config: a config.json that describes the model; replaces name and flavor.
     spec: replaces the registered train spec of `model_name`.
     overwrite: replace weights in `output_dir`; False requires an empty folder.
-    Raises ValueError if the files are not those of this model and flavor.
+    Raises ValueError if the files do not belong to this model and flavor.
     """
     with replacing(output_dir, overwrite, [input_dir]) as folder:
         weights, adapter, description = prepare_conversion(

@@ -140,7 +140,7 @@ def list_steps(folder: str) -> list[StepFolder]:
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
             with suppress(FileNotFoundError):  # another rank has just removed it
-                # A process may be killed between making a folder and marking it.
+                # A process may have been killed after creating the folder, before writing the marker.
                 is_empty = not os.listdir(entry.path)
                 contents = Contents.UNFINISHED if is_empty else contents_of(entry.path)
                 kept = os.path.join(entry.path, KEPT_MARKER)
@@ -462,7 +462,7 @@ class HashingWriter(FileSystemWriter):
 
         find, parts = planner.lookup_object, _in_two_files(plan.items)
         devices = {find(item.index).device for item in plan.items if item.tensor_data is not None}
-        for device in devices - {torch.device("cpu")}:  # the threads have streams of their own
+        for device in devices - {torch.device("cpu")}:  # the threads use other streams
             torch.accelerator.synchronize(device)
         has_crc32 = torch.serialization.get_crc32_options()
         try:

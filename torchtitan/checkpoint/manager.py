@@ -170,7 +170,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for a running save and end the helper threads. Raises RunError if the save failed."""
-        if not hasattr(self, "_selection"):  # the constructor has raised
+        if not hasattr(self, "_selection"):  # the constructor failed earlier
             return
         try:
             if self._saver.wait(self.folder):

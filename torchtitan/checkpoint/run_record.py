@@ -55,7 +55,7 @@ _DATA = (
     *_settings("training", "bos_token eos_token chat_template"),
     *_settings("validation", "dataset dataset_path"),
 )
-_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes
+_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes of keys
 _RL_OF_PROCESSES = ("rl.serve.", "rl.generator.", "rl.log_samples")
 _BY_CONTENT = (
     "model.hf_assets_path",

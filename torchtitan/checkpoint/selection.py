@@ -220,7 +220,7 @@ _ELSEWHERE = "its files are on the disks of several machines, and no machine has
 def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Facts:
     """Return the facts of the folder `path`, which the setting `key` names. Collective.
 
-    in_hf: True: read Hugging Face files. False: refuse a folder that has only those. None: read either.
+    in_hf: True: read Hugging Face files. False: refuse a folder with only such files. None: read either.
     Raises FileNotFoundError or ValueError if `path` is not a complete checkpoint.
     """
 

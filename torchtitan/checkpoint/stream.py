@@ -33,7 +33,7 @@ class WeightStream:
     weight is yielded as the embedding's tensor; adapters are merged into their weights. Tensors may
     share the live parameters' memory.
 
-    sharded: yield `LocalShard`s instead: views of this rank's shards of its own stage. Only LoRA's A
+    sharded: yield `LocalShard`s, views of this rank's shards of its pipeline stage. Only LoRA's A
         and B need communication. Replicated weights are yielded by every rank that holds them.
     dtype: dtype to cast floating-point parameters to; buffers and routers keep theirs. None: no cast.
     stage_indices, pp_group: stage index of each model part, and the pipeline's process group.

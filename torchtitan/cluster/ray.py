@@ -35,7 +35,7 @@ def main() -> None:
     n_ranks = options.nodes * max(1, options.gpus)
     with exit_on_config_error():  # here, because Ray would start a failed rank again
         check_ranks(ConfigManager().parse_args(arguments), n_ranks)
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # ranks stay where the job's files are
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # keep the folder of the job's files
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

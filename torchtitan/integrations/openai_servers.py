@@ -57,7 +57,7 @@ class Servers:
         return addresses_in(self._setting)
 
     def update(self, load: Callable[[str], None], *, now: bool = True) -> None:
-        """Have all servers that answer load the weights, and wait until at least one has.
+        """Make all servers that answer load the weights, and wait until at least one has loaded them.
 
         load: makes the server at an address load the weights; called again for a restarted server.
         now: False for ranks that get rank 0's result in `share`, and for weights sent without files.

@@ -84,7 +84,7 @@ class Results:
         """Queue a request's command; `write` converts the command's result to an answer.
 
         content: the request as sent, or its JSON values. undo: called if the request is refused or the
-        command fails. extra: entries of the answer besides the id.
+        command fails. extra: further entries of the answer.
         """
         answer = Answer({"request_id": request_id} | extra)
         request = _Request(request_id, _digest(content), channel, answer)

@@ -152,7 +152,7 @@ def job_config_of(
 
 
 def has_adapters(model_config: Any) -> bool:
-    """True if verl's `HFModelConfig` asks for LoRA."""
+    """True if verl's `HFModelConfig` requests LoRA."""
     return model_config.lora_rank > 0 or model_config.lora_adapter_path is not None
 
 

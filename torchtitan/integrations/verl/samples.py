@@ -52,8 +52,8 @@ def check(data: TensorDict, forward_only: bool, replays: bool) -> None:
     in_streams = positions.is_nested and positions.dim() == 3
     if in_streams and (positions.values() != positions.values()[:1]).any():
         raise ValueError(
-            "torchtitan's engine trains models of text only, got position_ids whose rows differ, as those of "
-            "images do; leave images and videos out, or use another engine"
+            "torchtitan's engine trains models of text only, got position_ids whose rows differ, as for "
+            "images; leave images and videos out, or use another engine"
         )
     for name in ("input_ids", *["position_ids"] * (not in_streams)):
         tensor = data[name]
@@ -79,7 +79,7 @@ def check(data: TensorDict, forward_only: bool, replays: bool) -> None:
         )
     if setting(data, "enable_routing_replay", replays) and not replays:
         raise ValueError(
-            "the batch asks for routing replay, got engine.router_replay.mode = 'disabled'; set it to "
+            "the batch requests routing replay, got engine.router_replay.mode = 'disabled'; set it to "
             "'R3'"
         )
 
