@@ -27,7 +27,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, list[str]]] = LAYOUTS | {
     "HSDP, EP": (4, [*LAYOUTS["HSDP"][1], EP]),
     "FSDP x TP, EP x ETP": (4, [FSDP, TP, EP, ETP]),
 }
-QUICK = ("FSDP", "TP")
+QUICK = ("FSDP", "TP", "DDP")
 # Four models, because context parallelism has no gspo, which is the fifth one's loss.
 N_MODELS, N_STEPS = 4, 3
 
