@@ -466,7 +466,7 @@ def test_plan_and_estimate_read_an_address_without_its_weights(store):
     [
         (("export", "memory://b/hf", "ro://b/x"), "only reads.*ro://b/x"),
         (("import", "memory://b/hf", "ro://b/x"), "only reads.*ro://b/x"),
-        (("export", "memory://b/hf", "memory://b/hf", "--overwrite"), "one is in the other"),
+        (("export", "memory://b/hf", "memory://b/hf", "--overwrite"), "one is inside the other"),
         (("export", "memory://b/hf", "memory://b/text"), "memory://b/text holds files already"),
         (("generate", "memory://b/none"), "the model of 'memory://b/none' is unknown"),
         (("generate", "zzz://b/none"), "zzz://b/none.* is no address that fsspec knows"),
