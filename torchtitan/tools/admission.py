@@ -22,8 +22,8 @@ def admit(
 ) -> Iterator[tuple[int, socket.socket]]:
     """Yield (number, connection) of each expected program as it connects, then close `server`.
 
-    expected: digest of a program's secret -> its number. A program sends its secret (`SECRET_BYTES`)
-        first. A secret admits one connection. Other, slow and surplus connections are closed.
+    expected: digest of a program's secret -> the program's number. A program sends its secret
+        (`SECRET_BYTES`) first. A secret admits one connection. All other connections are closed.
     timeout_seconds: raise TimeoutError unless all programs connect within this time. Each yielded
         connection gets the same timeout.
     """
