@@ -372,7 +372,7 @@ def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int
 def _build_metric_logger(
     job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
 ) -> BaseLogger:
-    """Return this rank's loggers as one."""
+    """Return one logger that passes this rank's metrics on to all enabled loggers."""
     config, rank = job_config.metrics, utils._rank()
     on_metrics_rank = rank == _get_metrics_rank(parallel_dims, job_config)
     any_enabled = config.enable_wandb or config.enable_tensorboard or config.enable_jsonl

@@ -175,7 +175,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
         first = max(redone_from[start], first_steps[start])
         if (i := bisect_left(points, (first, -math.inf))) < len(points):
             (step, at), (before, began) = points[i], points[max(i - 1, 0)]
-            # The first redone step itself may not be logged.
+            # The first redone step may not be logged: interpolate its time.
             at -= (at - began) * (step - first) / max(step - before, 1)
             redone.append([(first, at), points[-1]])
     return {

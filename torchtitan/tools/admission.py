@@ -28,7 +28,7 @@ def admit(
         connection gets the same timeout.
     """
     expected, deadline = dict(expected), time.monotonic() + (timeout_seconds or math.inf)
-    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # -> (arrival, received)
+    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # -> (time of arrival, bytes received)
     with server, selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
         at_end.callback(lambda: [connection.close() for connection in strangers])
         server.setblocking(False)

@@ -116,7 +116,7 @@ _processes: dict[int, _Process] = {}  # process id -> its process for calls
 def _answer_calls(file: int) -> None:
     """Run the calls that arrive through a pipe, until its other end is closed."""
     global SECONDS
-    for number in SIGNALS:  # the calling process decides when this one ends
+    for number in SIGNALS:  # the calling process decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for limit, most in ((resource.RLIMIT_DATA, _BYTES), (resource.RLIMIT_CORE, 0)):

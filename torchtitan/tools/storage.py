@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 READ_SECONDS = 20.0  # how long a call on an address is retried after it first fails
 UPLOAD_SECONDS = 600.0  # uploads are retried for longer, because training continues meanwhile
-_LONG_ATTEMPTS = 3  # how often an attempt that took longer than these times restarts the retries
+_LONG_ATTEMPTS = 3  # how many attempts longer than these times may restart the retry time
 _BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a cached block, number of blocks that a process caches
 _STREAM_BUFFER = 8 * 2**20
 _FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights
@@ -42,7 +42,7 @@ class StorageError(OSError, RunError):
 
 
 class Stat(NamedTuple):
-    """The size and version of a file, named as in `os.stat_result`; an object's version is a str."""
+    """A file's size, and its version: the time of change, or an object's ETag or time, a str."""
 
     st_size: int
     st_mtime_ns: Any

@@ -59,7 +59,7 @@ def read_pickle(file: IO[bytes], names: Names, what: str) -> Any:
     before = [dict(vars(cls)) for cls in classes]
     try:
         return _Unpickler(file, names).load()
-    except Exception as error:  # a damaged pickle may raise any type
+    except Exception as error:  # a damaged pickle may raise any exception
         raise ValueError(f"{what} cannot be read: {error or type(error).__name__}") from error
     finally:
         for cls, attributes in zip(classes, before, strict=True):
