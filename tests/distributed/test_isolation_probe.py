@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.distributed.layout_matrix import BY_NAME, config_of
 from tests.distributed.training_runs import FOUR_LAYERS, make_trainer
 from torchtitan.testing.gloo import run_ranks
 
@@ -54,3 +55,47 @@ def test_packed_documents_of_odd_length_pass_under_tensor_parallelism(tmp_path):
     )
     # fp32: the order of summation differs between layouts
     assert split == [pytest.approx(numbers, rel=1e-5) for numbers in alone] and len(alone) == 3
+
+
+# ---- linear attention ----
+
+LINEAR, EXPERTS = "qwen3_5", "qwen3_5 MoE"
+TWO = ("TP 2", "PP 2, 1F1B", "CP 2", "CP 2, alltoall, full AC", "FSDP 2")
+PRODUCTS = ("TP 2, CP 2", "FSDP 2, PP 2")
+CASES = {
+    1: [("1 process", LINEAR), ("1 process", EXPERTS)],
+    2: [*((name, LINEAR) for name in TWO), ("FSDP 2, EP 2", EXPERTS)],
+    4: [*((name, LINEAR) for name in PRODUCTS), ("FSDP 2, PP 2, EP 2", EXPERTS)],
+}
+
+
+def verdicts(dump_folder, cases):
+    """Return for each case whether the probe reports the model, and the model with a leak."""
+    from torchtitan.train import Trainer
+
+    found = []
+    for name, family in cases:
+        flags = [*BY_NAME[name].overrides(), *PROBED, "--training.steps=3"]
+        for leaks in (False, True):
+            trainer = Trainer(config_of(family, flags, dump_folder))
+            for part in trainer.model_parts if leaks else ():
+                for block in part.layers.values():
+                    block.register_forward_hook(lambda m, args, x: x + x.mean(1, keepdim=True))
+            try:
+                trainer.train()
+            except RuntimeError as error:
+                assert "documents are not isolated at step" in str(error)
+                found.append((name, family, "leaks", leaks))
+            else:
+                found.append((name, family, "passes", leaks))
+            trainer.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+def test_linear_attention_passes_the_probe_in_every_layout_and_a_leak_does_not(n_ranks, tmp_path):
+    how = dict(init_process_group=False, timeout_seconds=600)
+    for found in run_ranks(verdicts, n_ranks, str(tmp_path), CASES[n_ranks], **how):
+        for case in found:
+            assert case[2] == ("leaks" if case[3] else "passes"), case

@@ -42,8 +42,7 @@ from torchtitan.tools.storage import is_address
 class Job(Section):
     config_file: str | None = None  # TOML file to read; command-line flags override its values
     dump_folder: str = "./outputs"  # Root folder of everything this job writes
-    # Free text about the purpose of this job; logged when it starts
-    description: str = "default job"
+    description: str = "default job"  # Free text about the job's purpose; logged when it starts
     print_config: bool = False  # Log the resolved config when the job starts
     # Write the resolved config as JSON to this file, under the dump folder
     save_config_file: str | None = None

@@ -202,7 +202,9 @@ def test_reference_is_resumed_and_not_taken_anew(tmp_path, start):
         assert torch.equal(found, before)
 
 
-def test_resuming_with_another_task_is_refused_unless_it_is_allowed(tmp_path, caplog, capsys, start):
+def test_resuming_with_another_task_is_refused_unless_it_is_allowed(
+    tmp_path, caplog, capsys, start
+):
     flags = ["--checkpoint.enable", "--checkpoint.no_last_save_model_only"]
     controller = Controller(toy_config(tmp_path, *flags, "--training.steps=1"))
     controller.train()
