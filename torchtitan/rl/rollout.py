@@ -378,7 +378,7 @@ class Rollouts:
     ):
         self.task, self.config, self._draws = task, config, draws
         stops = sorted(set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None}))
-        # Stop strings are sent in `Request`; here they would need `decode`, which cannot be sent.
+        # Stop strings are sent in `Request`; here they would need `decode`, which is not sent.
         settings = vars(config.sampling) | {"stop_token_ids": tuple(stops), "stop_strings": ()}
         self.sampling = SamplingConfig(**settings)
         penalty = self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
