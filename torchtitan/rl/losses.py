@@ -283,7 +283,7 @@ class GSPOLoss(DAPOLoss):
     """One clipped ratio for each sequence: the geometric mean of its tokens' ratios.
 
     Zheng et al. 2025 (arXiv:2507.18071), in the token-level form: a token's ratio has the value of the
-    sequence's ratio and the gradient of the token's log-prob. The loss equals the sequence-level form if
+    sequence's ratio, and its gradient comes from the token's log-prob. The loss equals the sequence-level form if
     all tokens of a sequence have the same advantage and weight. The paper's objective has
     the aggregation "seq-mean-token-mean".
     """
