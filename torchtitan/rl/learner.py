@@ -55,7 +55,7 @@ class Learner(ABC):
 
     @abstractmethod
     def _output_layer(self, loss_fn: Any = None) -> Head | None:
-        """Return the head for `loss_fn`; for None, the head for scores. None keeps the model's output layer."""
+        """Return the head for `loss_fn`, or for scores if it is None; None keeps the model's output layer."""
 
     @abstractmethod
     def _values(self, outputs: Any) -> tuple:

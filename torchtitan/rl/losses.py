@@ -80,7 +80,7 @@ class PolicyLoss(ImportanceCorrection, ABC):
 
     @functools.cached_property
     def metric_names(self) -> tuple[str, ...]:
-        """The names of the loss's metrics, found by a call with one token: ranks without the loss need them."""
+        """The loss's metric names, found by a call with one token: ranks without the loss need them."""
         token, index = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64)
         batch: Any = dict.fromkeys(LossInputs.__annotations__, token) | {"sequence_ids": index}
         return tuple(self(token, token, batch).metrics)
@@ -283,9 +283,9 @@ class GSPOLoss(DAPOLoss):
     """One clipped ratio for each sequence: the geometric mean of its tokens' ratios.
 
     Zheng et al. 2025 (arXiv:2507.18071), in the token-level form: a token's ratio has the value of the
-    sequence's ratio, and its gradient comes from the token's log-prob. The loss equals the sequence-level form if
-    all tokens of a sequence have the same advantage and weight. The paper's objective has
-    the aggregation "seq-mean-token-mean".
+    sequence's ratio, and its gradient comes from the token's log-prob. The loss equals the
+    sequence-level form if all tokens of a sequence have the same advantage and weight. The paper's
+    objective has the aggregation "seq-mean-token-mean".
     """
 
     ratio_clip_low: float = 3e-4

@@ -321,7 +321,7 @@ class _Dialogue:
 
 
 def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
-    """Join the turns' experts [all tokens so far but the last, L, k]; a token keeps the first recorded ones."""
+    """Join the turns' experts [all tokens so far but the last, L, k]; a token keeps the first record."""
     joined = of_turns[0]
     for experts in of_turns[1:]:
         if joined is not None and experts is not None:
@@ -416,7 +416,7 @@ class Rollouts:
             self._next_step = step + 1
 
     def take(self, step: int) -> list[Episode]:
-        """Wait for a step's episodes, and return those of all ranks. Collective; call it in order of steps."""
+        """Wait for a step's episodes, and return those of all ranks. Collective; steps are taken in order."""
         episodes = self._ahead[step]()
         del self._ahead[step]
         self._task_before.pop(step, None)
