@@ -486,8 +486,8 @@ def _kernel_options(
         options = {"block_mask": lowered, "return_lse": return_lse}
     if not fits:
         raise TypeError(
-            f"attn_type {attn_type!r} takes {expected}, got {type(lowered).__name__}; give such a "
-            "mask (a model's get_attention_masks makes those of flex and varlen), or change "
+            f"attn_type {attn_type!r} takes {expected}, got {type(lowered).__name__}; give a mask of "
+            "this type (the model's get_attention_masks returns masks for flex and varlen), or change "
             "model.attn_type"
         )
     return options

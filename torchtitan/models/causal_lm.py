@@ -125,7 +125,7 @@ class CausalLMArgs(MoEDecoderArgs):
         if self.layer_types and len(self.layer_types) != self.n_layers:
             raise ValueError(
                 f"layer_types must name the kind of each of the {self.n_layers} layers, got "
-                f"{len(self.layer_types)} names; correct one of the two"
+                f"{len(self.layer_types)} names; correct layer_types or n_layers"
             )
         if unknown := {*self.layer_types} - {*self.layer_kinds}:
             raise ValueError(

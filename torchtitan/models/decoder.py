@@ -141,7 +141,7 @@ class Attention(nn.Module):
         return heads, self._heads(keys if self.wv is None else self.wv(x), self.v_norm)
 
     def _heads(self, numbers: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """[B, T, heads * D] -> [B, T, heads, D]."""
+        """Split [B, T, heads * D] into heads [B, T, heads, D], and apply the norm, if any."""
         sizes = (-1, self.head_dim)  # under tensor parallelism a rank holds only some of the heads
         if norm is None:
             return numbers.unflatten(-1, sizes)
@@ -257,7 +257,7 @@ class OutputProjection(Linear):
 
     in_fp32: bool = False
     cap: float | None = None
-    reads_local_parameters = True  # tensor parallelism replaces this class by its own
+    reads_local_parameters = True  # tensor parallelism changes the class to VocabularyOutput
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
         low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)

@@ -172,10 +172,12 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"Hugging Face has no model with these args: {error}") from error
     if different := differing(model_args, described):
-        pairs = [f"{name} = {ours}, not {theirs}" for name, (ours, theirs) in different.items()]
+        pairs = [
+            f"{name} = {ours} (must be {theirs})" for name, (ours, theirs) in different.items()
+        ]
         raise ValueError(
-            f"Hugging Face's {model_type} cannot have {', '.join(pairs)}; choose a flavor with "
-            "values that it can have"
+            f"Hugging Face's {model_type} cannot express {', '.join(pairs)}; choose a flavor with "
+            "values that it can express"
         )
     return config
 

@@ -80,7 +80,7 @@ class Field(Row):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that HF has for this field."""
+        """All HF names of this field; `hf` is the name for export."""
         return _SAME_FIELDS if self.hf in _SAME_FIELDS else (self.hf,)
 
     @property

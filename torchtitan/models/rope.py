@@ -22,8 +22,8 @@ from torchtitan.tools.torch_parts import assert_on_device
 class RoPEScalingArgs:
     """Llama 3.1's scaling of low frequencies for longer contexts.
 
-    Wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched by
-    scaling_factor, wavelengths shorter than .../ high_freq_factor stay, and wavelengths between are blended.
+    With L = original_max_position_embeddings, wavelengths longer than L / low_freq_factor are stretched by
+    scaling_factor, wavelengths shorter than L / high_freq_factor stay, and wavelengths between are blended.
     """
 
     scaling_factor: float = 8.0
@@ -32,7 +32,7 @@ class RoPEScalingArgs:
     original_max_position_embeddings: int = 8192
 
     def shortened(self, most: int) -> Self:
-        """Return args with equal frequencies, and original_max_position_embeddings halved to below `most`, if even."""
+        """Return args of equal frequencies, with an even original length halved until it is below `most`."""
         n, share = self.original_max_position_embeddings, 1.0
         while n >= most and n % 2 == 0:
             n, share = n // 2, share / 2  # halving is exact in floating point

@@ -44,8 +44,8 @@ class _Layers(Layers):
             sizes = next(iter(by_layer.values()), {})
             given = {str(layer): own for layer, own in by_layer.items()}
             if given != dict.fromkeys(full_layers, sizes) or not {*sizes} <= {*_SIZES}:
-                reason = f"only layers {', '.join(full_layers)} may have {' and '.join(_SIZES)}"
-                raise hf.refusal(config, "per_layer_config", f"{reason} of their own, all the same")
+                reason = f"only layers {', '.join(full_layers)} may have own {' and '.join(_SIZES)}"
+                raise hf.refusal(config, "per_layer_config", f"{reason}, with the same values")
         for name in sizes:
             hf.check_kind(sizes, name, hf.SIZE)
         if sizes.get("head_dim", 0) % 2:

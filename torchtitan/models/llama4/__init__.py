@@ -47,11 +47,11 @@ class RoPEScalingArgs(rope.RoPEScalingArgs):
 class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
     """Llama 4's text model: Llama 3 plus layers without RoPE, chunks, and experts.
 
-    every_n_layers_nope: in layers n - 1, 2 n - 1, ... (counted from 0) there is no RoPE, and a token
+    every_n_layers_nope: n; the layers of index n - 1, 2 n - 1, ... have no RoPE, and there a token
         attends to its whole document; None: all layers have RoPE.
     fixed_attn_block_size: in layers with RoPE a token attends only to its chunk of this many tokens.
         A document's first chunk begins with the document.
-    interleave_moe_layer_step: layers s - 1, 2 s - 1, ... have experts; 1 means all.
+    interleave_moe_layer_step: s; the layers of index s - 1, 2 s - 1, ... have experts; 1 means all.
     auto_scale_hidden_dim: a token's experts together are as wide as one dense feed-forward.
     moe_inter_dim: the hidden size of an expert; auto_scale_hidden_dim is then ignored.
     use_qk_norm: RMS-normalise each head of queries and keys after RoPE, without weights.

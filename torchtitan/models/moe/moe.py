@@ -251,7 +251,7 @@ class TokenChoiceTopKRouter(nn.Module):
             if rest or least is None or group_size < least or not 1 <= limited <= num_expert_groups:
                 raise ValueError(
                     f"num_expert_groups = {num_expert_groups} must divide num_experts = {num_experts} "
-                    f"into groups of two or more (of one with group_score = 'max'), num_limited_groups "
+                    f"into groups of 2 or more experts (1 with group_score = 'max'), num_limited_groups "
                     f"must be 1 to num_expert_groups, and group_score 'top2_sum' or 'max'; got "
                     f"num_limited_groups = {num_limited_groups}, group_score = {group_score!r}"
                 )
