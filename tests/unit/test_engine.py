@@ -336,7 +336,9 @@ def test_engine_closes_itself_at_the_end_of_its_block_and_takes_no_step_then(tmp
         lambda: run_backward(engine, BATCH, LABELS),
         engine.optim_step,
     ):
-        with pytest.raises(RuntimeError, match=r"_step was called after close\(\); build a new engine"):
+        with pytest.raises(
+            RuntimeError, match=r"_step was called after close\(\); build a new engine"
+        ):
             call()
 
 
