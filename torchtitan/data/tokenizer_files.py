@@ -3,7 +3,7 @@
 The tokenizer is tokenizer.json or, for the classes in `_OWN_RULES`, vocab.json and merges.txt.
 tokenizer_config.json (with special_tokens_map.json and added_tokens.json in older folders) adds special
 tokens. For some classes `transformers` uses rules of the class in place of parts of tokenizer.json; a
-folder where they differ, or whose class is unknown here, is refused.
+folder is refused if its tokenizer.json differs from these rules, or if its class is unknown here.
 """
 
 import json

@@ -270,7 +270,7 @@ def test_position_in_other_data_or_of_an_older_version_is_refused():
     old = {"sample_idx": 1, "base": 0, "pending": [], "reader": 0, "num_readers": 1}
     loader = ParallelAwareDataloader(make_dataset(documents_of([7])), 0, 1)
     state = {"dp_rank_0": pickle.dumps({"dataset_state": old}), "world_size": 1}
-    with pytest.raises(ValueError, match="not one of this dataset.*exclude_from_loading"):
+    with pytest.raises(ValueError, match="does not fit this dataset.*exclude_from_loading"):
         loader.load_state_dict(state)
 
 
