@@ -201,8 +201,9 @@ class PackedDataset(IterableDataset):
             )
             if theirs != mine:
                 raise ValueError(
-                    f"the data position is for sources with (number of documents, data_seed) = {theirs}, and this "
-                    f"run has {mine}; without training.shuffle the seed is None: resume with the same, or {BEGIN_AGAIN}"
+                    f"the data position is for sources with (number of documents, data_seed) = {theirs}, and "
+                    f"this run has {mine}; without training.shuffle the seed is None: resume with the same, "
+                    f"or {BEGIN_AGAIN}"
                 )
         saved: dict[int, Any] = {}
         for state in states:

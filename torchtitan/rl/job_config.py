@@ -48,7 +48,7 @@ class RLTask(Section):
     tool_processes: Annotated[int, Range(1, 1024)] = 1  # Processes per rank that call the tools
     # Time limit of one call; a call that takes longer returns an error to the policy
     tool_timeout_seconds: PositiveFloat = 10.0
-    answer_key: str = "answer"  # For jsonl: the key of the expected answer, by default empty
+    answer_key: str = "answer"  # For jsonl: the key of the answer; lines without it expect ""
     # For jsonl: module:function, called with (completion text, expected answer); it returns the
     # reward, a number. If it has parameters named prompt, row (the JSON object) or turns, it gets them
     reward_fn: str = ""
@@ -144,7 +144,7 @@ class RLBatch(Section):
     # Put several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each sample has its own row
     packing: bool = False
-    # Compute the tokens with which samples begin alike only once, such as a prompt's for all its completions;
+    # Compute a prefix that several samples share only once, such as the prompt of all its completions;
     # needs packing. Loss and gradients are equal up to rounding; experts count a shared token once
     share_prefixes: bool = False
     bucketing: bool = False  # Put rows of similar length into a microbatch, to pad less
@@ -178,7 +178,7 @@ class RLGenerator(Section):
     model: str = ""  # For openai: the model's name on the server
     # For openai: address to which {"path": a folder of Hugging Face files, "version": n} is posted after
     # each update; it must answer when the files are loaded. Empty uses the endpoints of vLLM's own
-    # server, which has to be started with VLLM_SERVER_DEV_MODE=1. A path like /reload: that of each server
+    # server, which has to be started with VLLM_SERVER_DEV_MODE=1. A path like /reload is added to each url
     reload_url: str = ""
     # For openai: send weights to a vLLM server without files, by its weight-transfer interface; the
     # server has to be started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config
@@ -265,7 +265,7 @@ class RL(Section):
     log_samples: Annotated[int, Range(-1, 10**9)] = 16
     task: RLTask = section(RLTask, "Prompts and rewards")
     advantage: RLAdvantage = section(RLAdvantage, "From rewards to advantages")
-    critic: RLCritic = section(RLCritic, "The model of values for gae")
+    critic: RLCritic = section(RLCritic, "The value model for gae")
     loss: RLLoss = section(RLLoss, "The policy loss and how it is summed")
     teacher: RLTeacher = section(RLTeacher, "A model that the policy imitates on its own samples")
     batch: RLBatch = section(RLBatch, "How samples are put into rows")
@@ -312,6 +312,6 @@ def batch_seq_len(job_config: JobConfig) -> int:
 def longest_episode(job_config: JobConfig) -> int:
     """Return the length limit of an episode, prompt included, that a row and the generator can hold."""
     row, generator = batch_seq_len(job_config) + 1, job_config.rl.generator
-    if generator.backend != "vllm":  # others, as a row, do not read the last token
+    if generator.backend != "vllm":  # other backends, like a row, skip the last token
         return row
     return min(row, generator.max_seq_len or job_config.training.seq_len)
