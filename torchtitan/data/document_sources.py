@@ -192,8 +192,7 @@ class Source:
             self._separators = []
             logger.warning(
                 f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
-                "that control token, without starting a new document; remove it if it is text "
-                "(logged once)"
+                "that control token, without starting a new document; remove it if it is text (logged once)"
             )
         return document
 

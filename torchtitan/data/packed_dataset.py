@@ -56,8 +56,7 @@ class PackedDataset(IterableDataset):
             raise ConfigError(
                 f"{dp_world_size} data-parallel ranks cannot share the streamed files: their number, "
                 f"{' and '.join(map(str, shards))}, and the global batch of {num_rows} rows have the greatest "
-                f"common divisor {n}, which the number of ranks must divide; train on {fitting} ranks, "
-                "or copy the data to this machine"
+                f"common divisor {n}; train on {fitting} ranks, which divide it, or copy the data to this machine"
             )
         per_rank = n // dp_world_size
         self._numbers = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)  # this rank's streams
@@ -201,9 +200,8 @@ class PackedDataset(IterableDataset):
             )
             if theirs != mine:
                 raise ValueError(
-                    f"the data position is for sources with (number of documents, data_seed) = {theirs}, and "
-                    f"this run has {mine}; without training.shuffle the seed is None: resume with the same, "
-                    f"or {BEGIN_AGAIN}"
+                    f"the data position is for (number of documents, data_seed) = {theirs}, and this run has {mine}; "
+                    f"without training.shuffle data_seed is None: resume with the same, or {BEGIN_AGAIN}"
                 )
         saved: dict[int, Any] = {}
         for state in states:
