@@ -238,7 +238,7 @@ class PackedDataset(IterableDataset):
                     "the data position is within a step: resume with the same training.global_batch_size, "
                     f"or {BEGIN_AGAIN}"
                 )
-        # Another global batch size resumes after the last step; more passes resume after the last row.
+        # With another global batch size, resume after the last step; with more passes, after the last row.
         row = min(*places, end)  # beyond `end`, the last step was padding
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 

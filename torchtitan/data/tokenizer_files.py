@@ -54,7 +54,7 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
         config = (config or {}) | older
     stated = str((config or {}).get("tokenizer_class") or "").removesuffix("Fast")
     if name is None:
-        # transformers reads the model type for qwen2, and for other models only if no class is stated.
+        # For qwen2, transformers ignores a stated class; other models' type counts only without a class.
         model = (read_json(folder / "config.json") or {}).get("model_type")
         is_qwen = model == "qwen2" or (not stated and model in ("qwen3", "qwen3_moe"))
         name = "Qwen2Tokenizer" if is_qwen else stated
