@@ -43,8 +43,8 @@ def other_tokenizer(folder: Path) -> str:
     first, second = list(vocabulary)[:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(content))
-    ids = f"{vocabulary[first]}, and {vocabulary[second]} in the job's"
-    return f"table of ids, where {first!r} has id {ids}"
+    ids = f"{vocabulary[first]}, and the job's tokenizer {vocabulary[second]}"
+    return f"gives {first!r} the id {ids}"
 
 
 def job(folder: Path, out: Path, **settings):

@@ -105,7 +105,7 @@ def build(
     groups_before: Collection[dist.ProcessGroup],
     client_inputs: Callable[[TokenBatch], ModelInputs | None],
 ) -> None:
-    """Set the parts of an engine. groups_before: process groups that existed before. client_inputs: see `Runner`."""
+    """Set the parts of an engine. groups_before: process groups older than the engine. client_inputs: see `Runner`."""
     config, spec, layout = engine.job_config, engine.train_spec, engine.layout
     training, dims, device = config.training, layout.parallel_dims, layout.device
     dp_group = layout.dp_group if layout.dp_size > 1 else None
@@ -177,7 +177,7 @@ def build_model(engine: EngineParts) -> None:
     engine.flops_without_attention = count(model, 0)[1]
     logger.info("model size: %s parameters", f"{engine.num_params:,}")
     if not (dims.pp_enabled and splits_backward(config.parallelism)):
-        # Not if a pipeline computes gradients of inputs and weights separately: oneDNN computes both at once.
+        # oneDNN computes gradients of inputs and weights at once, but such schedules need them separately.
         use_onednn(model, layout.device)
     engine.loss_fn = loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     engine.has_token_loss = bool(spec.fact("has_token_loss"))
@@ -212,7 +212,7 @@ def build_checkpointer(engine: EngineParts) -> CheckpointManager:
 
 
 def describe_run(engine: EngineParts) -> None:
-    """Give the checkpointer the facts about the run that checkpoints record besides states."""
+    """Give the checkpointer what it needs besides states: names, tokenizer, chat template, run record."""
     config, checkpointer = engine.job_config, engine.checkpointer
     template = config.training.chat_template
     with_head = " with a value head" if has_value_head(config, engine.model_args) else ""
@@ -220,7 +220,7 @@ def describe_run(engine: EngineParts) -> None:
     checkpointer.tokenizer = engine.tokenizer
     if template and os.path.isfile(template):
         checkpointer.chat_template = read_text(template)
-    # None: all model args are the user's choice.
+    # None: any model arg may differ from config.json.
     chosen_args = names_of_choices(config.model.args) if config.model.hf_config is None else None
     checkpointer.chosen_args = chosen_args
     dataset = getattr(engine.dataloader, "dataset", None)
@@ -261,7 +261,7 @@ def average_gradients(engine: EngineParts) -> float:
 
     Averaging is needed for gradient_reduction = "mean", and under DDP for a trainer without a dataloader:
     there a client written for torchtitan 0.2.x runs its own backward, expects DDP to average gradients,
-    and multiplies its loss by the number of ranks. The factor multiplies the engine's losses likewise.
+    and multiplies its loss by the number of ranks. The factor does the same to the engine's losses.
     """
     dims, dp_size = engine.layout.parallel_dims, engine.layout.dp_size
     is_mean = engine.job_config.training.gradient_reduction == "mean" and dp_size > 1
@@ -307,12 +307,12 @@ def job_of_hf(
     flavor = os.path.basename(os.path.abspath(folder))
     job_config.model.name, job_config.model.flavor = match.family, flavor
     job_config.model.hf_assets_path = os.fspath(folder)
-    if builds_data and job_config.loss.name:  # its reference begins with the same weights
+    if builds_data and job_config.loss.name:  # its reference model has the same weights
         job_config.checkpoint.initial_load_in_hf = True
     spec = spec or get_train_spec(match.family)
     args, seq_len = match.model_args, job_config.training.seq_len
     if seq_len == Training.seq_len and not builds_data:
-        # The caller makes the rows, so the default seq_len must not cause a warning.
+        # The caller chooses the rows' length, so the default seq_len must not cause a warning.
         args = dataclasses.replace(args, max_seq_len=max(args.max_seq_len, seq_len))
     return job_config, dataclasses.replace(spec, model_args={flavor: args})
 

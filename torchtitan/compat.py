@@ -23,7 +23,7 @@ class Batches:
     """Iterator over (input_dict, labels) on the CPU, for `Trainer.batch_generator`.
 
     The trainer's own loop calls `next_step` instead.
-    count: called after each read with a list, the number of labels of each batch, and the seconds.
+    count: called after each read with the number of labels of each batch (a list), and the seconds.
     Raises DataloaderExhaustedError at the end of the data.
     """
 
@@ -49,7 +49,7 @@ class Batches:
         return input_dict, labels
 
     def next_step(self) -> Step:
-        """Return the next step, which was read ahead."""
+        """Return the next step, which a thread has read ahead."""
         assert self.steps is not None
         started = time.perf_counter()
         step = self.steps.next_step()

@@ -18,7 +18,7 @@ B sequences, T tokens, V vocabulary entries. Arguments that several steps take:
     output_fn,      functions of the caller. They get logits [B, T, V], or values [B, T, 1] from a model
     loss_fn         with `model.value_head`, and the batch. Tensor parallelism gives them whole logits.
                     Context parallelism gives them this rank's tokens only: logits [B, T/cp, ...], and
-                    a batch whose tensors are sliced likewise.
+                    a batch with tensors sliced in the same way.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class EngineState(build.EngineParts):
 
     @property
     def loss_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks whose losses add up to the global batch's loss; None if this rank has all of it."""
+        """The ranks whose losses add up to the global batch's loss; None if this rank's loss is that loss."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
 
@@ -123,11 +123,11 @@ class EngineState(build.EngineParts):
     def add_state(self, name: str, state: Any) -> None:
         """Add an object of the caller to full checkpoints, which save and restore it.
 
-        state: has `load_state_dict()` and `state_dict()`, made of numbers, strings, tensors and
-            containers of these. All ranks add the same names before saving or loading; only one rank's
+        state: has `load_state_dict()` and `state_dict()`; the dict may hold numbers, strings, tensors
+            and containers of these. All ranks add the same names before saving or loading; only one rank's
             state is saved. To load a checkpoint that lacks it, add "user_state" to
             `checkpoint.exclude_from_loading`.
-        Raises ValueError for a name that is taken, and for other data in the state.
+        Raises ValueError for a name that is taken, and for other types in the dict.
         """
         self.checkpointer.states.setdefault(USER_STATE, UserState()).add(name, state)
 
@@ -188,9 +188,10 @@ class EngineState(build.EngineParts):
         self._forget_gradients()
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model runs without its adapters, e.g. as the reference of a KL.
+        """Return a context in which the model runs without its adapters, e.g. as the reference
+        model of a KL loss.
 
-        Training steps are refused in it. Raises ValueError without adapters, or if other weights train.
+        Training steps inside the context raise. Raises ValueError without adapters, or if other weights train.
         """
         return self.checkpointer.adapters.off()
 
@@ -198,7 +199,7 @@ class EngineState(build.EngineParts):
         """Load a checkpoint, and return whether there was one. Collective.
 
         path: the folder of one checkpoint, with DCP or Hugging Face files. None: the checkpoint that a
-            run starts from: `checkpoint.load_step` in its own folder, else the config's initial one.
+            run starts from: `checkpoint.load_step` in its own folder, else the config's initial checkpoint.
         model_only: keep optimizer, schedule and counters. Gradients are zeroed.
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
@@ -260,7 +261,7 @@ class EngineState(build.EngineParts):
     def _check_ready(self, step: str, *needs: str, trains: bool = True) -> None:
         """Raise if the engine is closed, cannot train (if `trains`), or lacks `needs` on the device."""
         if self not in host.engines():
-            raise RuntimeError(f"{step} was called after close(), so build a new one")
+            raise RuntimeError(f"{step} was called after close(); build a new engine")
         if trains and self.forward_only:
             raise RuntimeError(f"{step} needs an engine that was built with forward_only=False")
         if trains and step != "optim_step" and self.checkpointer.adapters.are_off:
@@ -393,7 +394,7 @@ class TrainingEngine(EngineState):
         return ModelInputs(*self.post_dataloading_process(as_dict, batch.labels))
 
     def _step_parts(self) -> Step:
-        """Return the `Step` of this engine, made for each call: a client may replace loss_fn or tokenizer."""
+        """Return this engine's `Step`, made in each call because clients may replace loss_fn or tokenizer."""
         config, loss = self.job_config, (self.loss_fn, self.has_token_loss, self.loss_group)
         return Step(config, self.packing, self.runner, self.update, *loss)
 
@@ -569,8 +570,8 @@ class TrainingEngine(EngineState):
         lr, max_norm: replace the config's values in this step; parameter groups keep their multiples
             of lr.
         denominator: gradients are first divided by the sum of `denominator` over the data-parallel
-            ranks, or by its mean if `training.gradient_reduction` is "mean"; a result of 0 divides
-            nothing.
+            ranks, or by its mean if `training.gradient_reduction` is "mean"; 0 leaves them
+            undivided.
         advance_schedule: False leaves the learning rate to `lr_schedulers.step()`.
 
         `training.nonfinite_grad_norm` decides about a non-finite norm: "skip" leaves weights and

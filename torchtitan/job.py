@@ -61,7 +61,7 @@ def resolve_job(
     else:
         train_spec = _with_sizes(train_spec, job_config)
     check_against_spec(job_config, train_spec, builds_data)
-    # Last: a degree that does not divide the model's sizes needs another degree, not more processes.
+    # Last, because a degree that does not fit the model's sizes must be changed, not the number of ranks.
     check_ranks(job_config, world_size)
     torch_parts.check(job_config, world_size)
     if builds_data:

@@ -92,16 +92,16 @@ class RankLayout:
         wanted = parallel_dims_of(job_config, train_spec, self.device, dims.world_size)
         names = [field.name for field in dataclasses.fields(ParallelDims) if field.repr]
         pairs = [(name, getattr(wanted, name), getattr(dims, name)) for name in names]
-        if differing := [f"{name} = {a} for {b}" for name, a, b in pairs if a != b]:
+        if differing := [f"{name} = {a} instead of {b}" for name, a, b in pairs if a != b]:
             raise ValueError(
-                f"the config's degrees are not those of the layout: {', '.join(differing)}; make a "
+                f"the config's parallel degrees differ from the layout's: {', '.join(differing)}; make a "
                 "RankLayout for this config"
             )
         return self.parallel_dims
 
 
 class _Tenant:
-    """Registered in `tools.host` for a layout, so the host's settings stay changed until it is closed."""
+    """Registered in `tools.host` for a layout, so the host's settings stay changed until `close`."""
 
 
 def set_device() -> torch.device:
@@ -114,8 +114,8 @@ def set_device() -> torch.device:
     index = device_module.current_device() if index is None else int(index)
     if index >= device_module.device_count():
         raise ConfigError(
-            f"LOCAL_RANK = {index} needs device {index} of this machine, counted from 0, and it has "
-            f"{device_module.device_count()}; start one process for each device"
+            f"LOCAL_RANK = {index} needs device {index} (counted from 0), and this machine has "
+            f"{device_module.device_count()} devices; start one process for each device"
         )
     host.change(index, device_module.set_device, device_module.current_device)
     return torch.device(device_type, index)
@@ -124,12 +124,12 @@ def set_device() -> torch.device:
 def join_ranks(config: JobConfig, spec: TrainSpec, device: torch.device) -> ParallelDims:
     """Join or reuse the process group and return the layout of ranks.
 
-    Raises ConfigError if the config reserves ranks for generation, and they are not separated yet.
+    Raises ConfigError if the config reserves ranks for generation that are not separated yet.
     """
     if config.ranks_apart and not dist.is_initialized():
         raise ConfigError(
-            f"rl.generator.ranks = {config.ranks_apart} divides the job's ranks before there is an "
-            "engine on them; start with torchtitan.rl.train or rl.controller.build_part, or set it "
+            f"rl.generator.ranks = {config.ranks_apart} reserves ranks for generation, which must be "
+            "separated before an engine is built; start with torchtitan.rl.train or rl.controller.build_part, or set it "
             "to 0 for an engine on all ranks"
         )
     world_size = init_distributed(

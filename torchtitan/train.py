@@ -66,7 +66,7 @@ def main(
     config_cls: type[JobConfig] = JobConfig,
     check_config: Callable[[Any], None] | None = None,
 ) -> None:
-    """Read the command line and train. Several ranks compare their configs, and exit together.
+    """Read the command line and train. All ranks compare their configs, and exit together on an error.
 
     trainer_class: called with the config; returns an object with `train()`, `close()` and
         `checkpointer`. config_cls, check_config: an extended config, and a function with its rules.
@@ -137,7 +137,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
                 peers.compare_data(getattr(checkpointer, "run_record", {}))
                 peers.watch(config.comm, getattr(trainer, "progress", None))
             if config.comm.mode == "local_tensor":
-                logger.info("comm.mode = local_tensor: set-up done, nothing is trained")
+                logger.info("comm.mode = local_tensor: set-up is done, and nothing is trained")
             elif config.checkpoint.create_seed_checkpoint:
                 trainer.checkpointer.save(curr_step=0, last_step=True)
                 logger.info("seed checkpoint created")
@@ -159,12 +159,12 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         peers.leave()
     code = config.job.stopped_exit_code
     if code and getattr(getattr(trainer, "checkpointer", None), "has_stopped", False):
-        _write_for_torchrun("stopped after a save; the same command goes on")
+        _write_for_torchrun("stopped after a save; the same command continues the run")
         sys.exit(code)
 
 
 def _find_peers(seconds: float, helpers: range = range(0)) -> Peers:
-    """Meet the other ranks; once for each call of `main`, which may be repeated in one process."""
+    """Connect to the other ranks, in each call of `main`; a process may call `main` several times."""
     store, rank, world_size = find_peers(timedelta(seconds=seconds))
     store = torch.distributed.PrefixStore(f"torchtitan_main_{next(_mains)}", store)
     return Peers(store, rank, world_size, helpers)
@@ -180,7 +180,7 @@ def _report_config_error(message: str) -> None:
         _find_peers(SECONDS_TO_REPORT).compare(None, message)
     except PeerError:
         return
-    except Exception:  # rank 0 is not there to print it
+    except Exception:  # rank 0 cannot be reached
         if not is_first:
             print(f"rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
 
@@ -190,13 +190,13 @@ def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None
 
     Returns the exit code, or None for KeyboardInterrupt.
     """
-    # torch's handler would raise here if a data worker has just died, and that is the error reported.
+    # If the error is a data worker's death, torch's SIGCHLD handler would raise here.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tell = (lambda _: None) if peers is None else peers.report
     if isinstance(error, PeerError):  # rank 0 has printed it
         _write_for_torchrun(str(error))
-        tell(str(error))  # ranks that took no part in the comparison
+        tell(str(error))  # for ranks that took no part in the comparison
         return 2
     if isinstance(error, KeyboardInterrupt):
         tell("it was interrupted by SIGINT")

@@ -63,7 +63,7 @@ class Trainer(TrainingEngine):
             shares_rows = job_config.training.packing != "none"
             if has_chats and shares_rows and not self.packing.separates_documents:
                 logger.warning(
-                    "the chats of a row see each other, because model.attn_mask_type is 'causal': set it "
+                    "chats in one row attend to each other, because model.attn_mask_type is 'causal': set it "
                     "to 'block_causal' with model.attn_type 'flex', or training.packing to 'none'"
                 )
             self.objective = build_objective(self)
@@ -168,7 +168,7 @@ class Trainer(TrainingEngine):
         return Batches(data_iterable, self._count_read)
 
     def _count_read(self, labels: list[int], seconds: float) -> None:
-        """Count batches that were read within `seconds`. labels: the number of labels of each batch."""
+        """Count batches whose reading took `seconds`. labels: the number of labels of each batch."""
         self.ntokens_seen += sum(labels)
         self.metrics_processor.ntokens_since_last_log += sum(labels)
         self.metrics_processor.data_loading_times += [seconds / max(len(labels), 1)] * len(labels)
@@ -176,7 +176,7 @@ class Trainer(TrainingEngine):
     @contextlib.contextmanager
     def _data(self) -> Iterator[Iterator[tuple[Batch, torch.Tensor]]]:
         """Yield an iterator over batches that reads one step ahead; checkpoints save its position."""
-        # A client's own method gets the plain dataloader, because it may make other batches.
+        # An overridden batch_generator gets the plain dataloader, because it may make other batches.
         if is_overridden(self, "batch_generator", Trainer):
             yield self.batch_generator(self.dataloader)
             return
@@ -219,7 +219,7 @@ class Trainer(TrainingEngine):
         if step.counts.num_failed:
             raise ValueError(
                 f"{step.counts.num_failed} of {self.dp_size} data-parallel ranks could not read their "
-                "data; their own message says why"
+                "data; these ranks' error messages say why"
             )
         if step.counts.num_ran_out:
             raise DataloaderExhaustedError(
@@ -263,7 +263,7 @@ class Trainer(TrainingEngine):
                 )
             losses.append(loss)
         if self._stop is not None:
-            self._stop.ask()  # all ranks agree while the optimizer steps
+            self._stop.ask()  # the ranks exchange stop requests during the optimizer step
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
             self.update.settle()  # costs nothing: the log below waits for the gradient norm anyway
@@ -409,7 +409,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     checkpointer.async_mode, checkpointer.has_stopped = usual_mode, True
     logger.warning(
         f"stopped after step {engine.step} of {engine.num_steps}: {reason}; its "
-        "checkpoint is whole, and the same command goes on",
+        "checkpoint is complete, and the same command continues the run",
         extra=event("stop", engine.step),
     )
 
@@ -425,7 +425,7 @@ def refuse_missing_dataloader(dataloader: Any) -> None:
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     """Resume from the newest checkpoint, if any; return False if the run is already complete.
 
-    Raises ValueError if it holds only weights: starting at step 0 would overwrite the run's checkpoints.
+    Raises ValueError if it holds only weights, because a start at step 0 would overwrite the checkpoints.
     """
     config, checkpointer = engine.job_config, engine.checkpointer
     checkpointer.claim_folder()
@@ -439,7 +439,7 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     ):
         logger.info(
             f"this run is complete: its checkpoint of step {newest} reaches training.steps = "
-            f"{engine.num_steps}; raise it to go on, or set another job.dump_folder to train again"
+            f"{engine.num_steps}; raise training.steps to go on, or set another job.dump_folder to train again"
         )
         checkpointer.finish_upload()
         return False
@@ -448,20 +448,20 @@ def load_newest_checkpoint(engine: TrainingEngine) -> bool:
         raise ValueError(
             f"the newest checkpoint, of step {newest}, holds weights only "
             "(checkpoint.last_save_model_only), so the run cannot continue from it. Set "
-            "checkpoint.load_step to an earlier full one, or start a new run from these "
+            "checkpoint.load_step to an earlier full checkpoint, or start a new run from these "
             "weights: another checkpoint.folder, and this one as checkpoint.initial_load_path"
         )
     is_loaded = checkpointer.load(step=config.checkpoint.load_step)
     hf_config = config.model.hf_config
     if not is_loaded and hf_config and contents_of(hf_config) == Contents.HF:
         logger.warning(
-            f"training starts from random weights, not from those in model.hf_config = {hf_config!r}: "
-            "checkpoint.initial_load_in_hf = true loads the ones in model.hf_assets_path"
+            f"training starts from random weights, not from the weights in model.hf_config = {hf_config!r}: "
+            "checkpoint.initial_load_in_hf = true loads the weights in model.hf_assets_path"
         )
     follow_own_schedule(engine.lr_schedulers)
     if engine.step > 0:
         logger.info("the run continues after step %d", engine.step)
-    compiling = "; compiling, so the first one takes longer" if config.compile.enable else ""
+    compiling = "; compiling, so the first step takes longer" if config.compile.enable else ""
     started = f"training starts at step {engine.step + 1}{compiling}"
     logger.info(started, extra=event("training", engine.step))
     return True

@@ -116,7 +116,7 @@ def test_job_with_a_second_model_is_estimated_without_it(loss, monkeypatch, capl
     flags += ["--checkpoint.save_peft_interval=2"]
     config = ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags])
     assert bytes_of_states(config) > 0
-    assert f"loss.name = '{loss}' is left out" in caplog.text
+    assert f"loss.name = '{loss}' is ignored" in caplog.text
 
 
 def test_tracker_counts_storages_once_until_they_are_freed():

@@ -277,7 +277,7 @@ def test_model_of_a_folder_is_that_of_its_config(hf_folder):
     args = resolve_job(config, builds_data=False).train_spec.model_args[config.model.flavor]
     assert (args.dim, args.n_layers, args.vocab_size) == (32, 2, 2050)
     assert (config.model.name, config.training.local_batch_size) == ("qwen3", 3)
-    with pytest.raises(ValueError, match="'nowhere' is none; correct the path"):
+    with pytest.raises(ValueError, match="'nowhere' does not exist; correct the path"):
         job_of("nowhere", None, [])
 
 
@@ -323,7 +323,7 @@ def test_peft_folder_of_a_run_is_the_run_s_model(lora_run, run, tmp_path):
         texts.append(out)
     assert texts[0] == texts[1] and len(texts[0]) > 16
     code, _, err = run("generate", peft, "--checkpoint.no_initial_load_in_hf")
-    assert code == 1 and "their run drew its base at random" in err
+    assert code == 1 and "their base was initialized at random" in err
 
 
 def test_comparison_of_0_2_names_model_and_flavor(hf_folder, monkeypatch, capsys):
@@ -370,7 +370,7 @@ def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path, monkeypat
         ),
         (["show", "nowhere.toml"], "names a TOML file that has to exist, got 'nowhere.toml'"),
         (["trian"], "no command 'trian', did you mean 'train'?"),
-        (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' is none; correct the path"),
+        (["generate", "--training.seq_len", "3", "nowhere"], "'nowhere' does not exist; correct"),
         (
             ["export", lora_run, tmp_path / "x", "--peft", "--dtype=float16"],
             "leave out one of them",
@@ -466,7 +466,7 @@ def test_plan_and_estimate_read_an_address_without_its_weights(store):
     [
         (("export", "memory://b/hf", "ro://b/x"), "only reads.*ro://b/x"),
         (("import", "memory://b/hf", "ro://b/x"), "only reads.*ro://b/x"),
-        (("export", "memory://b/hf", "memory://b/hf", "--overwrite"), "one is in the other"),
+        (("export", "memory://b/hf", "memory://b/hf", "--overwrite"), "one is inside the other"),
         (("export", "memory://b/hf", "memory://b/text"), "memory://b/text holds files already"),
         (("generate", "memory://b/none"), "the model of 'memory://b/none' is unknown"),
         (("generate", "zzz://b/none"), "zzz://b/none.* is no address that fsspec knows"),

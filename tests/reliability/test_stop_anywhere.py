@@ -52,7 +52,7 @@ def test_ranks_of_torchrun_save_when_it_is_told_to_end_though_data_workers_hear_
     launcher.terminate()
     output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)
     assert stop_anywhere.whole_steps(tmp_path) == [max(stop_anywhere.losses(tmp_path))], output
-    assert "its checkpoint is whole" in output and "error:" not in output
+    assert "its checkpoint is complete" in output and "error:" not in output
 
 
 def test_rl_run_saves_and_ends_when_told_to(tmp_path):

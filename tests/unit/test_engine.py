@@ -542,7 +542,7 @@ def test_finished_run_that_is_started_again_does_nothing_or_needs_a_full_checkpo
     assert trainer.step == 0
     assert "this run is complete" in caplog.text
     with Trainer(make_config(tmp_path, *flags, "--training.steps=4")) as longer:
-        with pytest.raises(ValueError, match="checkpoint.load_step to an earlier full one"):
+        with pytest.raises(ValueError, match="checkpoint.load_step to an earlier full checkpoint"):
             longer.train()
 
 

@@ -67,7 +67,7 @@ def test_positions_of_text_may_come_in_the_four_rows_of_a_multimodal_model(fresh
     assert all(map(torch.equal, found, expected))
     data = batch(4)
     data["position_ids"].unbind()[3][2, -1] += 1
-    with pytest.raises(ValueError, match="got position_ids whose rows differ, as those of images"):
+    with pytest.raises(ValueError, match="got position_ids whose rows differ, as for images"):
         cases.score(fresh, data)
 
 
@@ -159,7 +159,7 @@ def test_mini_batches_step_the_schedule_once(fresh):
 REFUSED = {
     "distillation_use_topk": (True, "distillation from a teacher's top-k"),
     "distillation_only": (True, "distillation without log-probabilities"),
-    "enable_routing_replay": (True, "asks for routing replay, got engine.router_replay.mode"),
+    "enable_routing_replay": (True, "requests routing replay, got engine.router_replay.mode"),
     "pad_mode": ("left_right", "got pad_mode = 'left_right'"),
     "multi_modal_inputs": ([{"pixel_values": 0}] * cases.SAMPLES, "got multi_modal_inputs"),
     "calculate_sum_pi_squared": (True, "sum of squared probabilities in training"),

@@ -87,7 +87,7 @@ class LoRAConverter(ModelConverter):
         if _OUTPUT in chosen and model.enable_weight_tying:
             raise ConfigError(
                 f"lora.target_modules = {wanted} names the output projection, whose weight is tied to "
-                "the embedding's in this model, and files of merged weights hold it once; leave it out"
+                "the embedding's in this model, and merged files hold tied weights once; leave it out"
             )
         quantizing = [c for c in self._converters if c.startswith("quantize.grouped_mm.")]
         for name, (module, _) in chosen.items():
@@ -112,8 +112,8 @@ class LoRAConverter(ModelConverter):
         for name in names:
             if with_adapter := [layer for layer in targets if fits(name, layer)]:
                 raise ConfigError(
-                    f"lora.also_train names {name!r}, which is {with_adapter[0]}, and that has an "
-                    "adapter; leave it out of lora.also_train or of lora.target_modules"
+                    f"lora.also_train names {name!r}, but the layer {with_adapter[0]} has an adapter; "
+                    "leave it out of lora.also_train or of lora.target_modules"
                 )
         for name, module in modules.items():
             is_norm = NORMS in wanted and isinstance(module, nn.RMSNorm | nn.LayerNorm)
@@ -139,9 +139,9 @@ class LoRAConverter(ModelConverter):
                 if self.options.base_format is not None and is_matrix:
                     if parameter.shape[-1] % nf4.BLOCK:
                         raise ConfigError(
-                            f"lora.base_format = {self.options.base_format!r} needs rows of a multiple of "
-                            f"{nf4.BLOCK} numbers, got {list(parameter.shape)} in {module_name}.{name}; "
-                            "remove it"
+                            f"lora.base_format = {self.options.base_format!r} needs weights whose rows have a "
+                            f"multiple of {nf4.BLOCK} elements, got {list(parameter.shape)} in "
+                            f"{module_name}.{name}; remove it"
                         )
                     stored = nn.Parameter(nf4.quantize(parameter), requires_grad=False)
                     module.register_parameter(name, stored)
@@ -157,12 +157,12 @@ class LoRAConverter(ModelConverter):
             return
         if not n_quantized:
             raise ConfigError(
-                f"lora.base_format = {self.options.base_format!r} found no linear layer of "
-                "torchtitan.numerics.linear that is frozen; remove it"
+                f"lora.base_format = {self.options.base_format!r} found no frozen layer of class "
+                "torchtitan.numerics.linear.Linear to quantize; remove it"
             )
         gib = n_quantized * nf4.BYTES / nf4.BLOCK / 2**30
         logger.info(
-            f"LoRA: {n_quantized:,} frozen numbers are stored in 4 bits, {gib:.2f} GiB in all"
+            f"LoRA: {n_quantized:,} frozen parameters are stored in 4 bits, {gib:.2f} GiB in all"
         )
 
 
@@ -184,7 +184,7 @@ def _refuse_misfits(key: str, patterns: Collection[str], layers: Collection[str]
         if not any(fits(pattern, layer) for layer in layers):
             ends = sorted({layer.rpartition(".")[2] for layer in layers})
             raise ConfigError(
-                f"{key} holds parts of layers' names ({', '.join(ends)}, and PEFT's names for them), "
+                f"{key} takes parts of layers' names ({', '.join(ends)}, and PEFT's names for them), "
                 f"got {pattern!r}{guess(pattern, ends)}; correct it, or train other modules whole with "
                 "lora.also_train"
             )

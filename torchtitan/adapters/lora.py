@@ -36,8 +36,8 @@ from torchtitan.numerics.nf4 import dequantize
 from torchtitan.tools.torch_parts import name_without_wrappers
 
 # A name in the config is one or more adjacent dotted components of a layer's name ("self_attn.q_proj"),
-# in our spelling or PEFT's. Our component -> PEFT's. Several components of ours have one name if Hugging
-# Face's model joins their weights.
+# in our spelling or PEFT's. Our component -> PEFT's. Several of our components have the same PEFT name if
+# Hugging Face's model joins their weights.
 _SPELLINGS = {
     ours: names.split(",")
     for ours, names in (
@@ -66,7 +66,7 @@ _LINEAR = "linear_attn"
 
 
 def name_of_layer(model: nn.Module, name: str) -> str:
-    """Return a layer's name for `fits`: with `linear_attn` in place of `attention` if that is linear."""
+    """Return a layer's name for `fits`: with `linear_attn` for `attention` if the attention is linear."""
     head, found, tail = f"{name}.".partition(".attention.")
     is_linear = found and hasattr(model.get_submodule(head).attention, "conv_q")
     return f"{head}.{_LINEAR}.{tail}".removesuffix(".") if is_linear else name
@@ -105,7 +105,7 @@ class Adapted(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The adapters of one module. scales: weight name -> scale. dropout: of all its adapters."""
+    """The adapters of one module. scales: weight name -> scale. dropout: rate of all its adapters."""
 
     scales: dict[str, float]
     dropout: float
@@ -213,7 +213,7 @@ def adapted_weights(parts: Iterable[nn.Module]) -> Iterator[Adapted]:
 
 
 def quantized_weights(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield the names of weights in 4 bits, and the dtype that they are computed in."""
+    """Yield (name, dtype to compute in) of the 4-bit weights."""
     for part in parts:
         for long_name, module in part.named_modules():
             for name in getattr(module, "in_4_bits", ()):
@@ -239,7 +239,7 @@ def init_adapters(part: nn.Module) -> None:
 def redraw_adapters(
     parts: Iterable[nn.Module], seed: int, rank: int, layers: Collection[str]
 ) -> None:
-    """Initialise the adapters as new ones of rank `rank`, with the same values for every layout.
+    """Initialise the adapters as new ones of rank `rank`; the values do not depend on the layout.
 
     layers: names, as in `lora.target_modules`; the adapters of other layers are all zero. Rows of A
     from index `rank` on are zero. These rows and their columns of B stay zero in training.
@@ -283,8 +283,8 @@ def merged(
     """Return a state dict without adapters, with W + scale * B A in place of W.
 
     entries: the parts' state dict. Collective: A and B are gathered.
-    dtype: of the merged weights; None keeps each weight's dtype, and for weights in 4 bits the dtype that
-        they are computed in. The sum is rounded once.
+    dtype: dtype of the merged weights; None keeps each weight's dtype, or for a 4-bit weight the dtype to
+        compute in. The sum is rounded once.
     """
     result, parts = dict(entries), list(parts)
     if not any("lora_a" in name for name in entries):  # quicker than a walk through the modules

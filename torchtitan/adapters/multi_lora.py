@@ -60,23 +60,23 @@ class Stacked:
 def reasons_for_turns(
     job_config: JobConfig, parallel_dims: ParallelDims, parts: Sequence[nn.Module]
 ) -> list[str]:
-    """Return why models with adapters cannot share a pass; [] if they can."""
+    """Return why models with adapters cannot share a forward and backward pass; [] if they can."""
     adapted = adapter_names(adapted_weights(parts))
     reasons = [
-        f"{name}, which lora.also_train trains whole, is in every row"
+        f"{name}, which lora.also_train trains whole, acts on every row"
         for part in parts
         for name, parameter in part.named_parameters()
         if parameter.requires_grad and name_without_wrappers(name) not in adapted
     ][:1]
     if parallel_dims.pp_enabled and splits_backward(job_config.parallelism):
-        reasons.append("shared passes were not tried where a pipeline splits backward")
+        reasons.append("shared passes are untested under schedules that split the backward pass")
     return reasons
 
 
 class _Matrix(NamedTuple):
     """An A or B matrix, and this rank's part of it.
 
-    shape: of the matrix that this rank computes with, which may be a TP or EP shard. own: the slices
+    shape: shape of the matrix that this rank computes with, maybe a TP or EP shard. own: the slices
     of this rank's FSDP shard in that matrix. shards: the process groups that hold the other FSDP
     shards. sums: the process groups that sum the gradient.
     """
@@ -90,7 +90,7 @@ class _Matrix(NamedTuple):
 
 
 def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _Matrix:
-    """group: the ranks that process other rows or tokens."""
+    """Return the `_Matrix` of an A or B. group: the ranks that process other rows or tokens."""
     shape, own = tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape)
     others = [] if group is None else [group]
     if not is_dtensor(parameter):
@@ -123,8 +123,8 @@ class MultiLoRA:
         self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, has_ddp: bool = False
     ):
         self._parts, self._group, self._has_ddp = list(parts), group, has_ddp
-        # Of the current microbatch: each row's model, the number of rows per model, and the row indices
-        # sorted by model (None if the rows are sorted already).
+        # Of the current microbatch: each row's model index, the number of rows per model, and the row
+        # indices sorted by model (None if the rows are sorted already).
         self.models = torch.empty(0)
         self.counts: list[int] = []
         self.order: Tensor | None = None
@@ -179,7 +179,7 @@ class MultiLoRA:
             gradients += self._gradients(sums, len(weights))
 
     def set_rows(self, models: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Set the model of each row. Call before a microbatch's forward and before its backward."""
+        """Set the model index of each row. Call before a microbatch's forward and before its backward."""
         order = sorted(range(len(models)), key=models.__getitem__)
         self.counts = [models.count(model) for model in range(len(self.counts))]
         device = self._matrices[0].parameter.device if self._matrices else "cpu"
@@ -217,7 +217,7 @@ class MultiLoRA:
         for matrix in self._matrices:
             shards = [of_model[matrix.name].to(like.device) for of_model in weights]
             torch.stack(shards, out=stacks[matrix.name][(slice(None), *matrix.own)])
-        # Each sum adds one rank's shard and the other ranks' zeros: it works as an all-gather.
+        # The all-reduce adds one rank's shard and the other ranks' zeros, so it acts as an all-gather.
         self._all_reduce(buffer, n_models, lambda matrix: matrix.shards)
         return buffer
 

@@ -1,4 +1,4 @@
-"""adapter_config.json of `peft`: what it says of the adapters of a model, and whether a model's fit it."""
+"""Makes and reads `peft`'s adapter_config.json, and compares it with a model's adapters."""
 
 import math
 import os
@@ -66,10 +66,11 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    layers: HF layers with an adapter. known: HF names of matrices. trained_whole: of parameters.
+    layers: HF layers with an adapter. known: HF names of all matrices. trained_whole: HF names of
+    parameters that train whole.
     `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
-    unless the patterns name the joined parameter. In a model with experts it takes all layers with
-    such names for experts; others are listed in target_parameters.
+    unless the patterns name the joined parameter. In a model with experts, `peft` takes every
+    layer with such a name for an expert, so target_parameters lists such layers outside experts.
     """
     known = set(known)
     ranks = {name: layer.rank for name, layer in layers.items()}
@@ -92,7 +93,7 @@ def config_of(
     targets |= {name for name in as_modules if end(name) in left_out}
 
     def patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
-        """Return regular expression of a layer's name -> its value, if not the default."""
+        """Return regular expression of a layer's name -> value, for values other than the default."""
         found = {}
         for name in sorted(layers):
             if values[name] != default:
@@ -151,7 +152,7 @@ def _joined_gates(layers: Mapping[str, Layer]) -> dict[str, Layer]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return adapter_config.json; ValueError if the folder has none, or one of another kind."""
+    """Return adapter_config.json; ValueError if it is missing or for another kind of adapter."""
     path = os.path.join(folder, CONFIG_FILE)
     if not os.path.exists(path):
         raise ValueError(
@@ -165,7 +166,7 @@ def read_config(folder: str) -> dict[str, Any]:
             raise ValueError(
                 f"{path} has {field} = {value!r}, and only adapters "
                 f"{f'with {field} in {allowed}' if allowed else 'without it'} can be read; merge these "
-                "into the base model with peft, or convert them to plain ones there"
+                "into the base model with peft, or convert them to plain LoRA there"
             )
     for field in _TYPES.keys() & config.keys():
         value = config[field]

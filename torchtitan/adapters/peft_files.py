@@ -7,9 +7,9 @@ base_model.model.<name>. Rows of B have the order of the rows of Hugging Face's 
 layer per expert; `_fused_experts` also reads the fused experts of `peft` for transformers 5. That
 release converts files with one layer per expert to its fused format; `config_of` writes what it needs.
 
-If M joins the rows of several of our weights, its A has the rows of their A's below each other, and its B
-has their B's as blocks: [B1 0; 0 B2] [A1; A2]. An adapter of `peft`, whose parts share one A, gives each of
-our weights a copy of A.
+If M joins the rows of several of our weights, its A stacks their A's, and its B is block-diagonal:
+[B1 0; 0 B2] [A1; A2]. If the parts share one A, as in adapters that `peft` trained, each of our weights
+gets a copy of A.
 """
 
 import copy
@@ -52,7 +52,7 @@ _PREFIX = "base_model.model."
 
 
 class _Stored(NamedTuple):
-    """A matrix in a file. cut: its slices of the stored tensor, which may hold all experts."""
+    """A matrix in a file. cut: slices of the stored tensor (maybe of all experts) that are the matrix."""
 
     key: str
     shape: tuple[int, ...]
@@ -62,8 +62,8 @@ class _Stored(NamedTuple):
 class _Target(NamedTuple):
     """Layers of Hugging Face's model with the adapters of our weights.
 
-    layers: one, or one per expert. weights: those whose rows the layer joins; usually one. adapted: their
-    adapters, in the order of `weights`.
+    layers: one layer, or one per expert. weights: our weights whose rows the layer joins, usually one.
+    adapted: their adapters, in the order of `weights`.
     """
 
     layers: list[str]
@@ -147,7 +147,7 @@ def _tensors_of(
 ) -> tuple[dict[str, Tensor], dict[str, Layer], dict[str, str]]:
     """Return (key in the file -> tensor, HF layer -> its adapter, HF name -> key of parameters that train whole).
 
-    whole: our names of the latter. entries: on the meta device if only shapes are wanted. rank: see `PeftOptions`.
+    whole: our names of these parameters. entries: on the meta device if only shapes are wanted. rank: see `PeftOptions`.
     """
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Layer] = {}
@@ -215,8 +215,8 @@ def _targets_of(
     missing = [*by_weight, *(t.adapted[0].weight for t in targets if not t.layers)]
     if missing := [name for part in all_ranks(missing) for name in part]:
         raise ValueError(
-            f"PEFT's files have no place for the adapter of {shorten(missing)}, no linear layer of Hugging "
-            "Face's model; leave it out of lora.target_modules, or write merged weights with save_hf"
+            f"PEFT's files have no place for the adapter of {shorten(missing)}: it is not a linear layer in "
+            "Hugging Face's model; leave it out of lora.target_modules, or write merged weights with save_hf"
         )
     return targets
 
@@ -240,7 +240,7 @@ def load_peft(
     adapter = copy.copy(adapter)
     path = os.path.join(folder, WEIGHTS_FILE)
     config, stored = _read_headers(folder)
-    # The files of a multimodal model may have the text model's names, and the other way round.
+    # A text model's files may have the names of a multimodal model, and the reverse.
     adapter = adapter.for_export([key.removeprefix(_PREFIX) for key in stored])
     adapted = list(adapted_weights(parts))
     targets = _targets_of(adapted, entries, adapter)
@@ -308,9 +308,9 @@ def load_peft(
 def _parts_of(
     target: _Target, entries: Mapping[str, Any], a: Tensor, blocks: Mapping[str, Tensor]
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yield our parameters of a layer and their values, from its A and, for each of our weights, rows of its B.
+    """Yield (our parameter, its value) of a layer. a: its A. blocks: our weight -> its rows of the layer's B.
 
-    Raises ValueError if the rows need more than our adapters hold.
+    Raises ValueError if our adapters cannot represent the layer's adapter.
     """
     rest, first = dict(blocks), 0
     for one in target.adapted:
@@ -324,8 +324,8 @@ def _parts_of(
         first += rank
     if others := [name for name, rows in rest.items() if rows.any()]:
         raise ValueError(
-            f"The adapter of {target.layers[0]} needs adapters of {len(blocks)} weights of rank "
-            f"{a.shape[-2]}, which it joins, and the model's cannot hold {shorten(others)}; set "
+            f"The adapter of {target.layers[0]} joins {len(blocks)} weights, which need adapters of rank "
+            f"{a.shape[-2]}, but the model's adapters cannot hold {shorten(others)}; set "
             f"lora.target_modules to include {target.layers[0].rpartition('.')[2]} and lora.rank, or "
             f"lora.rank_pattern, to {a.shape[-2]}"
         )
@@ -350,7 +350,7 @@ def _matching(
     config: Mapping[str, Any],
     folder: str,
 ) -> dict[str, _Stored]:
-    """Return this rank's `wanted` keys' matrices in the file; ValueError if they differ. Collective."""
+    """Return key -> matrix in the file; ValueError if it differs from all ranks' `wanted`. Collective."""
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
     of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
     fused = {matrix.key for matrix in of_experts.values()}
@@ -375,8 +375,8 @@ def _check_copies(copies: Mapping[str, Any], file: Any, path: str) -> None:
             or torch.equal(tensor.to(other.dtype), other)
         ):
             raise ValueError(
-                f"{path} has a {key.removeprefix(_PREFIX)} that differs from the weight that the "
-                "model shares or keeps; untie the base, or merge with peft"
+                f"{path} has a {key.removeprefix(_PREFIX)} that differs from the model's "
+                "tied or frozen weight; untie the base, or merge with peft"
             )
 
 
@@ -442,5 +442,5 @@ def _differences(
             )
         yield (
             f"{name} is {list(saved[key])} in the file and {list(shape)} in the model: the adapters "
-            "are of another base model; take that base"
+            "belong to another base model; load that base model"
         )

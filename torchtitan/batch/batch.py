@@ -24,8 +24,8 @@ Entries = dict[str, Any]
 class Batch(TypedDict, total=False):
     """The batch that a caller passes to the engine; the caller's loss and output functions get it too.
 
-    The model's `get_attention_masks` also gets the entries, and so does the model's forward if it has a
-    parameter of the entry's name. Callers declare their own entries in a subclass, for type checkers.
+    The model's `get_attention_masks` also gets the entries. The model's forward gets an entry if it has a
+    parameter of the same name. Callers declare their own entries in a subclass, for type checkers.
     """
 
     input: Required[Tensor]  # [B, T] token ids
@@ -42,7 +42,7 @@ class Batch(TypedDict, total=False):
 
 
 Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
-"""What a caller passes to a step: a batch or a list."""
+"""What a caller passes to a step: a batch, or a list of batches."""
 
 # Key of a batch -> its value at padding tokens that are appended to a row; 0 for other keys.
 _PADDING_OF = {
@@ -51,7 +51,7 @@ _PADDING_OF = {
     "depths": PADDING,
     PARENT_IDS: PADDING,
     "labels": IGNORE_INDEX,
-    "routed_experts": -1,  # the router chooses
+    "routed_experts": -1,  # the router chooses experts
 }
 # Keys that never hold one value per token, whatever their shape.
 _LENGTHS = ("seq_lens", "cu_seqlens")
@@ -69,7 +69,7 @@ class TokenBatch:
     tokens: Tensor  # [B, T]
     labels: Tensor | None = None  # [B, T]
     document_ids: Tensor | None = None
-    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # positions among them
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # including positions
     sample_ids: Tensor | None = None  # [B, 2], the first and last sample in each row, if known
     depths: Tensor | None = None
     has_checked_ids: bool = False  # tokens, labels and experts are in the model's ranges
@@ -89,7 +89,7 @@ class TokenBatch:
                 got = f"shape {tuple(tokens.shape)}"
             raise ValueError(
                 "a microbatch needs 'input', a tensor of token ids [B, T] with at least one token, got "
-                f"{got} there and the keys {sorted(batch)}; give a single row as input[None], and leave "
+                f"{got} for it and the keys {sorted(batch)}; give a single row as input[None], and leave "
                 "a microbatch without tokens out of the list"
             )
         entries = {key: value for key, value in batch.items() if key != "input"}
@@ -205,7 +205,7 @@ def check_ids(name: str, ids: Tensor, vocab_size: int | None) -> None:
     """Raise ValueError for ids outside the model's vocabulary; labels may hold IGNORE_INDEX.
 
     Without this check such a token would get an embedding of zeros under tensor parallelism, and under
-    a pipeline only one rank would fail. Ids without a copy on the host are left to the device's kernels.
+    a pipeline only one rank would fail. Ids of which the host has no copy are not checked.
     """
     ids = on_host(ids)
     if vocab_size is None or ids.device.type != "cpu" or not ids.numel():
@@ -229,7 +229,7 @@ def tensor_to(x: Any, device: torch.device) -> Any:
 def _has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> bool:
     """True if an entry is split by rows, False if all rows share it; ValueError if neither is possible."""
     if isinstance(value, Tensor):
-        # 1-D cumulative lengths [n + 1] count through all rows laid end to end.
+        # 1-D cumulative lengths [n + 1] span all rows laid end to end.
         if value.dim() >= (2 if key == "cu_seqlens" else 1) and len(value) == num_rows:
             return True
         # All rows may share a tensor of one row, unless it holds lengths.

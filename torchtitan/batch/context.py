@@ -143,8 +143,8 @@ def cp_shard(
     given = attention_masks if is_dict else {"": attention_masks}
     if any(isinstance(mask, Tensor) for mask in given.values()):
         raise ValueError(
-            "a padding mask [B, T] cannot be spread over context-parallel ranks; first make the "
-            "kernel's mask of it with the model's get_padding_masks(padding_mask)"
+            "a padding mask [B, T] cannot be sharded over context-parallel ranks; first turn it into "
+            "the kernel's mask with the model's get_padding_masks(padding_mask)"
         )
     masks = {name: DocumentMask.from_mask(mask) for name, mask in given.items()}
     boundaries = {name: mask.boundaries(seq_len) for name, mask in masks.items()}

@@ -31,8 +31,8 @@ PARENT_IDS = "parent_ids"
 """Entry of a batch that makes its documents the branches of trees; see `branch_depths`."""
 
 SAMPLE_IDS = "sample_ids"
-"""Key of the first and the last sample in a row, [2], which a dataset may add; the dataloader makes it an
-attribute of the batch's input."""
+"""Key of the indices of a row's first and last sample, [2], which a dataset may add. The dataloader makes it
+an attribute of the batch's input."""
 
 
 def document_ids_from_eos(tokens: Tensor, eos_id: int) -> Tensor:
@@ -71,10 +71,10 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
         too_long = (cu_seqlens[:, -1] > seq_len).any()
         if too_long or (lengths[:, 0] != 0).any() or (lengths < 0).any():
             raise ValueError(
-                "the lengths of documents ('seq_lens') must not be negative, and 'cu_seqlens' must go up "
-                f"from 0 to {seq_len} tokens at most, got {int(cu_seqlens[:, 0].max())} to "
-                f"{int(cu_seqlens[:, -1].max())} with a step of {int(lengths.min())}; cut them off where "
-                "the tokens end, and fill up with lengths of 0 or the last entry"
+                "document lengths ('seq_lens') must not be negative, and cumulative lengths ('cu_seqlens') "
+                f"must go up from 0 to {seq_len} tokens at most, got {int(cu_seqlens[:, 0].max())} to "
+                f"{int(cu_seqlens[:, -1].max())} with a step of {int(lengths.min())}; truncate them to the "
+                "row, and pad lengths with 0, cumulative lengths with their last entry"
             )
     columns = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     columns = columns.expand(len(cu_seqlens), seq_len).contiguous()
@@ -156,12 +156,12 @@ def last_tokens(document_ids: Tensor) -> Tensor:
 def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
     """Return each token's position on its branch, [B, T] int32 on the host; None if no document has a parent.
 
-    A document with a parent continues all of the parent's tokens, with the positions that follow them. A
-    branch is a document with its ancestors; padding gets -1.
+    A document with a parent continues after the parent's last token, with the positions that follow. A
+    branch is a document with its ancestors. Padding gets -1.
     document_ids: [B, T]. parent_ids: [B, T], the id of the parent of each token's document, -1 for none:
     ids [0 0 1 2 2], parents [-1 -1 0 0 0] -> [0 1 2 2 3].
-    Waits for the device if the host has no copy. Raises ValueError unless the parent is the document
-    before, or an ancestor of that document: then all that continue a document follow it without a gap.
+    Waits for the device if the host has no copy. Raises ValueError unless a parent is the document just
+    before, or an ancestor of that document: then a tree's documents follow one another without a gap.
     """
     ids, parents = fetch(document_ids), fetch(parent_ids)
     is_token, seq_len = ids != PADDING, ids.shape[1]
@@ -178,7 +178,7 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
         )
     firsts = firsts + torch.arange(len(ids), device="cpu")[:, None] * seq_len
     documents, lengths = firsts[is_token].unique_consecutive(return_counts=True)
-    # (id, tokens up to its end) of the last document and its ancestors.
+    # (id, tokens on the branch up to its end) of the last document and of its ancestors.
     branch: list[tuple[int, int]] = []
     bases, last_end = [], -1
     of_documents = (x.flatten()[documents].tolist() for x in (ids, parents))
@@ -206,15 +206,15 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
 def follow_branches(depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (ends [B, T], begins [B, T], paths [n]) of the result of `branch_depths`, on the host.
 
-    ends: the last column of the tokens that see each token. paths: columns of tokens, branch after branch;
-    a token sees paths[begins : begins + depth + 1], and itself last. A padding token sees only itself.
+    ends: for each token, the last column that sees it. paths: column indices, branch after branch; a token
+    sees the columns paths[begins : begins + depth + 1], its own last. A padding token sees only itself.
     """
     n_rows, seq_len = depths.shape
     ends, begins = (torch.empty((n_rows, seq_len), dtype=torch.int32) for _ in range(2))
     paths: list[Tensor] = []
     n_listed = 0
     for of_row, ends_of_row, begins_of_row in zip(depths, ends, begins, strict=True):
-        branch = torch.empty(seq_len, dtype=torch.int32)  # its columns
+        branch = torch.empty(seq_len, dtype=torch.int32)  # columns of the current branch
         length = 0
         is_padding = of_row < 0
         # A stretch is padding, or a part of one branch without a gap.
@@ -286,14 +286,14 @@ def _read(batch: Mapping[str, Any], source: str) -> Tensor:
     if values.dim() != 2 or len(values) != n_rows:
         raise ValueError(
             f"the batch's {source!r} must have a row for each of the {n_rows} of its 'input', got "
-            f"shape {tuple(values.shape)}; give each row its documents, filled up to the longest"
+            f"shape {tuple(values.shape)}; give each row its documents, padded to the longest list"
         )
     number = document_ids_from_lengths if source == "seq_lens" else document_ids_from_cu_seqlens
     return number(values, seq_len)
 
 
 def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with the host's copies of tokens and boundaries; as it is if a copy is missing."""
+    """Return the batch with the host's copies of tokens and boundaries; unchanged if a copy is missing."""
     copies = {
         key: on_host(batch[key])
         for key in ("input", "positions", PARENT_IDS, *BOUNDARY_KEYS)
@@ -329,7 +329,7 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int
     elif eos_id is None:
         raise ValueError(
             "document boundaries are read from end-of-text tokens, and the tokenizer is None or has no "
-            "eos_id; set the `tokenizer` of an engine, which reads none itself, or put 'positions' into "
+            "eos_id; set `engine.tokenizer`, which an engine does not load itself, or put 'positions' into "
             "the batch and set model.attn_mask_type to 'position_block_causal'"
         )
     else:

@@ -124,7 +124,8 @@ class DocumentMask:
         seen = q_idx >= kv_idx
         if self.depths is not None and self.ends is not None:
             seen = seen & (q_idx <= self.ends[b, kv_idx])
-            q_idx, kv_idx = self.depths[b, q_idx], self.depths[b, kv_idx]  # for the window
+            # Chunks and the window count tokens on the branch.
+            q_idx, kv_idx = self.depths[b, q_idx], self.depths[b, kv_idx]
             if self.chunk is not None:
                 seen = seen & (q_idx - q_idx % self.chunk <= kv_idx)
         elif self.starts is not None and not self.rows_are_documents:
@@ -136,7 +137,7 @@ class DocumentMask:
     # ---- for kernels ----
 
     def lower(self, attn_type: str) -> "DocumentMask":
-        """Return the mask with the kernel's form in `lowered`; varlen may wait, see `with_lengths`."""
+        """Return the mask with the kernel's form in `lowered`; "varlen" waits like `with_lengths`."""
         if self.lowered is not None or self.starts is None:
             return self
         if attn_type == "varlen":
@@ -174,7 +175,7 @@ class DocumentMask:
         return replace(self, lengths=lengths)
 
     def block_mask(self, block_size: int = 128) -> Any:
-        """Return the BlockMask of this mask; all rows share one row if `rows_are_documents`.
+        """Return the BlockMask of this mask. With `rows_are_documents` it has one row, which all rows share.
 
         It is computed from the boundaries, without evaluating pairs of tokens or waiting for the device.
         """
@@ -206,7 +207,7 @@ class DocumentMask:
             is_full[:, -1] = False
 
         def listed(blocks: Tensor) -> list[Tensor]:
-            """Return the number of key blocks of each query block, and the blocks, these first."""
+            """Return each query block's number of key blocks, and all key blocks' indices, these first."""
             in_order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
             for_all_heads = (blocks.sum(dim=-1), in_order)
             return [x.unsqueeze(1).to(torch.int32).contiguous() for x in for_all_heads]
@@ -243,7 +244,7 @@ class DocumentMask:
             return self.lengths.cu_seq_q
         if self.depths is None:
             return self.starts
-        # As many keys as a token sees on its branch, if these were the tokens before it in the row.
+        # The start that lets a token see as many keys before it in the row as it sees on its branch.
         depths = on_host(self.depths).clamp(min=0)
         columns = torch.arange(seq_len, device=depths.device, dtype=torch.int32)
         return columns - (depths if self.chunk is None else depths % self.chunk)

@@ -66,8 +66,8 @@ class DocumentPolicy:
 
         A batch with attention masks of its own gets no ids. `labels` replace those of a `TokenBatch`.
         With `parent_ids`, documents are branches of trees, and the batch gets `depths` and positions.
-        Raises ValueError as `TokenBatch.from_dict` and `branch_depths`, for ids outside the model's
-        vocabulary, for a batch that lacks the source of its documents' boundaries, and for trees whose
+        Raises ValueError where `TokenBatch.from_dict` and `branch_depths` do, for ids outside the model's
+        vocabulary, for a batch that lacks the source of its document boundaries, and for trees whose
         positions do not continue along the branches.
         """
         if not isinstance(batch, TokenBatch):
@@ -100,10 +100,10 @@ class DocumentPolicy:
         if batch.document_ids is not None:
             return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
-        with saying_once_per(self.said):  # even in a thread that reads batches ahead
+        with saying_once_per(self.said):  # also in a thread that reads batches ahead
             boundaries = dict(boundaries_on_host(batch.as_dict()))
             if boundaries.get(PARENT_IDS) is not None:
-                boundaries.pop("positions", None)  # compared with the branches in `_with_depths`
+                boundaries.pop("positions", None)  # `_with_depths` checks them
             ids = read_document_ids(boundaries, mask_type, self.eos_id)
         return to_device(ids, batch.tokens.device)
 
@@ -152,7 +152,7 @@ class DocumentPolicy:
 
 
 def _with_depths(batch: TokenBatch) -> TokenBatch:
-    """Return a batch with `parent_ids` with its depths, as positions too; unchanged without any parent."""
+    """Add depths, also as positions, to a batch with `parent_ids`; unchanged if no document has a parent."""
     assert batch.document_ids is not None
     depths = branch_depths(batch.document_ids, per_token(batch.as_dict(), PARENT_IDS))
     if depths is None:

@@ -25,8 +25,8 @@ from torchtitan.batch.documents import IGNORE_INDEX, PADDING, PARENT_IDS, ids_of
 class Tree(NamedTuple):
     """Sequences that are laid out together; one sequence by itself is a tree, too.
 
-    sequences: their indices. shared: for each, the number of first slots that it shares with the one
-    before it. size: slots.
+    sequences: their indices. shared: for each sequence, the number of leading slots that it shares with the
+    sequence before it. size: the tree's number of slots.
     """
 
     sequences: list[int]
@@ -47,11 +47,11 @@ def grow_trees(
     groups: Sequence[Hashable] | None = None,
     routed_experts: Sequence[Tensor] | None = None,
 ) -> list[Tree]:
-    """Return trees of at most `seq_len` slots, of sequences of at most `seq_len`, which share first slots.
+    """Return trees of at most `seq_len` slots, whose sequences (of at most `seq_len`) share leading slots.
 
-    tokens, labels, is_scored: [n] of each sequence. Labels of IGNORE_INDEX agree with any label.
-    groups: only sequences of one group share a tree. routed_experts: [n, L, k] of each sequence; the experts
-    of shared slots must agree.
+    tokens, labels, is_scored: [n] for each sequence. IGNORE_INDEX agrees with any label.
+    groups: only sequences of one group share a tree. routed_experts: [n, L, k] for each sequence, which must
+    agree at shared slots.
     """
     values = [
         [x.numpy() for x in (own, *others)]
@@ -60,12 +60,12 @@ def grow_trees(
         )
     ]
     group_of = list(groups) if groups is not None else [None] * len(values)
-    # Sequences that begin alike are neighbours in the order of their bytes.
+    # Sorted by their bytes, sequences with the same first tokens are neighbours.
     in_order = sorted(
         range(len(values)), key=lambda i: (str(group_of[i]), values[i][0].astype(">i8").tobytes())
     )
     trees: list[Tree] = []
-    # The values of the last sequence, with those of all that share its slots.
+    # The last sequence's values; its shared slots also have other sequences' labels and scored flags.
     branch: list[Any] = []
     for i in in_order:
         own, own_labels, own_scored, *own_experts = values[i]
@@ -81,7 +81,7 @@ def grow_trees(
                 agrees &= (one[:n] == other[:n]).all(axis=(1, 2))
             shared = n if agrees.all() else int(agrees.argmin())
         if shared and trees[-1].size + len(own) - shared <= seq_len:
-            # The branch's shared slots are scored, or have a label, if any of its sequences says so.
+            # A shared slot is scored if any of its sequences scores it, and labelled if any has a label.
             own_scored, own_labels = own_scored.copy(), own_labels.copy()
             own_scored[:shared] |= branch[2][:shared]
             ignored = own_labels[:shared] == IGNORE_INDEX
@@ -97,9 +97,9 @@ def grow_trees(
 
 
 def columns_of(trees: Iterable[Tree], lengths: Sequence[int]) -> dict[int, Tensor]:
-    """Return the slots of each sequence, int64 [n], if a row has these trees one after another.
+    """Return sequence index -> columns of its slots, int64 [n], in a row of these trees one after another.
 
-    lengths: of all sequences.
+    lengths: numbers of slots of all sequences.
     """
     branch, end = torch.empty(0, dtype=torch.int64), 0
     columns = {}
@@ -115,7 +115,7 @@ def fill_rows(
 ) -> list[list[int]]:
     """Return the items of each row, as indices into `sizes`: first fit, largest first.
 
-    A row has items of one group. An item larger than `seq_len` gets a row.
+    A row has items of one group. An item larger than `seq_len` gets a row of its own.
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -144,7 +144,7 @@ class TreeBatch:
     def of_sequences(self, values: Tensor) -> list[Tensor]:
         """Split outputs [B, T, ...] by sequence, [n, ...] each; values of shared slots are repeated.
 
-        Slot t of a sequence belongs to the prediction of its token t + 1. Log-probs of slots outside the
+        Slot t of a sequence predicts its token t + 1. Log-probs of slots outside the
         continuation are 0, or another sequence's, so read them with the sequence's own mask.
         """
         return [values[row, columns.to(values.device)] for row, columns in self.places]
@@ -155,8 +155,8 @@ def tree_batch(
 ) -> TreeBatch:
     """Return a batch of rows of at most `seq_len` slots, for the sequences prompt + continuation.
 
-    prompts, continuations: one of each per sequence, neither empty; a prompt may be another sequence's, or
-    that sequence and more. Labels are the continuations' tokens, and IGNORE_INDEX at all other slots; a token
+    prompts, continuations: one of each per sequence, neither empty. A prompt may equal another prompt, or begin
+    with another sequence. Labels are the continuations' tokens, and IGNORE_INDEX at all other slots; a token
     that is in several continuations is scored in each of them. The last token of a sequence is only a label.
     Raises ValueError for an empty prompt or continuation, and for a sequence that does not fit a row.
     """
@@ -166,7 +166,7 @@ def tree_batch(
         if not len(prompt) or not len(continuation) or len(whole) - 1 > seq_len:
             raise ValueError(
                 f"a sequence needs a prompt and a continuation of together at most seq_len + 1 = {seq_len + 1} "
-                f"tokens, got {len(prompt)} and {len(continuation)} for sequence {i}; cut it, or raise seq_len"
+                f"tokens, got {len(prompt)} and {len(continuation)} for sequence {i}; truncate it, or raise seq_len"
             )
         tokens.append(whole[:-1])
         labels.append(whole[1:].clone())

@@ -1,11 +1,10 @@
 """A check during training that attention does not cross document boundaries.
 
 The model runs on a batch twice, the second time with one token replaced. The logits of other rows, other
-documents, other branches and earlier tokens must be bitwise equal. If a tree's shared token is replaced,
-the logits of its branches must not be, unless no token sees another one, as when the attention's output
-projection starts at 0. A correct model may fail the check under dynamic
-float8, because a scale depends on a whole tensor, and with a mixture of experts, because rounding depends
-on the number of tokens of an expert.
+documents, other branches and earlier tokens must be bitwise equal. In a tree, the logits of the next token
+of each branch must change, unless no token sees another token (for example while the attention's output
+projection is 0). A correct model may fail the check under dynamic float8, because a scale depends on a
+whole tensor, and with a mixture of experts, because rounding depends on the number of tokens per expert.
 
 B rows, T tokens, V vocabulary entries.
 """
@@ -57,7 +56,7 @@ class IsolationProbe:
     def check(self, step: int, batch: Batch | TokenBatch) -> None:
         """Check this rank's batch with two forward passes; random states stay unchanged.
 
-        Raises RuntimeError on every rank if a rank finds a leak; that rank's message says where.
+        Raises RuntimeError on every rank if the check fails on any rank; that rank's message says where.
         """
         batch = self.policy.token_batch(batch)
         if "attention_masks" in batch.entries:
@@ -77,7 +76,7 @@ class IsolationProbe:
         if place is not None:
             row, column = (torch.tensor(x) for x in place)
             must_stay[row] = ~mask(row, row, torch.arange(starts.shape[1]), column)
-            if depths is not None:  # the first tokens after it, of this branch and of all others
+            if depths is not None:  # the next token of every branch through `place`
                 must_move[row] = ~must_stay[row] & (depths[row] == depths[row, column] + 1)
 
         before, after = self._run(batch), self._run(exchanged)
@@ -116,7 +115,7 @@ class IsolationProbe:
             )
         first_layer = f"{layer} is the first layer whose output changed"
         if not layer:
-            first_layer = "no layer's output changed, so the leak is behind the layers"
+            first_layer = "no layer's output changed, so the leak is after the layers"
         layers = [layer for model in self.models for layer in model.layers.children()]
         by_rounding = ""
         if any(getattr(layer, "moe_enabled", False) for layer in layers):
@@ -141,8 +140,8 @@ class IsolationProbe:
         usable = document_ids != PADDING
         if self.policy.eos_id is not None:
             usable &= tokens != self.policy.eos_id
-        # Prefer a token followed by another document, into which it may leak; else one with earlier tokens.
-        # In trees, prefer the last token of a document every other time, to see whether all branches move.
+        # Prefer a token followed by another document, into which it may leak; else one after another token.
+        # In trees, half of the time prefer the last token of a document, to check that all branches see it.
         has_document_behind = starts < starts[:, -1:]
         has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
         rng = random.Random(f"{self.seed} {step}")
@@ -168,7 +167,7 @@ class IsolationProbe:
         return dataclasses.replace(batch, tokens=tokens)
 
     def _on_any_rank(self, *places: Tensor) -> list[int]:
-        """Return for each tensor whether a rank has True in it. Collective."""
+        """Return for each tensor whether it contains True on any rank. Collective."""
         found = torch.stack([x.any() for x in places]).int()
         if torch.distributed.is_initialized():
             found = found.to(self.device)
@@ -182,9 +181,9 @@ class IsolationProbe:
         logits: Tensor | None,
         place: tuple[int, int] | None,
     ) -> bool:
-        """Return False if a token near `place` has the same logits after the token before it was exchanged.
+        """Return False if replacing a token near `place` leaves the logits of the next token unchanged.
 
-        Both are of one document. logits: of the batch. Collective.
+        Both tokens are of one document. logits: the logits of the unchanged batch. Collective.
         """
         continues = document_ids[:, 1:] == document_ids[:, :-1]
         pairs = (continues & (document_ids[:, 1:] != PADDING)).nonzero().tolist()

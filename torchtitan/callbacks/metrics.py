@@ -65,7 +65,7 @@ class DeviceMemoryMonitor:
             reserved = stats.get("reserved_bytes.all.peak", -1)
             num_retries, num_ooms = stats.get("num_alloc_retries", -1), stats.get("num_ooms", -1)
         if num_retries > 0:
-            logger.warning("Memory is scarce: the allocator had to try again %d times", num_retries)
+            logger.warning("Memory is scarce: the allocator had to retry %d times", num_retries)
         if num_ooms > 0:
             logger.warning("The device ran out of memory %d times", num_ooms)
         capacity = self.device_capacity or math.inf  # unknown: report 0 %
@@ -87,7 +87,7 @@ def build_device_memory_monitor() -> DeviceMemoryMonitor:
 
 
 class BaseLogger:
-    """A logger that discards all metrics; the base class of the others."""
+    """A logger that discards all metrics; the base class of the other loggers."""
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         pass
@@ -372,7 +372,7 @@ def _get_metrics_rank(parallel_dims: ParallelDims, job_config: JobConfig) -> int
 def _build_metric_logger(
     job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
 ) -> BaseLogger:
-    """Return this rank's loggers as one."""
+    """Return one logger that passes this rank's metrics on to all enabled loggers."""
     config, rank = job_config.metrics, utils._rank()
     on_metrics_rank = rank == _get_metrics_rank(parallel_dims, job_config)
     any_enabled = config.enable_wandb or config.enable_tensorboard or config.enable_jsonl
@@ -381,7 +381,7 @@ def _build_metric_logger(
 
     container = LoggerContainer()
     folder = job_config.job.dump_folder
-    owner = []  # subfolders or suffix that tell this writer from the job's other writers
+    owner = []  # subfolders or suffix for the files of this replica and rank
     if job_config.fault_tolerance.enable:
         owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
     if config.save_for_all_ranks:

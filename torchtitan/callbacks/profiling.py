@@ -18,7 +18,7 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
 
-# Number of allocator events that a snapshot holds.
+# Largest number of allocator events in a snapshot.
 MEMORY_SNAPSHOT_MAX_ENTRIES = 100000
 
 
@@ -70,7 +70,7 @@ def maybe_enable_memory_snapshot(
     base_folder: str = "",
     leaf_folder: str = "",
 ) -> Generator["MemorySnapshot | None", None, None]:
-    """Yield a `MemorySnapshot`, whose `step()` is called once per training step; None if it is off."""
+    """Yield a `MemorySnapshot`, whose `step()` is called once per training step; None if switched off."""
     if not profiling_config.enable_memory_snapshot:
         yield None
         return

@@ -12,7 +12,7 @@ from torchtitan.step.objective import Objective
 
 
 class SourceLosses(Objective):
-    """The cross entropy. The batch needs "sources" [B, T], the index of each token's source."""
+    """Cross entropy, also reported per source. "sources" [B, T] of the batch: each token's source index."""
 
     replaces_loss = True
 

@@ -51,7 +51,7 @@ class Validator(BaseValidator):
     """
 
     validation_dataloader: BaseDataLoader
-    objective = Objective()  # replaced by the trainer's
+    objective = Objective()  # the trainer sets its own objective
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Validator(BaseValidator):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
-        Under context parallelism all tensors are this rank's slice, [B, T/cp]. An override gets a dict.
+        With context parallelism all tensors are this rank's slice, [B, T/cp]. Overrides get a dict as input.
         """
         policy = self._policy(model_parts)
         sharding = ContextSharding.from_parallelism(self.parallel_dims, self.job_config.parallelism)
@@ -152,7 +152,7 @@ class Validator(BaseValidator):
             self.metrics_processor.log_validation(loss=loss_sum / denominator, step=step, **extra)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield equally many batches on every rank; a rank without data repeats its last, unlabelled."""
+        """Yield equally many batches on every rank; a rank out of data repeats its last, without labels."""
         # Every validation starts at the same position, so losses are comparable, also after resuming.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()
@@ -189,7 +189,7 @@ class Validator(BaseValidator):
     def _forward(
         self, runner: Runner, input_dict: Batch, labels: torch.Tensor, tally: Tally
     ) -> tuple[torch.Tensor, int]:
-        """Return this rank's share of the loss, and the batch's denominator, equal on all ranks of a pipeline."""
+        """Return (this rank's share of the loss, the batch's denominator), equal on a pipeline's ranks."""
         policy, objective = self._policy(runner.model_parts), self.objective
         (batch,) = objective.prepare([policy.training_batch(input_dict, labels)])
         batches = [batch]

@@ -1,4 +1,4 @@
-"""Weights on the CPU, converted without a training engine."""
+"""Converts weights on the CPU, without a training engine."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ from torchtitan.tools.logging import logger
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
-    """Return a model's state dict of zeros on the CPU; ValueError if it cannot exist on this machine."""
+    """Return a model's state dict of zeros on the CPU; ValueError if it is invalid or exceeds the memory."""
     try:
         with torch.device("meta"):
             model = model_cls(model_args)
@@ -109,8 +109,8 @@ def convert_from_hf(
 
     hf_config: a config.json that describes the model; replaces name and flavor.
     spec: replaces the registered train spec of `model_name`.
-    overwrite: replace weights in `output_dir`; otherwise it must hold no files.
-    Raises ValueError if the files are not those of this model and flavor.
+    overwrite: replace weights in `output_dir`; False requires an empty folder.
+    Raises ValueError if the files do not belong to this model and flavor.
     """
     with replacing(output_dir, overwrite, [input_dir]) as folder:
         weights, adapter, description = prepare_conversion(
@@ -129,14 +129,15 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
 
     overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
     sources: folders that the block reads; `folder` must be neither inside nor around any of them.
-    If the block fails, `folder` stays as it was. Log lines name `folder`. Raises ValueError or OSError.
-    At an address, the new folder is uploaded: its files replace those of the same names and all weights.
+    If the block fails, `folder` stays as it was. Log lines of the block name `folder`, not the new folder.
+    If `folder` is an address, the new folder is uploaded; it replaces all weights, and files of the same
+    names. Raises ValueError or OSError.
     """
     where = storage.resolved(folder)
     for source in map(storage.resolved, sources):
         if f"{where}/".startswith(f"{source}/") or f"{source}/".startswith(f"{where}/"):
             raise ValueError(
-                f"{folder} cannot be written while {source} is read, because one is in the other; "
+                f"{folder} cannot be written while {source} is read, because one is inside the other; "
                 "give another folder to write to"
             )
     if storage.is_file(where):

@@ -41,7 +41,7 @@ __all__ = ["SafeReader", "async_save", "load", "one_error", "save"]
 
 @contextmanager
 def one_error(what: str, advice: Callable[[], str] = str) -> Iterator[None]:
-    """Raise OSErrors and DCP's CheckpointException as a RunError: `what`, the reason, `advice()`.
+    """Turn OSError and DCP's CheckpointException into a RunError: `what`, the reason, `advice()`.
 
     CheckpointException is a BaseException that quotes every rank's stack.
     """
@@ -66,7 +66,7 @@ def load(
 
     checkpoint_id: the folder of a DCP checkpoint. storage_reader: reads another format instead.
     Raises ValueError on every rank if `.metadata` cannot be used. Raises CheckpointException if ranks
-    fail to read their parts; it holds one ValueError, which names the file, for each such rank.
+    fail to read their parts; for each such rank it holds a ValueError that names the file.
     """
     planner = None
     if storage_reader is None:
@@ -113,7 +113,7 @@ METADATA_NAMES: Names = (
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     }
     | {
-        ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],  # enums of Python 3.11.0 to 3.11.3
+        ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],  # enums in Python 3.11.0 to 3.11.3
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): {
             str(x): x for x in vars(torch).values() if isinstance(x, torch.layout)
@@ -140,7 +140,7 @@ class SafeReader(torch_dcp.FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        self.path = os.fspath(path)  # torch's would change an address
+        self.path = os.fspath(path)  # the base class would change an address
 
     def read_metadata(self) -> Metadata:
         if self._metadata is not None:
@@ -210,9 +210,9 @@ class SafeReader(torch_dcp.FileSystemReader):
 
 
 def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> int | None:
-    """Return the place in an entry of its numbers if they can be read into `target` as they are, else None.
+    """Return the byte offset of an entry's tensor data if it can be read directly into `target`, else None.
 
-    target: None for an entry that is not a tensor. Raises ValueError if the entry would take more memory than
+    target: None only checks the entry's size. Raises ValueError if the entry would take more memory than
     its `n_bytes`: a zip archive can be compressed, and a pickle can make a bytearray of any length.
     """
     if entry.read(4) != b"PK\3\4":  # a pickle from before torch 1.6, never compressed
@@ -234,7 +234,7 @@ def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> 
             pickles.append(entry.read(record.file_size))
     if any(b"\nbytearray\n" in pickled for pickled in pickles):
         raise ValueError(refusal("bytearray"))
-    folder = records[0].filename.partition("/")[0]  # torch's rule
+    folder = records[0].filename.partition("/")[0]  # as torch finds the folder
     found = {record.filename.removeprefix(f"{folder}/"): record for record in records}
     numbers, byte_order = found.get("data/0"), found.get("byteorder")
     if type(target) is not torch.Tensor or not target.is_cpu or not numbers or len(pickles) != 1:
@@ -278,7 +278,7 @@ def _layout_in(pickled: bytes) -> tuple[torch.dtype, tuple[int, ...], tuple[int,
 class _SafePlanner(torch_dcp.DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__()
-        self._plain: dict[bytes, Any] = {}  # entries and their values
+        self._plain: dict[bytes, Any] = {}  # pickled entry -> value
 
     def create_local_plan(self) -> torch_dcp.LoadPlan:
         check_same_kinds(self.state_dict, self.metadata)
@@ -333,8 +333,8 @@ def check_chunks(metadata: Metadata, path: str) -> None:
             boxes = tuple((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks)
             if not _are_tiles(tuple(entry.size), boxes):
                 problem = (
-                    f"its {len(boxes)} chunks of {name} do not cover every number of the "
-                    f"{list(entry.size)} once"
+                    f"its {len(boxes)} chunks of {name} do not cover every element of "
+                    f"its shape {list(entry.size)} exactly once"
                 )
             starts = [chunk.offsets for chunk in entry.chunks]
         if any(_Index(name, start) not in metadata.storage_data for start in starts):

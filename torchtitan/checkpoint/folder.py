@@ -10,8 +10,8 @@ A folder whose writer was killed at any point is recognised as unfinished, becau
 Removal also creates `.incomplete` first and deletes it last. Folders of other tools have neither
 marker nor hashes: they count as complete if they hold `.metadata` or safetensors files, unverified.
 
-`upload_folder` copies a finished folder to an address (see `tools.storage`) in the same order: the hashes
-are the last object that it writes, and a run's step there counts only if it has them.
+`upload_folder` copies a finished folder to an address (see `tools.storage`) in the same order: it
+writes the hash file last, and an uploaded step counts as complete only with this file.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ WEIGHT_FILES = (
     "*.safetensors",
 )
 GIB = 1024**3
-_BYTES_FOR_TWO_FILES = 2**25  # in each
+_BYTES_FOR_TWO_FILES = 2**25  # least size of each
 _BUFFER, _BYTES_TO_FLUSH = 2**20, 2**20
 
 
@@ -91,7 +91,7 @@ class StepFolder(NamedTuple):
 
 
 def contents_of(folder: str, names: Collection[str] | None = None) -> Contents:
-    """Return what `folder` holds. names: the files in it, if they are known; None reads them by name."""
+    """Return what `folder` holds. names: names of its files; None looks them up."""
     for name, contents in (
         (UNFINISHED_MARKER, Contents.UNFINISHED),
         (DCP_METADATA, Contents.DCP),
@@ -140,7 +140,7 @@ def list_steps(folder: str) -> list[StepFolder]:
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
             with suppress(FileNotFoundError):  # another rank has just removed it
-                # A process may be killed between making a folder and marking it.
+                # A process may have been killed after creating the folder, before writing the marker.
                 is_empty = not os.listdir(entry.path)
                 contents = Contents.UNFINISHED if is_empty else contents_of(entry.path)
                 kept = os.path.join(entry.path, KEPT_MARKER)
@@ -170,8 +170,8 @@ def mark_base(folder: str) -> None:
         storage.write_text(storage.join(folder, KEPT_MARKER), "the base model of adapters\n")
     except OSError as error:
         logger.warning(
-            f"{folder}, the base model of the adapters, cannot be marked ({error}): see that its own "
-            "run does not remove it"
+            f"{folder}, the base model of the adapters, cannot be marked ({error}): make sure "
+            "that the run that wrote it does not remove it"
         )
 
 
@@ -213,7 +213,7 @@ def finish_writing(folder: str, hashes: dict[str, str]) -> None:
 def remove_folder(folder: str) -> None:
     mark_unfinished(folder)
     if storage.is_address(folder):
-        # The hashes by name, because a listing may lack them: without them, nothing else counts.
+        # Delete the hash file by name, because a listing may lack it; without it the step is unfinished.
         listed = storage.find(folder).keys() - {HASHES_FILE, UNFINISHED_MARKER}
         for name in (HASHES_FILE, *listed, UNFINISHED_MARKER):
             storage.delete(storage.join(folder, name))
@@ -247,9 +247,9 @@ def find_damage(folder: str, hashes: dict[str, str] | None = None) -> str | None
 
 
 def in_two_threads(work: Callable[[T], U], items: list[T]) -> list[U]:
-    """Return `work(item)` for all items: of the even places, then of the odd. Raises the first error.
+    """Return `work(item)` for the items at even indices, then at odd indices. Raises the first error.
 
-    Works while Python ends, too: an executor takes no work then.
+    Also works during interpreter shutdown, when an executor accepts no work.
     """
 
     @torch.no_grad()
@@ -265,7 +265,7 @@ def in_two_threads(work: Callable[[T], U], items: list[T]) -> list[U]:
 
 
 def own_share(names: list[str], n_ranks: int | None = None) -> list[str]:
-    """Return this rank's share of the names, which the first `n_ranks` ranks share; None: all ranks."""
+    """Return this rank's share of the names, divided among the first `n_ranks` ranks; None: all ranks."""
     if not dist.is_initialized():
         return names
     rank, n_ranks = dist.get_rank(), n_ranks or dist.get_world_size()
@@ -273,7 +273,7 @@ def own_share(names: list[str], n_ranks: int | None = None) -> list[str]:
 
 
 def recorded_hashes(folder: str) -> dict[str, str]:
-    """Return file name -> SHA-256; empty if the folder has no hash file. ValueError if it is damaged."""
+    """Return file name -> SHA-256; empty if the folder has no hash file. ValueError for damage."""
     path, entries = storage.join(folder, HASHES_FILE), []
     if storage.exists(path):
         with open_file(path, errors="replace") as file:
@@ -289,15 +289,15 @@ def recorded_hashes(folder: str) -> dict[str, str]:
 def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = None) -> None:
     """Copy a finished folder to `address`, replacing the weights there. Collective over `group`.
 
-    Each rank copies its own `.distcp` files, from its own disk; rank 0 copies the others. Where rank 0's
-    files cannot be seen, on other machines, the rank's files are removed afterwards.
+    Each rank uploads its own `.distcp` files from its disk; rank 0 uploads the other files. Ranks on
+    machines that do not see rank 0's disk then remove their files.
     """
     rank, n_ranks, start = 0, 1, time.monotonic()
     if dist.is_initialized():
         rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def begin() -> set[str]:
-        mark_unfinished(address)  # first: what is there no longer counts
+        mark_unfinished(address)  # first: the old checkpoint no longer counts
         for name in filter(_is_weight_file, storage.names_in(address)):
             storage.delete(storage.join(address, name))
         storage.sweep(address)
@@ -322,7 +322,7 @@ def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = N
         storage.delete(storage.join(address, UNFINISHED_MARKER))
         logger.info(f"{folder} was uploaded to {address} in {time.monotonic() - start:.2f} s")
 
-    # Before the last exchange, after which rank 0 may remove the folder.
+    # Check before the last collective, after which rank 0 may remove the folder.
     is_on_other_disk = (
         rank > 0 and HASHES_FILE in names and not os.path.exists(os.path.join(folder, HASHES_FILE))
     )
@@ -346,7 +346,7 @@ class HashedFile(io.FileIO):
         """Write as much of `data` as one system call does; `io.BufferedWriter` calls again for the rest."""
         n_written = super().write(data)
         if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
-            # Linux then writes to the disk while this thread hashes; fsync alone would do so at the end.
+            # Makes Linux write to the disk while this thread hashes, and not only at the final fsync.
             start = self.tell() - n_written
             os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
         self._sha256.update(memoryview(data)[:n_written])
@@ -387,7 +387,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _in_two_files(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Divide the entries evenly over two files, which two threads write and verify; few bytes: one file."""
+    """Divide the entries evenly over two files, which two threads write and verify; few bytes go to one file."""
     sizes = [0, 0]
     parts: list[list[WriteItem]] = [[], []]
 
@@ -462,7 +462,7 @@ class HashingWriter(FileSystemWriter):
 
         find, parts = planner.lookup_object, _in_two_files(plan.items)
         devices = {find(item.index).device for item in plan.items if item.tensor_data is not None}
-        for device in devices - {torch.device("cpu")}:  # the threads have streams of their own
+        for device in devices - {torch.device("cpu")}:  # the threads use other streams
             torch.accelerator.synchronize(device)
         has_crc32 = torch.serialization.get_crc32_options()
         try:

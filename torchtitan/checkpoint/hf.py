@@ -72,7 +72,7 @@ def load_from_hf(
     """Read the safetensors files under `path` into the tensors of `state_dict`. Collective.
 
     state_dict: the model's own entries. Returns the entries that were read.
-    chosen_args: fields that may differ from the files' config.json; None: any may, with a warning.
+    chosen_args: model args that may differ from config.json in `path`; None: all may, with a warning.
     untrained_weights: the setting `checkpoint.untrained_weights`.
     Raises ValueError if files, their config.json and the model do not match.
     """
@@ -130,7 +130,7 @@ def load_from_hf(
 
 
 def _numbers_of(part: dict[str, Any]) -> dict[str, Any]:
-    """Return the part with uninitialised fp32 tensors in place of matrices in 4 bits."""
+    """Return the part with uninitialised fp32 tensors in place of 4-bit matrices."""
     return {
         name: with_local(tensor, nf4.empty_numbers(local_tensor(tensor)))
         if tensor.dtype == torch.uint8
@@ -161,7 +161,7 @@ def _open_reader(
 def _remedy(
     saved: Iterable[str], missing_files: list[str], difference: dict[str, Any] | None
 ) -> str:
-    """Return advice for weights that do not fit; "" for default advice. difference: of config.json and model."""
+    """Return advice for weights that do not fit; "" for default advice. difference: see `differences_from_config`."""
     if missing_files:
         return f"{HF_INDEX} names files that are missing: {shorten(missing_files)}; fetch them"
     if are_quantized(saved):
@@ -169,7 +169,7 @@ def _remedy(
     if difference != {}:
         return ""
     return (
-        "The config.json beside them describes this model, too: fetch all files again, or correct "
+        "The config.json beside the weights describes this model: fetch all files again, or correct "
         "config.json (vocab_size, or tie_word_embeddings if only lm_head.weight is missing)"
     )
 
@@ -216,7 +216,7 @@ def _check_ignored(
     counted = f"{_counted(untrained)}, {n_bytes:,} bytes"
     parts = f"{path} has parts that are not trained, so not read: {counted}"
     if untrained_weights == "drop":
-        logger.warning(f'{parts}; not exported: checkpoint.untrained_weights = "copy" copies them')
+        logger.warning(f'{parts}; set checkpoint.untrained_weights = "copy" to export them')
     elif untrained_weights == "refuse":
         raise ValueError(
             f"{parts}; checkpoint.untrained_weights = 'refuse' forbids them: set it to 'copy' to "
@@ -293,8 +293,8 @@ def save_to_hf(
 ) -> None:
     """Write the model to safetensors files with an index, and what `transformers` needs. Collective.
 
-    dtype: casts floating-point tensors, if not None. untrained: untrained parts of the loaded model, to
-    be copied. Tensors go to the files of the index in `hf_assets_path`, else to files of at most 5 GB.
+    dtype: dtype of floating-point tensors; None: no cast. untrained: parts of the loaded model to copy.
+    Tensors go to the files of the index in `hf_assets_path`, else to files of at most 5 GB.
     """
     adapter = adapter.for_export(untrained.all_names if untrained else ())
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
@@ -305,8 +305,8 @@ def save_to_hf(
     }
     if left_out := sorted(set().union(*all_ranks(unnamed))):
         logger.warning(
-            f"Hugging Face files cannot hold {shorten(left_out)}, so a model loaded from {folder} computes "
-            "something else. With moe_args.load_balance_coeff = None, flavors have no expert_bias"
+            f"Hugging Face files cannot hold {shorten(left_out)}, so a model loaded from {folder} gives "
+            "other outputs. Set moe_args.load_balance_coeff = None to train without expert_bias"
         )
     if untrained is not None and os.path.realpath(untrained.folder) == os.path.realpath(folder):
         raise ValueError(
@@ -357,7 +357,7 @@ def _n_bytes(kind: _Kind) -> int:
 
 
 class _WeightFile:
-    """A safetensors file of tensors that come in the order of `kinds`, written and hashed in threads."""
+    """A safetensors file; tensors are added in the order of `kinds`, and written and hashed in threads."""
 
     def __init__(self, path: str, kinds: dict[str, _Kind]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -398,8 +398,8 @@ def _write_weights(
 ) -> dict[str, str]:
     """Write the weights and their index; return file name -> SHA-256. Collective.
 
-    Every tensor is gathered, and sent to the rank that writes its file. The ranks of rank 0's machine
-    write. All parts are converted twice, because the files begin with the sizes of all tensors.
+    Every tensor is gathered, and sent to the rank that writes its file. Only ranks on rank 0's machine
+    write. All parts are converted twice, because a file begins with the sizes of all its tensors.
     """
     parts = list(_parts_of(state_dict, adapter))
 
@@ -411,8 +411,8 @@ def _write_weights(
 
     rank, of_ranks = dist.get_rank() if dist.is_initialized() else 0, on_all_ranks(kinds_here)
     rounds = list(zip_longest(*of_ranks, fillvalue={}))
-    part_of: dict[str, int] = {}  # HF name -> number of the part; a tied copy has a later part
-    holders, kinds = defaultdict(list), {}  # HF name -> ranks; HF name -> kind
+    part_of: dict[str, int] = {}  # HF name -> index of the first part that holds it
+    holders, kinds = defaultdict(list), {}  # HF name -> ranks that hold it; HF name -> kind
     for number, held in enumerate(rounds):
         for holder, part in enumerate(held):
             for name, kind in part.items():

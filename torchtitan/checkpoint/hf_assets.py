@@ -54,7 +54,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Fields of a model's config.json that do not apply to an export: exported weights are not
 # quantized, and code that stood beside the model's files is not copied.
 _NOT_EXPORTED = ("quantization_config", "compression_config", "auto_map")
-# Numbers of layers for multi-token prediction.
+# Fields with the number of layers for multi-token prediction.
 _MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -79,7 +79,7 @@ def check_files(folder: str) -> tuple[list[str], list[str]]:
                 "remove one of them"
             )
     if others := sorted(set(names) - listed):
-        logger.info(f"Files in {folder} that are not used, so not read: {shorten(others)}")
+        logger.info(f"Files in {folder} that the model does not use, not read: {shorten(others)}")
     names = [name for name in names if name in listed]
     file_of: dict[str, str] = {}
     for name in names:
@@ -109,8 +109,8 @@ def are_quantized(names: Iterable[str]) -> bool:
 class UntrainedParts(NamedTuple):
     """Parts of the loaded model that an export copies.
 
-    folder: the loaded model's. names: file name -> names of the untrained tensors in it. all_names: of all
-    tensors in the folder.
+    folder: the loaded model's folder. names: file name -> names of the untrained tensors in the file.
+    all_names: names of all tensors in the folder.
     """
 
     folder: str
@@ -120,7 +120,7 @@ class UntrainedParts(NamedTuple):
     def copy_to(self, folder: str) -> dict[str, str]:
         """Copy the tensors to separate files, listed in the index; return name -> SHA-256. Collective.
 
-        The ranks of rank 0's machine copy, because the folders may be on its disk.
+        Only ranks on rank 0's machine copy, because the folders may be on its local disk.
         """
         n_writers = ranks_of_first_machine()
         copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
@@ -165,9 +165,9 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
         for file_name, in_file in names.items():
             names[file_name] = [name for name in in_file if adapter.holds_untrained_part(name)]
             if are_quantized(names[file_name]):
-                raise ValueError(f"those in {folder} are quantized, and the export is not")
+                raise ValueError(f"in {folder} they are quantized, and the export is not")
     except (OSError, ValueError) as error:
-        logger.warning(f"The export has no copy of parts that are not trained: {error}")
+        logger.warning(f"The export lacks the parts that are not trained: {error}")
         return None
     names = {file_name: in_file for file_name, in_file in names.items() if in_file}
     return UntrainedParts(folder, names, all_names) if names else None
@@ -184,10 +184,10 @@ def write_model_files(
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer and its chat template to `folder`.
 
-    An existing tokenizer is kept. config.json starts from the first one in `folder`, `untrained_from`
-    and `hf_assets_path` that describes `model_args`, else from `model_args`. A failure is only warned
-    of, because the weights matter more.
-    tokenizer, chat_template: the run's; None takes those in `hf_assets_path`. dtype: of the weights.
+    An existing tokenizer is kept. config.json starts from the first config.json in `folder`,
+    `untrained_from` and `hf_assets_path` that describes `model_args`, else from `model_args`. A failure
+    only logs a warning, because the weights matter more.
+    tokenizer, chat_template: None takes those in `hf_assets_path`. dtype: dtype of the exported weights.
     untrained_from: folder of the model whose untrained parts were copied to `folder`.
     """
     assets = Path(find_shipped(hf_assets_path or os.devnull))
@@ -248,7 +248,7 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
         except ValueError as error:
             difference = {str(error): ()}
         if difference:
-            logger.info(f"{path}, of another model ({', '.join(difference)}), is not used")
+            logger.info(f"{path} is of another model ({', '.join(difference)}), so it is not used")
             continue
         config = read_json_object(path)
         left_out = [key for key in _NOT_EXPORTED if config.pop(key, None)]

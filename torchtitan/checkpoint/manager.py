@@ -67,14 +67,14 @@ _WEIGHTS_ONLY_HINT = (
 
 
 def _differ(folder: str, address: str) -> bool:
-    """True if the checkpoint at `address` is not finished, not whole, or not the one in `folder`."""
+    """True if the checkpoint at `address` is incomplete, or differs from the one in `folder`."""
     hashes, there = recorded_hashes(folder), storage.find(address)
     sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in hashes}
     if UNFINISHED_MARKER in there or any(
         name not in there or there[name].st_size != size for name, size in sizes.items()
     ):
         return True
-    with suppress(ValueError):  # the file of hashes there is damaged
+    with suppress(ValueError):  # the hash file at `address` is damaged
         return recorded_hashes(address) != hashes
     return True
 
@@ -93,7 +93,7 @@ class CheckpointManager:
     With `enable = false` only the initial checkpoint and folders named by `path` are used.
     """
 
-    # torchtitan 0.2.x has these attributes of the saver and the retention here.
+    # torchtitan 0.2.x has these attributes on the manager, not on a saver or a retention object.
     save_future = property(lambda self: self._saver.future)
     staging = property(lambda self: self._saver.staging)
     staging_future = property(lambda self: self._saver.staging_future)
@@ -170,7 +170,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for a running save and end the helper threads. Raises RunError if the save failed."""
-        if not hasattr(self, "_selection"):  # the constructor has raised
+        if not hasattr(self, "_selection"):  # the constructor failed earlier
             return
         try:
             if self._saver.wait(self.folder):
@@ -196,8 +196,8 @@ class CheckpointManager:
         `save_peft_interval`; their folders `<folder>/peft-step-<curr_step>` are never removed.
         force: save even if the step is not due. path: save to this folder, even if the step is not due;
             no run removes it, and no adapters are written in PEFT's format.
-        since: the step of the previous call. Save if a step after `since` was due, and, even without a
-            dataloader, only then.
+        since: the step of the previous call. Save only if a step after `since`, up to and including
+            `curr_step`, is due by the config, even without a dataloader.
 
         Raises ValueError if the config forbids a save with `path` or `force`. Raises RunError (a
         RuntimeError) if this save or the previous asynchronous save fails; older checkpoints stay.
@@ -224,7 +224,7 @@ class CheckpointManager:
     def _save(self, curr_step: int, last_step: bool, path: str | None = None) -> None:
         self._saver.wait(self.folder)
         start = time.monotonic()
-        # The step may replace the newest one.
+        # Drop the cached newest step, which this save may replace.
         self._selection = Selection(self._retention.damaged, self.bucket)
         address = ""
         if path is None:
@@ -265,7 +265,7 @@ class CheckpointManager:
         else:
             GarbageCollection.collect("before saving a checkpoint")
             self.async_mode = self._saver.prepare(self.async_mode)
-            # Build the states before DCP copies them: the copies must wait for this device work.
+            # Build the states first: `Saver.save` makes the copies wait for device work queued so far.
             states = live_states(self.states)
             result = self.dcp_save(states, folder, self.async_mode, True)
             self._saver.follow(result, folder, self._upload(folder, address) if address else None)
@@ -278,7 +278,7 @@ class CheckpointManager:
         self._purge()  # last, so that a failed save removes no older checkpoint
 
     def _upload(self, folder: str, address: str) -> Callable[[], None]:
-        """Return the function that uploads a written folder. It holds no reference to this manager."""
+        """Return a function that uploads a written folder, without a reference to this manager."""
         group, retention = self._saver.group, self._retention
         bucket = self.bucket if self.enable else ""
         n_kept = self.keep_latest_k if is_rank_zero() else 0
@@ -294,14 +294,14 @@ class CheckpointManager:
         return work
 
     def _staged(self, address: str) -> str:
-        """Return the folder in the cache in which the files for an address are written."""
+        """Return the cache folder where files are written before their upload to `address`."""
         folder = storage.staging_folder(address)
         self._saver.address_of[folder] = address
         return folder
 
     @contextmanager
     def _written_to(self, path: str, what: str) -> Iterator[str]:
-        """Yield the folder on this disk to write `path` to, and upload it if `path` is an address."""
+        """Yield the local folder to write; upload it afterwards if `path` is an address."""
         folder = path
         if storage.is_address(path):
             folder = self._staged(path)
@@ -335,14 +335,14 @@ class CheckpointManager:
                 base = self._base_of_untrained()
                 untrained = from_rank_zero(lambda: untrained_parts(base, adapter))
             except RunError as error:  # an export at the end of a run must not fail
-                logger.warning(f"The export has no copy of parts that are not trained: {error}")
+                logger.warning(f"The export lacks the parts that are not trained: {error}")
         tokenizer, template = self.tokenizer, self.chat_template
         save_to_hf(states, adapter, path, dtype, tokenizer, template, untrained)
 
     def _base_of_untrained(self) -> str:
-        """Return the folder on this rank's disk with the parts for `untrained_weights = "copy"`. Collective.
+        """Return a local folder of the model whose untrained parts exports copy. Collective.
 
-        An address is fetched once, by `load`. Raises RunError if it cannot be fetched.
+        `load` downloads an address, once. Raises RunError if the download fails.
         """
         base = self.initial_load_in_hf and self.initial_load_path or ""
         base = base or getattr(self.sd_adapter, "hf_assets_path", None) or ""
@@ -377,7 +377,7 @@ class CheckpointManager:
         load_peft(folder, model.model, model.whole(), model.trained, self.require_adapter())
 
     def _fetched(self, path: str) -> str:
-        """Return the folder of `path` on this rank's disk; see `storage.fetched`. Collective."""
+        """Return a local folder with the files of `path`, which may be an address. Collective."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         return on_all_ranks(lambda: storage.fetched(path))[rank]
 
@@ -430,7 +430,7 @@ class CheckpointManager:
 
         step: a step in this run's folder. -1: the newest complete step, or the configured initial
             checkpoint if the folder has none or `checkpoint.enable` is false.
-        path: the step folder to load instead, DCP or Hugging Face files.
+        path: a folder with DCP or Hugging Face files to load instead.
         model_only: load only the weights; optimizer, schedule, step and data position stay.
 
         Raises FileNotFoundError or ValueError if the named checkpoint is missing, is damaged, or
@@ -447,7 +447,7 @@ class CheckpointManager:
             self._load_first_adapters()
             return False
         if self.untrained_weights == "copy" and not self.load_only:
-            self._base_of_untrained()  # now, because the other ranks would wait for it during an export
+            self._base_of_untrained()  # download now, so no rank waits for it during an export
         is_initial = path is None and facts.step < 0
         if facts.is_hf and not model_only and not is_initial:
             logger.warning(
@@ -519,7 +519,7 @@ class CheckpointManager:
         entries: dict[str, Any],
         of_adapters: bool = False,
     ) -> None:
-        """Load the states `wanted`, among them the model's `entries`. of_adapters: check their base. Collective."""
+        """Load the states `wanted`. entries: of the model. of_adapters: check the base model. Collective."""
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()
@@ -536,7 +536,7 @@ class CheckpointManager:
         is_quantized = self.initial_load_in_hf_quantized and facts.step < 0
         self.dcp_load(states, path, facts.is_hf, facts.is_hf and is_quantized)
         for name, state in others.items():
-            if states.get(name, state) is not state:  # contents that `fit_to_checkpoint` has chosen
+            if states.get(name, state) is not state:  # contents that `fit_to_checkpoint` returned
                 state.load_state_dict(states[name])
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {path} in {time.monotonic() - start:.2f} s")
@@ -573,7 +573,7 @@ class CheckpointManager:
         return newest.step if newest else -1
 
     def finish_upload(self) -> None:
-        """Upload the newest step, if its upload was interrupted. For a run that does not load it. Collective."""
+        """Upload the newest step if its upload was interrupted, for a run that loads nothing. Collective."""
         if self.enable:
             self._upload_if_missing(self._selection.newest(self.folder, self.verify_on_load))
 
@@ -595,6 +595,6 @@ class CheckpointManager:
         return self.sd_adapter
 
     def claim_folder(self) -> None:
-        """Lock the folder (`Retention.claim`), unless this manager never saves by itself."""
+        """Lock the checkpoint folder (`Retention.claim`), unless this manager never saves there."""
         if self.enable and not self.load_only:
             self._retention.claim(self.folder)

@@ -51,9 +51,9 @@ def purge_thread(purge_queue: queue.Queue) -> None:
 class Retention:
     """Removes old step folders in a thread.
 
-    configured_folders: steps of earlier processes are removed only in these folders. Sets of resolved paths:
-    written: steps that this manager named and wrote. given: steps that a caller named. damaged: steps that
-    a load found damaged.
+    configured_folders: steps of earlier processes are removed only in these folders.
+    written, given, damaged: resolved paths of the steps that this manager named and wrote, that a caller
+    named, and that a load found damaged.
     """
 
     def __init__(self, *configured_folders: str) -> None:
@@ -92,8 +92,8 @@ class Retention:
     def purge(self, folder: str, n_kept: int, saving_to: str | None) -> None:
         """Queue the removal of all but the newest `n_kept` finished steps in `folder`.
 
-        Neither counted nor removed: `saving_to`, which is being written, and steps that this run doesn't
-        own. Interrupted and damaged steps are removed once a newer step is finished.
+        Ignores `saving_to`, which is being written, and steps that this run does not own.
+        Interrupted and damaged steps are removed once a newer step is finished.
         """
         folders = [f for f in list_steps(folder) if f.path != saving_to and self._may_remove(f)]
         bad = (Contents.UNFINISHED, Contents.DAMAGED)
@@ -108,7 +108,7 @@ class Retention:
         newest = max((f.step for f in finished), default=-1)
         for stale in finished[:-n_kept] + [f for f in broken if f.step < newest]:
             with warning(stale.path):
-                mark_unfinished(stale.path)  # a half-removed step must not look whole
+                mark_unfinished(stale.path)  # a half-removed step must not look complete
                 self.start()
                 self.queue.put(stale.path)
 

@@ -21,8 +21,8 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.files import find_shipped, read_json_object
 from torchtitan.tools.logging import logger
 
-_OWN = "this run's is used"
-_SAVED = "the saved one is used"
+_OWN = "this run's value is used"
+_SAVED = "the saved value is used"
 
 
 def _settings(section: str, names: str) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ _DATA = (
     *_settings("training", "bos_token eos_token chat_template"),
     *_settings("validation", "dataset dataset_path"),
 )
-_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes
+_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes of keys
 _RL_OF_PROCESSES = ("rl.serve.", "rl.generator.", "rl.log_samples")
 _BY_CONTENT = (
     "model.hf_assets_path",
@@ -80,7 +80,7 @@ def record_of(
 ) -> dict[str, Any]:
     """Return the settings that a run resuming from this run's checkpoints compares with its own.
 
-    sources: of the training data. Raises ConfigError for an unknown name in checkpoint.allow_changed.
+    sources: sources of the training data. Raises ConfigError for an unknown name in checkpoint.allow_changed.
     """
     record: dict[str, Any] = {"seed": seed}
     unread = without_effect(config)
@@ -102,13 +102,13 @@ def record_of(
     for name in config.checkpoint.allow_changed:
         if name not in known:
             raise ConfigError(
-                f"checkpoint.allow_changed names settings that a resume compares, got {name!r}"
+                f"checkpoint.allow_changed takes settings that a resume compares, got {name!r}"
                 f"{guess(name, known)}; correct or remove it"
             )
     record[_PATTERNS] = json.dumps([table.pattern for table in config.optimizer.groups])
     record[_GLOBAL_BATCH_SIZE] = global_batch_size
     if num_documents is not None:
-        record["number of documents"] = num_documents  # not compared here
+        record["number of documents"] = num_documents  # compared by ranks, not on resume
     return record
 
 
@@ -187,7 +187,7 @@ def compare_with_saved(
     saved: the record in `path`. own: this run's record. loaded: the components whose state is loaded.
     allowed: `checkpoint.allow_changed`.
     Raises ValueError for a difference that changes the model or the data and is not in `allowed`, and
-    for another optimizer or other patterns of its groups, whose settings are loaded by index.
+    for another optimizer or other group patterns, because group settings are loaded by index.
     """
     for key, excluded in (
         (_OPTIMIZER, "['optimizer']"),
@@ -217,6 +217,6 @@ def compare_with_saved(
     if refused:
         raise ValueError(
             f"The run cannot continue from {path}: {'; '.join(refused.values())}. The model would "
-            "compute or read something else than it was trained on; set it back, or allow it with "
+            "compute something else, or read other data, than before; set them back, or allow them with "
             f"checkpoint.allow_changed = {sorted(refused)}"
         )

@@ -59,10 +59,10 @@ make_stager: Callable[[StagingOptions], Any] = DefaultStager
 class Saver:
     """Writes one checkpoint at a time, and owns the memory, threads and process group for saves.
 
-    future, folder: of the background save; None if no save is running.
-    staging, staging_future: True, and the copies' future, while live tensors are copied to pinned memory.
+    future, folder: the background save's future and folder; None if no save is running.
+    staging: True while live tensors are copied to pinned memory. staging_future: the future of the copies.
     stager: torch's stager for pinned memory. host_copies: the copies of `AsyncMode.ASYNC`.
-    address_of: folder in the cache -> the address that its files are for, which messages name.
+    address_of: cache folder -> the address that its files are uploaded to; messages name the address.
     group: the process group of background saves, separate from the groups of training.
     """
 
@@ -107,10 +107,10 @@ class Saver:
                 mode = AsyncMode.ASYNC
                 logger.warning(
                     "checkpoint.async_mode is async_with_pinned_mem, but memory cannot be pinned "
-                    f'here ({error}); saving as with "async"'
+                    f'here ({error}); using "async" instead'
                 )
         if self.group is None and dist.is_initialized():
-            # An upload may take hours; a rank that is lost is noticed at once by its connections.
+            # An upload may take hours. A lost rank is noticed at once, because its connections close.
             self.group = dist.new_group(
                 backend="gloo", timeout=timedelta(hours=12), group_desc=BACKGROUND
             )
@@ -122,9 +122,9 @@ class Saver:
         folder: str,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Keep the future of the background save that `save` has started; log when it is written.
+        """Keep the future of a background save; log when the files are written.
 
-        result: None for a save that is written already. then: called in a thread after the save.
+        result: what `save` returned; None if the files are written. then: called afterwards, in a thread.
         """
         self.folder, name, start = folder, self.name_of(folder), time.monotonic()
         if isinstance(result, AsyncSaveResponse):
@@ -142,7 +142,7 @@ class Saver:
         self.future = result
 
         def report(future: Future) -> None:
-            if not future.cancelled() and future.exception() is None:  # `wait` raises a failure
+            if not future.cancelled() and future.exception() is None:  # `wait` raises the error
                 seconds = time.monotonic() - start
                 logger.info(
                     f"{name} was written in the background in {seconds:.2f} s",
@@ -177,7 +177,7 @@ class Saver:
     def one_error(self, what: str, folder: str, run_folder: str) -> Iterator[None]:
         """Raise a failure of the block as one RunError, which names the newest step in `run_folder`.
 
-        The unfinished files in `folder`, which may fill the disk, are removed; in the cache, all files.
+        Removes the unfinished files in `folder`, which may fill the disk; removes a cache folder entirely.
         """
 
         def advice() -> str:

@@ -1,7 +1,7 @@
 """Chooses the checkpoint to load: rank 0 reads the folders once, and all ranks get its `Facts`.
 
-A run that saves to an address has each step twice: in its folder, and uploaded. The step in the folder is
-taken if every rank has all of its files.
+A run that saves to an address has each step twice: in its local folder, and uploaded. The local step is
+loaded if every rank can read all of its files.
 """
 
 import os
@@ -26,12 +26,12 @@ from torchtitan.tools.logging import logger
 
 
 class Facts(NamedTuple):
-    """What rank 0 has read of a checkpoint folder.
+    """What rank 0 knows about a checkpoint folder.
 
     step: -1 if the folder is not one of the run's own steps.
-    hashes: the recorded hashes to compare the files with; empty: don't compare.
+    hashes: the recorded hashes to compare the files with; empty: no comparison.
     shapes: shapes of the entries of a DCP checkpoint; None for HF files. record: see `run_record`.
-    damage: what is wrong with the folder, as far as known without hashing; None if nothing.
+    damage: a problem that was found without hashing the files, or None.
     """
 
     path: str
@@ -74,8 +74,8 @@ class Facts(NamedTuple):
 class Selection:
     """Chooses among the steps of a run. The methods are collective.
 
-    damaged: a set to which the resolved paths of damaged steps are added. bucket: the address with the
-    uploaded steps; "": there is none. verify: compare hashes.
+    damaged: a set to which the resolved paths of damaged steps are added. bucket: the address of the
+    uploaded steps, or "". verify: True compares hashes.
     """
 
     def __init__(self, damaged: set[str], bucket: str = "") -> None:
@@ -155,7 +155,7 @@ class Selection:
         return from_rank_zero(lambda: self._named_step(folder, step, False)[1][0])
 
     def _problem_of(self, facts: Facts, folder: str) -> str | None:
-        """Return why a step cannot be loaded, or None. folder: the run's, on this rank's disk. Collective."""
+        """Return why a step cannot be loaded, or None. folder: this run's step folders. Collective."""
         return self._missing_files(facts, folder) or facts.find_damage()
 
     def _missing_files(self, facts: Facts, folder: str) -> str | None:
@@ -165,14 +165,14 @@ class Selection:
                 names = from_rank_zero(lambda: [*recorded_hashes(facts.path)])
             except ValueError as error:
                 return str(error)
-            if not names:  # this run writes hashes; without them a part of a step would look whole
+            if not names:  # without hashes, a step with missing files would look complete
                 return f"{HASHES_FILE} is missing"
             own = os.path.join(folder, os.path.basename(facts.path))
 
             def found_in(place: str) -> set[str]:
                 return {name for name in names if os.path.isfile(os.path.join(place, name))}
 
-            # Machines may have disks of their own; after an upload, only rank 0's keeps its files.
+            # Each machine may have its own disk; after an upload, only rank 0's disk keeps the files.
             of_ranks = all_ranks((found_in(facts.path), found_in(own)))
             if any(len(readable) < len(names) for readable, _ in of_ranks):
                 n_kept = len(set().union(*(kept for _, kept in of_ranks)))
@@ -182,14 +182,14 @@ class Selection:
         return None
 
     def _steps(self, folder: str) -> list[StepFolder]:
-        """Return the steps, sorted; the uploaded copy of a step comes before the one in `folder`."""
+        """Return the steps, sorted; the uploaded folder of a step comes before its local one."""
         uploaded = list_steps(self._bucket) if self._bucket else []
         return sorted([*uploaded, *list_steps(folder)], key=lambda step: step.step)
 
     def _named_step(
         self, folder: str, step: int, verify: bool
     ) -> tuple[list[StepFolder], list[Facts]]:
-        """Return (all steps, the facts of each copy of this step)."""
+        """Return (all steps, the facts of this step's local and uploaded folders)."""
         folders = self._steps(folder)
         copies = [f.path for f in reversed(folders) if f.step == step]
         if not copies:
@@ -203,7 +203,7 @@ class Selection:
     def _newest_step(
         self, folder: str, verify: bool, passed_over: Collection[str]
     ) -> tuple[list[StepFolder], Facts | None]:
-        """Return (steps, facts of the newest usable step); no facts without such a step, or if the steps are known."""
+        """Return (steps, facts of the newest usable step); facts are None if there is none, or for cached steps."""
         folders = self._steps(folder)
         if not passed_over and folders == self._folders:
             return folders, None
@@ -220,7 +220,7 @@ _ELSEWHERE = "its files are on the disks of several machines, and no machine has
 def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Facts:
     """Return the facts of the folder `path`, which the setting `key` names. Collective.
 
-    in_hf: True: read Hugging Face files. False: refuse a folder that has only those. None: read either.
+    in_hf: True: read Hugging Face files. False: refuse a folder with only such files. None: read either.
     Raises FileNotFoundError or ValueError if `path` is not a complete checkpoint.
     """
 
@@ -246,7 +246,7 @@ def at_path(path: str, key: str, verify: bool, in_hf: bool | None = None) -> Fac
 
 
 def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) -> Facts:
-    """Return the facts of a folder. in_hf: use its Hugging Face files even if it has others."""
+    """Return the facts of a folder. in_hf: use its Hugging Face files even if it has DCP files."""
     facts = Facts(path, contents_of(path), step)
     if facts.contents == Contents.UNFINISHED:
         return facts
@@ -254,7 +254,7 @@ def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) 
     if is_address and step >= 0 and not storage.is_file(storage.join(path, HASHES_FILE)):
         return facts._replace(
             damage=f"it has no {HASHES_FILE}"
-        )  # though a listing had shown the file
+        )  # although a stale listing shows the file
     try:
         if verify or facts.contents == Contents.DAMAGED:
             facts = facts._replace(hashes=recorded_hashes(path))

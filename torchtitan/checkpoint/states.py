@@ -35,7 +35,7 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.unpickling import read_plain
 
-NAME, DIGEST = "base model", "base model's digest"  # entries of the run's record
+NAME, DIGEST = "base model", "base model's digest"  # keys in `run.json`
 MODEL = "model"
 OPTIMIZER = "optimizer"
 LR_SCHEDULER = "lr_scheduler"
@@ -72,7 +72,7 @@ def _entries_of(state: Any) -> Any:
 
 
 def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the weights (our names), floating-point tensors cast to `dtype` but for linear attention's decay."""
+    """Cast floating-point weights (our names) to `dtype`, except the decay parameters of linear attention."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and DECAY not in name else tensor
         for name, tensor in weights.items()
@@ -80,7 +80,7 @@ def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 
 def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
-    """Return the states without excluded ones and without None (a missing dataloader)."""
+    """Return the states that are neither excluded nor None (no dataloader)."""
     if unknown := [name for name in excluded if name not in states]:
         raise ConfigError(
             f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {unknown[0]!r}; "
@@ -117,7 +117,7 @@ class ModelWrapper(Stateful):
             entries |= get_model_state_dict(part)
         return entries
 
-    cache_state_dict = property(whole)  # its name in 0.2.x
+    cache_state_dict = property(whole)  # the name in torchtitan 0.2.x
 
     def state_dict(self) -> dict[str, Any]:
         whole = self.whole()
@@ -161,13 +161,13 @@ class ModelWrapper(Stateful):
         return {name: x for name, x in self.whole().items() if name not in self.in_adapters}
 
     def set_base(self, name: str) -> None:
-        """name: the folder that the base model was loaded from. Collective."""
+        """Record the folder `name` that the base model was loaded from, and mark it. Collective."""
         self.base_name, self._base_record = name, None
         if self._lora is not None:
             from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
-        """Return the base's name (made from `model` if no base was loaded) and digest; {} without adapters."""
+        """Return the base model's name (by default made from `model`) and digest; {} without adapters."""
         if self._lora is None:
             return {}
         if self._base_record is None:
@@ -183,10 +183,10 @@ class ModelWrapper(Stateful):
         return self._base_record
 
     def check_same_base(self, saved: Mapping[str, Any], path: str, model: str) -> None:
-        """Raise ValueError if the adapters of `path`, with this record, were trained on another base."""
+        """Raise ValueError if the adapters in `path` have another base model. saved: the record in `path`."""
         own = self.own_base(model)
         if DIGEST not in saved:
-            logger.warning(f"{path} does not name its adapters' base model: it is not compared")
+            logger.warning(f"{path} does not record its adapters' base model, which is not checked")
         elif saved[DIGEST] != own[DIGEST]:
             name = str(saved.get(NAME))
             is_local = os.sep in name and not storage.is_address(name)
@@ -199,7 +199,7 @@ class ModelWrapper(Stateful):
 
 
 class UserState(Stateful):
-    """Objects that an embedding program adds to checkpoints. One rank saves each object, as a pickled entry."""
+    """Objects that an embedding program adds to checkpoints. One rank saves each object, pickled."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
@@ -226,7 +226,7 @@ class UserState(Stateful):
             state.load_state_dict(read_plain(state_dict[name], f"the saved state {name!r}"))
 
 
-def _pickled(name: str, state: Any) -> bytes:  # raises ValueError if a load would refuse it
+def _pickled(name: str, state: Any) -> bytes:  # ValueError if a load would refuse the state
     content = torch_parts.pytree.tree_map_only(
         torch.Tensor, lambda x: x.detach().cpu(), state.state_dict()
     )
@@ -246,7 +246,7 @@ def fit_to_checkpoint(
     """Compare `states` with the checkpoint `path`; return their contents for DCP to load. Collective.
 
     states: the states to load; the model's entries, named `model_names`, are at the top level.
-    all_states: the run's components. saved: the entries of the checkpoint.
+    all_states: names of all states of the run. saved: the entries of the checkpoint.
     Raises ValueError if the checkpoint lacks an entry or belongs to another model.
     """
     others = {name: state for name, state in states.items() if name not in model_names}
@@ -257,7 +257,7 @@ def fit_to_checkpoint(
         others = {}
     left_out = {key.split(".")[0] for key in saved_others} - {*all_states}
     if others and (left_out := sorted(left_out.intersection(EXTRA_STATES))):
-        logger.info(f"{path} also holds {', '.join(left_out)}, which this run does not have")
+        logger.info(f"{path} also holds states that this run skips: {', '.join(left_out)}")
 
     contents = {name: _entries_of(state) for name, state in others.items()}
     if TRAIN_STATE in contents and f"{TRAIN_STATE}.{_NEW_KEY}" not in saved:
@@ -292,7 +292,7 @@ def fit_to_checkpoint(
 def check_same_model(
     wanted: Shapes, saved: Shapes, path: str, model_description: str, remedy: str = ""
 ) -> None:
-    """Raise ValueError unless `wanted`, of all ranks, and `saved` have the same names and shapes."""
+    """Raise ValueError unless `wanted` (entries of all ranks) and `saved` have equal names and shapes."""
     keys = "model.name and model.flavor"
     if any(".lora_" in name for name in (*wanted, *saved)):
         keys = "model.converters and [lora] (rank, rank_pattern, target_modules, also_train, base_format)"
@@ -330,7 +330,7 @@ def saved_shapes(reader: StorageReader) -> Shapes:
 
 
 def saved_shapes_in(path: str) -> Shapes | None:
-    """Return the shapes in a DCP checkpoint; None if `.metadata` is missing or empty (0.2.x's tests)."""
+    """Return the shapes in a DCP checkpoint; None if it has no `.metadata` or an empty one."""
     found = storage.stat(storage.join(path, DCP_METADATA))
     if found is None or found.st_size == 0:
         return None

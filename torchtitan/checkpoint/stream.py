@@ -33,13 +33,13 @@ class WeightStream:
     weight is yielded as the embedding's tensor; adapters are merged into their weights. Tensors may
     share the live parameters' memory.
 
-    sharded: yield `LocalShard`s instead: views of this rank's shards of its own stage. Only LoRA's A
+    sharded: yield `LocalShard`s, views of this rank's shards of its pipeline stage. Only LoRA's A
         and B need communication. Replicated weights are yielded by every rank that holds them.
     dtype: dtype to cast floating-point parameters to; buffers and routers keep theirs. None: no cast.
     stage_indices, pp_group: stage index of each model part, and the pipeline's process group.
 
     version: the number of optimizer steps that have changed the weights. digest: `digest_of` the
-    yielded pairs, None until the end; for unsharded tensors independent of the parallel layout.
+    yielded pairs, None until the end. The parallel layout does not change unsharded tensors' digest.
 
     Raises RuntimeError if an optimizer step changes the weights during the iteration.
     """
@@ -60,7 +60,7 @@ class WeightStream:
         pp_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self._parts = dict(zip(stage_indices or range(len(model_parts)), model_parts, strict=True))
-        self._adapter = copy.copy(adapter)  # an adapter keeps state from its last translation
+        self._adapter = copy.copy(adapter)  # an adapter keeps state from its last conversion
         self._device, self._dtype, self._sharded = device, dtype, sharded
         self._current_version = current_version
         self._pp_group = pp_group
@@ -171,7 +171,7 @@ class WeightStream:
 
 
 def digest_of(pairs: Iterable[tuple[str, Tensor | LocalShard]]) -> str:
-    """Return a digest of names, dtypes, shapes and bits, in any order. Detects accidents, not attacks."""
+    """Return a digest of names, dtypes, shapes and bits that ignores the order. Not safe against attacks."""
     digest = WeightDigest()
     for name, tensor in pairs:
         digest.add(name, tensor)
@@ -211,8 +211,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return one int64, on the tensor's device, that changes if any bit of the tensor changes.
 
-    The tensor's 64-bit words are summed row by row with odd weights, modulo 2^64, and so are the sums,
-    until one is left. hashlib would be ten times as slow and would need the weights on the host.
+    Each row of 64-bit words is summed with odd weights, modulo 2^64; the sums are summed in the same
+    way until one is left. hashlib would be ten times as slow and would need the weights on the host.
     """
     flat = bytes_of(whole_tensor(tensor).detach().contiguous())
     n_whole = flat.numel() // 8 * 8
@@ -240,7 +240,7 @@ def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
-    """Return odd weights, equal in every process. With odd weights any change of one word shows."""
+    """Return odd weights, equal in every process. A change of one word then changes the sum."""
     draw = random.Random(0)
     words = [draw.getrandbits(64) | 1 for _ in range(_WORDS_PER_ROW)]
     signed = [word - 2**64 if word >= 2**63 else word for word in words]

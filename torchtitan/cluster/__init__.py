@@ -1,1 +1,1 @@
-"""Jobs on several machines, written out for the engines that start them: `torchtitan launch`."""
+"""Files and commands that start a job on several machines, for `torchtitan launch`."""

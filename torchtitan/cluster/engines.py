@@ -1,4 +1,4 @@
-"""Jobs on several machines, written out for the engines that start them. Templates stand beside this file."""
+"""Files and commands with which cluster engines (Slurm, Kubernetes, SkyPilot, Ray) start a job."""
 
 import json
 import os
@@ -29,12 +29,12 @@ NETWORKS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """What every engine has to know of a job; `options` are those of `torchtitan launch`.
+    """What every cluster engine needs to know about a job. options: the options of `torchtitan launch`.
 
     config_file, config_text: the job's TOML file. arguments: config overrides. module: what the ranks run.
-    min_nodes, max_nodes: the nodes that train. The run goes on while at least min_nodes are there.
-    gpus: of a node, one rank each; 0: one rank per node, on its CPUs.
-    environment: variables of all ranks. longest_episode: of an RL job, in tokens.
+    min_nodes, max_nodes: limits of the number of training nodes; the run continues with min_nodes.
+    gpus: GPUs per node, one rank each; 0: one rank per node, on its CPUs.
+    environment: variables of all ranks. longest_episode: the longest episode of an RL job, in tokens.
     """
 
     options: Any
@@ -52,7 +52,7 @@ class ClusterJob:
 
     @property
     def ranks(self) -> int:
-        """Ranks of a node."""
+        """Ranks per node."""
         return max(1, self.gpus)
 
     def command(self, python: str, config_file: str, *arguments: str) -> str:
@@ -63,18 +63,18 @@ class ClusterJob:
     def torchrun(
         self, endpoint: str, config_file: str, *arguments: str, is_host: str = "", nodes: str = ""
     ) -> str:
-        """Return the shell command of one node: an agent that starts its ranks, and starts them again.
+        """Return the shell command of one node: a torchrun agent that starts and restarts the node's ranks.
 
-        endpoint: host:port where the agents meet. is_host: shell text, "1" on that host and "0" elsewhere; by
-            default torchrun compares the host with the node's own names and addresses.
+        endpoint: host:port where the agents meet. is_host: shell text, "1" on that host and "0" elsewhere;
+            "": torchrun compares the host with the node's own names and addresses.
         nodes: replaces the number of nodes.
         """
         low, high = self.min_nodes, self.max_nodes
         nodes = nodes or (str(high) if low == high else f"{low}:{high}")
         host = f",is_host={is_host}" if is_host else ""
         of_rank = self.command("python", config_file, *arguments).removeprefix("python ")
-        # A node may boot, or wait for its turn, for a while. The console shows the first rank of each node; the
-        # files have all ranks.
+        # Nodes may take long to be scheduled and to boot. The console shows the first rank of each node, and
+        # the log files show all ranks.
         return (
             f"python -m torchtitan.tools.launch --nnodes={nodes} --nproc-per-node={self.ranks} "
             f"--max-restarts={self.options.max_restarts} --rdzv-backend=c10d --rdzv-endpoint={endpoint} "
@@ -83,7 +83,7 @@ class ClusterJob:
         )
 
     def filled(self, template: str, **values: object) -> str:
-        """Return a Jinja template with the values, the options and this job's fields.
+        """Return a Jinja template filled with the values, the options and this job's fields.
 
         Dicts and lists become JSON, which is YAML.
         """
@@ -111,7 +111,7 @@ class ClusterJob:
 
 
 def server_arguments(n_servers: int, urls: str) -> list[str]:
-    """Return the overrides that have the trainer draw from the vLLM servers, if any, at these addresses."""
+    """Return config overrides that make the trainer sample from the vLLM servers at `urls`, if any."""
     values = {"backend": "openai", "model": "policy", "url": urls}
     return [f"--rl.generator.{key}={x}" for key, x in values.items() if n_servers]
 
@@ -181,7 +181,7 @@ def _assignments(job: ClusterJob) -> str:
 
 
 def ray_training(job: ClusterJob) -> str:
-    """Return the command that submits a training job; the folder of its TOML file travels with it."""
+    """Return the command that submits a training job, with a copy of its TOML file's folder, to Ray."""
     folder, config_file = os.path.split(job.config_file)
     values = {"nodes": job.max_nodes, "gpus": job.gpus, "cpus": job.options.cpus}
     values |= {"max-restarts": job.options.max_restarts, "job.config_file": config_file}

@@ -2,8 +2,8 @@
 
     python -m torchtitan.cluster.ray --nodes 4 --gpus 8 --cpus 12 --max-restarts 3 --job.config_file job.toml
 
-Each of Ray's workers is one rank of `torchtitan.train`; Ray Train makes the process group, and starts all
-ranks again when one fails.
+Each of Ray's workers is one rank of `torchtitan.train`. Ray Train makes the process group, and restarts all
+ranks when one fails.
 """
 
 import argparse
@@ -29,13 +29,13 @@ def train_rank(arguments: list[str]) -> None:
 def main() -> None:
     """Train. Exit code 2 for a config that cannot run."""
     parser = argparse.ArgumentParser("torchtitan.cluster.ray", allow_abbrev=False)
-    for option in ("--nodes", "--gpus", "--cpus", "--max-restarts"):  # of a node, of a rank
+    for option in ("--nodes", "--gpus", "--cpus", "--max-restarts"):  # gpus per node, cpus per rank
         parser.add_argument(option, type=int, required=True)
     options, arguments = parser.parse_known_args()
     n_ranks = options.nodes * max(1, options.gpus)
     with exit_on_config_error():  # here, because Ray would start a failed rank again
         check_ranks(ConfigManager().parse_args(arguments), n_ranks)
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # ranks stay where the job's files are
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # keep the folder of the job's files
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

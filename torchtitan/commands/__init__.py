@@ -1,4 +1,4 @@
-"""The command `torchtitan`: one name for each tool, which is imported when it is called."""
+"""The command `torchtitan`. A subcommand's module is imported when the subcommand is called."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """function: "module:name". trains: True if it runs a job's processes, which may be several."""
+    """function: "module:name". trains: True if the command can run on several processes (--nproc)."""
 
     help: str
     function: str
@@ -45,12 +45,12 @@ COMMANDS = {
     "show": Command("print a job's first rows of training data", "torchtitan.data.show:main"),
     "tokenize": Command("write a dataset as token ids", "torchtitan.data.tokenize:main"),
     "estimate": Command(
-        "count what a step needs and sends, without its devices",
+        "compute a step's memory and communication, without the job's devices",
         "torchtitan.estimate.__main__:main",
     ),
     "plan": Command("rank the layouts of a job on some GPUs", "torchtitan.estimate.plan:main"),
     "launch": Command(
-        "print a job on several machines for Kubernetes, Slurm, SkyPilot, Ray or torchrun",
+        "print what starts a job with Kubernetes, Slurm, SkyPilot, Ray or torchrun",
         "torchtitan.commands.launch:main",
     ),
     "report": Command("write one HTML page about a run", "torchtitan.report.__main__:main"),
@@ -66,7 +66,7 @@ COMMANDS = {
 
 
 _PACKAGE = files("torchtitan")
-DEFAULT_JOB = _PACKAGE / "models/llama3/train_configs/python_docs.toml"  # of train and show
+DEFAULT_JOB = _PACKAGE / "models/llama3/train_configs/python_docs.toml"  # for train and show
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def names_job(arguments: list[str]) -> bool:
 
 
 def start_ranks(module: str, nproc: int, arguments: list[str]) -> None:
-    """Run a module on several processes of this machine. LOG_RANK lists the ranks that are shown."""
+    """Run a module on several processes of this machine. LOG_RANK lists the ranks whose output is shown."""
     if nproc < 1:
         sys.exit(f"error: --nproc must be at least 1, got {nproc}")
     has_affinity = hasattr(os, "sched_getaffinity")
@@ -152,9 +152,9 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 class SourceParser(argparse.ArgumentParser):
-    """Options of a command that takes a model or a job, which `source.job_of` finds.
+    """Parses the options of a command that takes a model or a job, its SOURCE (see `source.job_of`).
 
-    A flag with a dot, with the argument after it, is a config override.
+    A flag with a dot is a config override; the argument after it is its value.
     """
 
     def __init__(self, program: str, description: str | None, *more: str) -> None:

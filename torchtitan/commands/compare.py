@@ -54,20 +54,20 @@ def hf_logits(folder: str, tokens: Tensor) -> Tensor:
 def main() -> None:
     parser = SourceParser("torchtitan compare", __doc__)
     add = parser.add_argument
-    add("--with", dest="reference", metavar="FOLDER", help="what transformers opens; default: SOURCE, "
-        "exported first if it is a checkpoint")  # fmt: skip
-    add("--checkpoint", metavar="FOLDER", help="weights of our model, beside SOURCE's files")
+    add("--with", dest="reference", metavar="FOLDER", help="the folder that transformers opens; default: "
+        "SOURCE, exported first if it is a checkpoint")  # fmt: skip
+    add("--checkpoint", metavar="FOLDER", help="weights of our model, if not those in SOURCE")
     add("--tokens", help="token ids, such as 1,5,7 (default: random ones)")
-    add("--batch_size", type=int, default=2, help="random rows")
-    add("--seq_len", type=int, default=64, help="random tokens of a row")
-    add("--tolerance", type=float, default=1e-3, help="for a log-probability (default 1e-3)")
+    add("--batch_size", type=int, default=2, help="number of random rows")
+    add("--seq_len", type=int, default=64, help="number of random tokens per row")
+    add("--tolerance", type=float, default=1e-3, help="of log-probabilities (default 1e-3)")
     options, overrides = parser.options_and_overrides()
     init_logger()
     with errors_as_sentences():
         named = options.reference
         if named and not storage.is_file(storage.join(named, "config.json")):
             raise ValueError(
-                f"--with must be a folder that transformers opens, with config.json, got {named!r}; correct it"
+                f"--with must be a folder with config.json, for transformers, got {named!r}; correct the path"
             )
         config = job_of(options.source, options.config, overrides)
         weights = weights_in(options.checkpoint or options.source, config)
@@ -79,7 +79,7 @@ def main() -> None:
         if "lora" in config.model.converters and dtype != "float32":
             raise ValueError(
                 f"the base of these adapters has training.mixed_precision_param = {dtype!r}, and logits are "
-                "compared in float32; `torchtitan export` the merged model, and compare that folder"
+                "compared in float32; merge the adapters with `torchtitan export`, and compare that folder"
             )
         config.training.mixed_precision_param = "float32"
         with open_engine(config, weights) as engine, tempfile.TemporaryDirectory() as folder:

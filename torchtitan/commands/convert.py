@@ -1,4 +1,4 @@
-"""Checkpoints to Hugging Face and PEFT folders, and back."""
+"""Convert checkpoints to Hugging Face or PEFT folders, and Hugging Face folders to checkpoints."""
 
 import argparse
 import contextlib
@@ -15,16 +15,16 @@ OVERWRITE = "replace the weights in OUT; its other files are kept"
 
 
 def export() -> None:
-    """Write a checkpoint as a folder that transformers opens, or its adapters as one that peft opens."""
+    """Write a checkpoint as a folder for transformers, or its adapters as a folder for peft."""
     parser = SourceParser("torchtitan export", export.__doc__, "OUT")
     add = parser.add_argument
     add("out", metavar="OUT", help="folder or address to write")
-    add("--peft", action="store_true", help="write the adapters alone; without it they are merged")
+    add("--peft", action="store_true", help="write only the adapters; by default they are merged")
     add("--base_model", help="name of the base model for adapter_config.json")
     add(
         "--dtype",
         choices=list(TORCH_DTYPE_MAP),
-        help="of the weights (default: that of the checkpoint)",
+        help="dtype of the weights (default: as in the checkpoint)",
     )
     add("--overwrite", action="store_true", help=OVERWRITE)
     options, overrides = parser.options_and_overrides()
@@ -51,7 +51,7 @@ def export() -> None:
             open_engine(config, weights) as engine,
         ):
             if (build := engine.train_spec.build_tokenizer_fn) is not None:
-                with contextlib.suppress(OSError, ValueError):  # the export warns that it has none
+                with contextlib.suppress(OSError, ValueError):  # the export warns without one
                     engine.checkpointer.tokenizer = build(config)
             if options.peft:
                 engine.save_peft(folder, base_model=options.base_model)

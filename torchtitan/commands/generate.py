@@ -29,12 +29,12 @@ def main() -> None:
     add("--prompts", metavar="FILE", help="a file with one prompt on each line")
     add("--chat", action="store_true", help="read a user's turns from stdin; needs a chat template")
     add("--max_new_tokens", type=int, default=128)
-    add("--batch_size", type=int, default=1, help="continuations of each prompt")
-    add("--temperature", type=float, default=1.0, help="0: the likeliest token")
+    add("--batch_size", type=int, default=1, help="number of continuations per prompt")
+    add("--temperature", type=float, default=1.0, help="0: always the likeliest token")
     add("--top_k", type=int, help="draw from this many of the likeliest tokens")
     add("--seed", type=int, help="the same seed gives the same text")
     add("--deterministic", action="store_true", help="deterministic kernels only")
-    add("--ignore_eos", action="store_true", help="go on past an end of text")
+    add("--ignore_eos", action="store_true", help="continue after the end-of-text token")
     add("--out", action="store_true", help="print a JSON report in place of the text")
     options, overrides = parser.options_and_overrides()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -62,7 +62,7 @@ def main() -> None:
             ends += [tokenizer.eos_id] if tokenizer.eos_id not in (None, *ends) else []
 
             def draw(prompt: list[int]) -> Iterator[list[int]]:
-                """Return the tokens of all continuations, step by step."""
+                """Return an iterator over steps: the next token of each continuation."""
                 if max(prompt) >= model.vocab_size:
                     raise ValueError(
                         f"the tokenizer in model.hf_assets_path gives token {max(prompt)}, and the model "
@@ -107,7 +107,7 @@ def _answer(
     draw: Callable[[list[int]], Iterator[list[int]]],
     shows: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (continuations of a prompt, counts and times). shows: print the texts, the first while it is drawn."""
+    """Return (continuations, counts and times). shows: print the texts, the first one token by token."""
     begins = getattr(tokenizer, "begins_documents", True)
     ids = tokenizer.encode(prompt, add_bos=begins, add_eos=False)
     if not ids:
@@ -147,7 +147,7 @@ def pieces_of(tokenizer: BaseTokenizer, prompt: list[int], tokens: Iterable[int]
     for token in itertools.chain([None], tokens):
         ids += [] if token is None else [token]
         text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # in the middle of a character's bytes
+        if not text.endswith("\ufffd"):  # U+FFFD: the last character is incomplete
             yield text[len(shown) :]
             shown = text
 
@@ -158,7 +158,7 @@ def chat(
     ends: list[int],
     draw: Callable[[list[int]], Iterator[list[int]]],
 ) -> None:
-    """Answer each line of stdin as a user's turn. ends: the id of the token that ends a turn is added to it."""
+    """Answer each line of stdin as a user's turn. ends: token ids that end a reply; adds the template's."""
     template = ChatTemplate.of_tokenizer(tokenizer, path=template_path)
     if template is None:
         raise ValueError(
@@ -178,7 +178,7 @@ def chat(
         messages.append({"role": "user", "content": line.rstrip("\n")})
         ids = tokenizer.encode(template.render(messages), add_special_tokens=False)
         pieces = pieces_of(tokenizer, ids, (of_rows[0] for of_rows in draw(ids)))
-        next(pieces)  # the chat so far
+        next(pieces)  # skip the text of the chat so far
         reply = ""
         for piece in pieces:
             reply += piece

@@ -45,7 +45,7 @@ ENGINES: dict[str, Callable[[ClusterJob], str]] = {
 }
 _ELASTIC = ("kubernetes", "jobset", "torchrun")
 _WITH_SERVERS = ("kubernetes", "jobset", "slurm")
-_NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # fits host names of pods, with what is appended
+_NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # short enough for a pod's host name with its suffix
 
 
 def main() -> None:
@@ -60,18 +60,18 @@ def main() -> None:
         sys.exit(2)
     parser = SourceParser("torchtitan launch ENGINE", __doc__)
     add = parser.add_argument
-    add("--nodes", required=True, help="nodes that train; MIN:MAX for an elastic job")
+    add("--nodes", required=True, help="number of nodes that train; MIN:MAX for an elastic job")
     add("--gpus-per-node", type=int, default=8, help="0: one rank per node, on its CPUs")
-    add("--cpus", type=int, default=12, help="cores of a rank (default 12)")
-    add("--name", help="of the job (default: that of the TOML file)")
+    add("--cpus", type=int, default=12, help="cores per rank (default 12)")
+    add("--name", help="name of the job (default: from the TOML file's name)")
     add("--image", default="", help="container image with this package, see the Dockerfile")
     add("--volume", default="", help="claim or volume that all nodes mount as /work, their folder")
-    add("--network", choices=NETWORKS, default="tcp", help="between nodes")
+    add("--network", choices=NETWORKS, default="tcp", help="network between nodes")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
-    add("--max-restarts", type=int, default=10, help="after failures (default 10)")
+    add("--max-restarts", type=int, default=10, help="restarts after failures (default 10)")
     add("--grace-seconds", type=int, default=600, help="to finish a step and save (default 600)")
-    add("--servers", type=int, default=0, help="nodes with a vLLM server, for RL")
-    add("--accelerator", default="H100", help="for skypilot (default H100)")
+    add("--servers", type=int, default=0, help="number of nodes with a vLLM server, for RL")
+    add("--accelerator", default="H100", help="GPU type, for skypilot (default H100)")
     add("--head", default="", help="for torchrun: host[:port] of the first node")
     add("--plan", action="store_true", help="take the fastest layout of `torchtitan plan`")
     add("--memory", type=float, default=80, help="for --plan: GiB of one GPU (default 80)")
@@ -88,7 +88,7 @@ def main() -> None:
             if others:
                 raise ConfigError(
                     "verl has settings of its own, and takes --nodes, --gpus-per-node, --network and --env, "
-                    f"got {min(others)}; take it out"
+                    f"got {min(others)}; remove it"
                 )
             nodes, gpus = _nodes_of(options.nodes, engine)[0], max(1, options.gpus_per_node)
             own = ["model_engine=torchtitan", "trainer.resume_mode=auto"]
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> ClusterJob:
-    """Return the job that the options describe. Raises ConfigError for one that the engine cannot run."""
+    """Return the job that the options describe. Raises ConfigError if the engine cannot run it."""
     path = options.config or options.source
     if not path or not os.path.isfile(path):
         raise ConfigError(f"--config must be the job's TOML file, got {path!r}; correct the path")
@@ -153,7 +153,7 @@ def _job_of(engine: str, options: argparse.Namespace, overrides: list[str]) -> C
         check_generator(config)
         keys = ("reload_url", "adapters", "weight_transfer", "replay_experts")
         others = {f"rl.generator.{key}": getattr(config.rl.generator, key) for key in keys}
-        refuse(clash("--servers", "starts vLLM without the flags and endpoints for it", others))
+        refuse(clash("--servers", "starts vLLM without the flags for this setting", others))
     return job
 
 
@@ -195,22 +195,22 @@ def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
         "--max-restarts 0": (
             options.max_restarts and (not config.checkpoint.enable or config.checkpoint.load_only)
         ),
-        f"--servers starts vLLM servers beside an RL job, with {', '.join(_WITH_SERVERS)}, got {engine} and "
+        f"--servers needs a TOML file with [rl] and one of {', '.join(_WITH_SERVERS)}, got {engine} and "
         f"{kind}; set --servers 0": options.servers and (engine not in _WITH_SERVERS or not is_rl),
         f"ray runs training jobs, got {kind}; take verl, or another engine": (
             engine == "ray" and is_rl
         ),
         "pods need --image, a container image with this package, got none; build one with the project's "
         "Dockerfile and push it to your registry": has_pods and not options.image,
-        f"machines of {engine} come and go, and need a folder that stays: --volume, which all of them can "
-        "write (ReadWriteMany), with job.dump_folder in /work, where it is mounted, or an address as "
-        f"checkpoint.folder, {in_volume} and checkpoint.folder = {own!r}; set one": (
+        f"machines of {engine} come and go, so a job needs a folder that stays: --volume (ReadWriteMany), "
+        "which is mounted at /work, with job.dump_folder in /work, or an address as checkpoint.folder, "
+        f"{in_volume} and checkpoint.folder = {own!r}; set one": (
             (has_pods or engine == "skypilot") and not stays and not bucket
         ),
         "servers read weights in job.dump_folder, which must be in /work and on a --volume, "
         f"{in_volume}; set them": options.servers and has_pods and not stays,
-        "ray runs a job in a copy of its folder, and needs an absolute path that all nodes share as "
-        f"job.dump_folder, or an address as checkpoint.folder, got {folder!r}; set one": (
+        "ray copies the working folder to each node, so job.dump_folder must be an absolute path that all "
+        f"nodes share, or checkpoint.folder an address, got {folder!r}; set one": (
             engine == "ray" and not os.path.isabs(folder) and not bucket
         ),
         "torchrun needs --head, host[:port] of the first node, got none; set it": (
@@ -223,14 +223,14 @@ def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
 
 
 def _variables(pairs: list[str]) -> dict[str, str]:
-    """Return the variables of NAME=VALUE options."""
+    """Return NAME -> VALUE of options NAME=VALUE."""
     if bad := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
         raise ConfigError(f"--env must be NAME=VALUE, got {bad[0]!r}")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _planned(path: str, gpus: int, memory: float, overrides: list[str]) -> list[str]:
-    """Return the flags of the fastest layout; the planner runs in a process of its own, and takes minutes."""
+    """Return the flags of the fastest layout; the planner runs in another process, and takes minutes."""
     command = [sys.executable, "-m", "torchtitan.estimate.plan", path, f"--gpus={gpus}"]
     done = subprocess.run(
         [*command, f"--memory={memory}", *overrides], stdout=subprocess.PIPE, text=True

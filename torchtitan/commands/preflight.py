@@ -40,10 +40,10 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import get_device_info
 
 SECONDS_IN_ALL, SECONDS_PER_COLLECTIVE, SECONDS_STUCK = 30, 10, 4.0
-SMALLEST_SHARE = 0.25  # of the fastest pair's bandwidth, among pairs inside hosts or between hosts
+SMALLEST_SHARE = 0.25  # of the bandwidth of the fastest pair inside hosts, or between hosts
 _GIB, _GB = 2**30, 1e9
 _runs = itertools.count()
-_REMEDIES = {  # by the names of the methods that check
+_REMEDIES = {  # name of a method of `Checks` -> remedy
     "device": "look at nvidia-smi there; end what uses the GPU, or leave the host out",
     "disk": "make room there, correct the mount, or set another job.dump_folder",
     "shared_folder": "mount one folder at the same path on all hosts, or set job.dump_folder",
@@ -59,7 +59,7 @@ def main() -> None:
     init_logger()
     try:
         code = int(run(config))
-    except PeerError:  # rank 0 has printed it
+    except PeerError:  # rank 0 has printed the error
         code = 2
     except (RuntimeError, ValueError, OSError) as error:
         print(f"error: rank {os.environ.get('RANK', '0')}: {_line(error)}", file=sys.stderr)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(config: JobConfig) -> bool:
-    """Make all checks; return whether one failed on any rank. A rank that hangs is named."""
+    """Make all checks; return whether one failed on any rank. Names a rank that hangs."""
     timeout = SECONDS_PER_COLLECTIVE
     comm = Comm(init_timeout_seconds=timeout, stuck_rank_seconds=SECONDS_STUCK, trace_buf_size=0)
     peers, progress = None, Progress()
@@ -84,7 +84,7 @@ def run(config: JobConfig) -> bool:
     faulthandler.dump_traceback_later(SECONDS_IN_ALL, exit=True)
     try:
         init_distributed(comm, enable_cpu_backend=True)
-        progress.pipeline = dist.new_group()  # ranks with two neighbours send more often
+        progress.pipeline = dist.new_group()  # a group whose ranks send different numbers of times
         has_failed = Checks(config, progress.pipeline).run()
         dist.destroy_process_group()
     except RuntimeError as error:  # of communication
@@ -98,7 +98,7 @@ def run(config: JobConfig) -> bool:
 
 
 class Checks:
-    """The checks of one rank. Each returns {unit: figure}; a fault raises RunError or OSError."""
+    """The checks of one rank. Each check returns {unit: number}, or raises RunError or OSError."""
 
     def __init__(self, config: JobConfig, group_of_pairs: dist.ProcessGroup) -> None:
         self.group_of_pairs = group_of_pairs
@@ -109,10 +109,10 @@ class Checks:
         self.needs_shared_folder = config.checkpoint.enable and not self.bucket
         nonce, root = all_ranks(secrets.token_hex(8))[0], config.job.dump_folder
         root = storage.require_disk("job.dump_folder", root)
-        self.file = Path(root, folder, f".preflight_{nonce}")  # from rank 0
+        self.file = Path(root, folder, f".preflight_{nonce}")  # rank 0 creates this file
 
     def run(self) -> bool:
-        """Make all checks; return whether one failed on any rank. Rank 0 prints figures and faults."""
+        """Make all checks; return whether one failed on any rank. Rank 0 prints numbers and errors."""
         started, failed = time.monotonic(), list[str]()
         for check, remedy in _REMEDIES.items():
             if check == "clock" and (self.size == 1 or failed[:1] == ["device"]):
@@ -182,7 +182,7 @@ class Checks:
         if self.file.exists():
             return {"folder": 1}
         if self.needs_shared_folder:
-            raise RunError(f"{self.file.parent} is not rank 0's folder, which checkpoints need")
+            raise RunError(f"rank 0 has another {self.file.parent}; checkpoints need a shared one")
         return {"folders of other hosts, which only checkpoints need to share": 1}
 
     def clock(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ from torchtitan.tools.files import open_file
 
 RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes by default
 MODEL_FOLDER = "model"  # in RUN_FOLDER, where the default job exports its model
-_LONGEST_TABLE = 32_768  # positions of the RoPE table for a model from Hugging Face
+_LONGEST_TABLE = 32_768  # most positions in the RoPE table of a model from Hugging Face
 
 
 class UnknownModelError(ValueError):
@@ -38,10 +38,10 @@ class UnknownModelError(ValueError):
 
 
 def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]) -> JobConfig:
-    """Return the config of the source's job, changed by flags.
+    """Return the config of the source's job, with `overrides`.
 
     The config is read from the first of these: `config_file`, the source if it is a TOML file, the
-    source's config.json, the config that its run recorded. Raises UnknownModelError without any of them.
+    source's config.json, the config that its run recorded. Raises UnknownModelError if there is none.
     """
     source = source or ("" if config_file else RUN_FOLDER)
     if not config_file and storage.is_file(source):
@@ -58,7 +58,7 @@ def job_of(source: str | None, config_file: str | None, overrides: Sequence[str]
 
 
 def _recorded_config(source: str) -> dict[str, Any]:
-    """Return the config in the events of the run that `source` is part of, as nested tables."""
+    """Return the config, as nested tables, in the events of the run that `source` belongs to."""
     path, is_address = Path(source).resolve(), storage.is_address(source)
     for events in (f / FILE_NAME for f in (path, *path.parents[:3]) if not is_address):
         if not events.is_file():
@@ -67,13 +67,13 @@ def _recorded_config(source: str) -> dict[str, Any]:
             starts = [json.loads(line) for line in file if '"kind": "start"' in line]
         if starts:
             config = starts[-1]["config"]
-            own = {field.name for field in dataclasses.fields(JobConfig)}  # without those of RL
+            own = {field.name for field in dataclasses.fields(JobConfig)}  # without RL's sections
             if not config["job"]["custom_config_module"]:
                 config = {section: values for section, values in config.items() if section in own}
             return _without_none(config)
     if not path.exists() and not is_address:
         raise UnknownModelError(
-            f"SOURCE must be a file or folder, and {source!r} is none; correct the path"
+            f"SOURCE must be a file or folder, and {source!r} does not exist; correct the path"
         )
     raise UnknownModelError(
         f"the model of {source!r} is unknown: there is no config.json, and no {FILE_NAME} of its run in "
@@ -82,13 +82,13 @@ def _recorded_config(source: str) -> dict[str, Any]:
 
 
 def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table without None, the default of its keys, because TOML has no None."""
+    """Return the table without keys that are None, their default, because TOML has no None."""
     plain = {key: value for key, value in table.items() if value is not None}
     return {k: _without_none(v) if isinstance(v, dict) else v for k, v in plain.items()}
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a conversion's options with a model: the one that options or input name, else Llama 3 8B."""
+    """Return a conversion's options, with the model from the options or the input, else Llama 3 8B."""
     options, config = dict(options), options["config"]
     del options["config"]
     names = options["model_name"] or "llama3", options["model_flavor"] or "8B"
@@ -113,9 +113,9 @@ def _is_peft(folder: str) -> bool:
 
 
 def weights_in(source: str | None, config: JobConfig) -> str:
-    """Return the folder itself, or a run's last finished step or exported model, whichever is newer.
+    """Return `source` if it has weights, else its run's last finished step or exported model (the newer).
 
-    A TOML file stands for the run in its job.dump_folder. config: that of the source's job. Raises
+    A TOML file stands for the run in its job.dump_folder. config: the config of the source's job. Raises
     ValueError if there are no weights.
     """
     source = source or RUN_FOLDER
@@ -129,7 +129,7 @@ def weights_in(source: str | None, config: JobConfig) -> str:
 
     own, bucket = config.checkpoint.places()
     found = last_step(source) + last_step(storage.join(source, own))
-    exported = storage.join(source, MODEL_FOLDER)  # without adapters, which are merged there
+    exported = storage.join(source, MODEL_FOLDER)  # a LoRA run's adapters are merged in it
     if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
         found.append(exported)
     if not found and bucket:
@@ -138,8 +138,8 @@ def weights_in(source: str | None, config: JobConfig) -> str:
         is_local = not storage.is_address(source)
         return max(found, key=os.path.getmtime) if is_local and found[1:] else found[-1]
     raise ValueError(
-        f"SOURCE must be a step folder of a run, a folder of such, or a folder with Hugging Face "
-        f"safetensors files, and {source!r} is none; train with --checkpoint.enable to get "
+        f"SOURCE must be a step folder of a run, a folder of step folders, or a folder with Hugging Face "
+        f"safetensors files, got {source!r}; train with --checkpoint.enable to get "
         "<job.dump_folder>/checkpoint"
     )
 
@@ -147,7 +147,7 @@ def weights_in(source: str | None, config: JobConfig) -> str:
 def open_engine(
     config: JobConfig, weights: str, train_spec: TrainSpec | None = None
 ) -> TrainingEngine:
-    """Return an engine for scoring on one process, with the weights in a folder.
+    """Return an engine that only scores, on one process, with the weights in the folder `weights`.
 
     Raises ValueError for several processes, and for weights of another model than the config's.
     """
@@ -165,7 +165,7 @@ def open_engine(
     config.model.converters = kept
     config.training.global_batch_size, config.training.enable_cpu_offload = -1, False
     config.lr_scheduler = LRScheduler(warmup_steps=0)
-    seed = config.debug.seed or 0  # only adapters need it, if their base was drawn at random
+    seed = config.debug.seed or 0  # only adapters need it, if their base was initialized at random
     config.debug.seed = read_record(weights).get("seed", seed) if has_adapters else seed
     engine = TrainingEngine(config, train_spec=train_spec, forward_only=True)
     with on_error(engine.close):
@@ -175,8 +175,8 @@ def open_engine(
             engine.load(weights, model_only=True)
         elif engine.checkpointer.adapters.base_name is None:
             raise ValueError(
-                f"{weights} holds adapters only, and their run drew its base at random; give the run's step "
-                "folder"
+                f"{weights} holds only adapters, and their base was initialized at random; give the run's "
+                "step folder"
             )
         else:
             engine.load_peft(weights)

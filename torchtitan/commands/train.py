@@ -1,4 +1,4 @@
-"""Train a job. Without a TOML file, train the default job, which leaves a model in a few minutes on a CPU."""
+"""Train a job. Without a TOML file, train the default job, which takes a few minutes on a CPU."""
 
 import os
 import shutil
@@ -32,12 +32,12 @@ def _default_trainer(config: Any) -> Any:
     from torchtitan.trainer import Trainer
 
     class DefaultTrainer(Trainer):
-        """Exports the trained model, continues a sentence, and says how to go on."""
+        """Exports the trained model, continues a prompt with it, and logs a command to try next."""
 
         def train(self) -> None:
             super().train()
             is_real = self.job_config.comm.mode == "default"
-            if not is_real or self.step < self.num_steps:  # stopped, or complete before
+            if not is_real or self.step < self.num_steps:  # fake ranks, or stopped early
                 return
             folder = os.path.join(self.job_config.job.dump_folder, MODEL_FOLDER)
             self.save_hf(folder)

@@ -30,7 +30,7 @@ def resolved_job(config: Any) -> Any:
 
 
 def freeze(config: Any, job: Any) -> None:
-    """Make a section and its nested sections read-only. job: returned by `resolved_job`."""
+    """Make a section and its nested sections read-only. job: the object that `resolved_job` returns."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for part in value if isinstance(value, list) else [value]:
@@ -58,7 +58,7 @@ _hints_of: Callable[[Any], dict[str, Any]] = functools.cache(
 
 
 def settings_of(config: Any, prefix: str = "", *, in_lists: bool = False) -> Iterator[Setting]:
-    """Yield the settings of a section and its nested sections; in_lists: also optimizer.groups[0].lr."""
+    """Yield the settings of a section and its nested sections; in_lists: also those in lists (groups[0].lr)."""
     hints = _hints_of(type(config))
     for field in dataclasses.fields(config):
         key, value = prefix + field.name, getattr(config, field.name)
@@ -78,7 +78,7 @@ def settings_of(config: Any, prefix: str = "", *, in_lists: bool = False) -> Ite
 class Range:
     """The range of a number, for the annotation of a setting.
 
-    excluded: an end of the range that is not allowed. special: a value outside that is allowed.
+    excluded: an end of the range that is not allowed. special: an allowed value outside the range.
     """
 
     smallest: float

@@ -48,8 +48,8 @@ class Job(Section):
     save_config_file: str | None = None
     # Module with a dataclass JobConfig, whose sections and fields extend or replace the built-in ones
     custom_config_module: str = ""
-    # Exit code of a run that a signal or the time limit ended after a save. Engines that start a job again
-    # unless its exit code is 0 need another one, such as 75
+    # Exit code of a run that a signal or the time limit ended after a save. Job schedulers that restart a
+    # job only if its exit code is not 0 need another code, such as 75
     stopped_exit_code: Annotated[int, Range(0, 125)] = 0
 
 
@@ -91,14 +91,14 @@ class Model(Section):
     hf_config: str | None = None
     # Local folder with the Hugging Face tokenizer and, optionally, config, weights and index
     hf_assets_path: str = "./tests/assets/tokenizer"
-    tokenizer_path: str | None = None  # Old name of hf_assets_path, which it replaces if set
+    tokenizer_path: str | None = None  # Old name of hf_assets_path; used instead if set
     # Model converters to apply, in this order, e.g. quantize.linear.float8
     converters: list[str] = field(default_factory=list)
     print_after_conversion: bool = False  # Log the model's modules after the conversion
-    # Attention kernel; None takes the flavor's. On a GPU varlen needs a 16-bit dtype
+    # Attention kernel; None takes the flavor's kernel. On a GPU varlen needs a 16-bit dtype
     attn_type: Literal["sdpa", "flex", "varlen"] | None = None
     # Tokens attend to earlier tokens of their row (causal) or document. Documents end at end-of-text tokens
-    # (block_causal), or where positions do not go up by one (position_block_causal). None: the flavor's
+    # (block_causal), or where positions do not go up by one (position_block_causal). None: the flavor's type
     attn_mask_type: Literal["causal", "block_causal", "position_block_causal"] | None = None
     # Output values [B, T, 1] in place of logits, for critics; needs your own loss function
     value_head: bool = False
@@ -189,7 +189,7 @@ class Loss(Section):
     # What to minimize: the model's own loss (empty), the loss of preference pairs (dpo), or the divergence
     # from a teacher (distillation)
     name: Literal["", "dpo", "distillation"] = ""
-    # Multiplies the difference of the answers' log-ratios to the reference
+    # For dpo: factor on the difference between the two answers' log-ratios to the reference
     beta: PositiveFloat = 0.1
     # Probability that a pair is labelled the wrong way round
     label_smoothing: Annotated[float, Range(0, 0.5, excluded=0.5)] = 0.0
@@ -202,7 +202,7 @@ class Loss(Section):
     teacher: str = ""
     # For distillation: KL(teacher || student), or KL(student || teacher)
     divergence: Literal["forward", "reverse"] = "forward"
-    # For distillation: compare the teacher's k most probable tokens, and the rest as one; 0: all tokens
+    # For distillation: compare the teacher's k most probable tokens, and all others as one; 0: all tokens
     top_k: Count = 0
     kl_weight: PositiveFloat = 1.0  # For distillation: weight of the divergence
     label_weight: NotNegative = 0.0  # For distillation: weight of the cross entropy of the labels
@@ -430,7 +430,7 @@ class LoRA(Section):
     rank: Positive = 8  # Rows of A and columns of B
     # An adapter's product is multiplied by alpha / rank
     alpha: PositiveFloat = 16.0
-    use_rslora: bool = False  # Multiply it by alpha / sqrt(rank) instead
+    use_rslora: bool = False  # Multiply the product by alpha / sqrt(rank) instead
     # Dropout probability of an adapter's input; a resumed run draws other dropout masks
     dropout: Annotated[float, Range(0, 1, excluded=1)] = 0.0
     # Layers with an adapter: "all-linear", or dotted parts of their names, such as q_proj, wq, layers.0
@@ -456,19 +456,19 @@ class Comm(Section):
     init_timeout_seconds: Annotated[int, Range(1, 10**8)] = 300
     # Timeout of collectives after step 1
     train_timeout_seconds: Annotated[int, Range(1, 10**8)] = 100
-    # Seconds, at most a third of the timeout, after which a rank that keeps the others waiting is named
-    # with its stack; 0 names none
+    # Seconds, at most a third of the timeout, after which a rank that keeps the others waiting is logged
+    # with its stack; 0 logs none
     stuck_rank_seconds: Annotated[float, Range(0, 10**8)] = 30.0
-    # The slowest rank is named after a step (of a second or more) that took this many times the median
-    # of the last steps; 0 names none
+    # The slowest rank is logged after a step (of a second or more) that took this many times the median
+    # of the last steps; 0 logs none
     slow_step_factor: Annotated[float, Range(1, 10**6, special=0)] = 3.0
     # Events that NCCL's flight recorder keeps; 0 turns it off
     trace_buf_size: Count = 20000
     # Folder for flight recorder dumps, under the dump folder
     save_traces_folder: str = "comm_traces"
     save_traces_file_prefix: str = "rank_"  # Prefix of the dumps' file names
-    # Real communication (default), none, for dry runs (fake_backend), or all ranks simulated in one
-    # process (local_tensor)
+    # Communication: real (default), none, for dry runs (fake_backend), or between ranks that are simulated
+    # in one process (local_tensor)
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
 
 
@@ -483,7 +483,7 @@ class FaultTolerance(Section):
     enable: bool = False  # Train with torchft replicas; refused in this version
     process_group: str = "gloo"  # Process group between replicas: gloo or nccl
     process_group_timeout_ms: int = 10000  # Timeout of this process group, in milliseconds
-    replica_id: int = 0  # Number of this replica
+    replica_id: int = 0  # Index of this replica
     group_size: int = 0  # Number of replicas
     min_replica_size: int = 1  # Replicas that have to take part in a step
     # Algorithm for replicas that do not synchronise every step: local_sgd or diloco

@@ -129,7 +129,7 @@ class ConfigManager:
 
         module_name = value_of("job", "custom_config_module")
         module_name = module_name or value_of("experimental", "custom_args_module")
-        if not (module_name and isinstance(module_name, str)):  # another type is reported later
+        if not (module_name and isinstance(module_name, str)):  # other types are reported later
             return self.config_cls
         module = import_named("job.custom_config_module", module_name)
         custom_cls = getattr(module, "JobConfig", None)

@@ -184,7 +184,7 @@ def build_text_validation_dataloader(
 ) -> ParallelAwareDataloader:
     """Return a dataloader of the dataset in `[validation]`.
 
-    Without `validation.dataset`: of `<training.dataset>_validation` or else, with a warning, of the training data.
+    Without `validation.dataset`: of `<training.dataset>_validation`, else, with a warning, of the training data.
     """
     section, training = job_config.validation_data, job_config.training
     held_out = f"{section.dataset}_validation"

@@ -99,13 +99,7 @@ def apply_fsdp(
         options["ignored_params"] = {p for p in frozen if p.dtype in final}
 
     keeps = pp_enabled or (dp_mesh.size() == 1 and not cpu_offload)
-    policies = {"default": not keeps, "always": True, "never": False}
-    if reshard_after_forward_policy not in policies:
-        raise ValueError(
-            f"parallelism.fsdp_reshard_after_forward must be one of {', '.join(policies)}, got "
-            f"{reshard_after_forward_policy!r}"
-        )
-    reshard = policies[reshard_after_forward_policy]
+    reshard = _is_resharded(reshard_after_forward_policy, keeps)
     # Backward begins with the last unit: freeing it after forward would only cost another all-gather.
     reshard_last = reshard_after_forward_policy == "always"
     embeddings, norm = model.tok_embeddings, model.norm
@@ -209,6 +203,16 @@ def disable_fsdp_gradient_division(model: nn.Module) -> None:
             unit.set_gradient_divide_factor(1.0)
         # Otherwise the collective would apply the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _is_resharded(policy: str, keeps_by_default: bool) -> bool:
+    """Return True if a block's gathered parameters are freed after its forward."""
+    policies = {"default": not keeps_by_default, "always": True, "never": False}
+    if policy not in policies:
+        raise ValueError(
+            f"parallelism.fsdp_reshard_after_forward must be one of {', '.join(policies)}, got {policy!r}"
+        )
+    return policies[policy]
 
 
 def reshard_model(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ class Machine:
 
 
 def without_memory(machine: Machine) -> Machine:
-    """Return the machine without a memory limit, because compiled steps move fewer bytes than counted."""
+    """Return the machine with unlimited memory bandwidth: compiled steps move fewer bytes than are counted."""
     return dataclasses.replace(machine, memory=math.inf)
 
 
@@ -34,7 +34,7 @@ class Bound:
 
     compute: matrix products and attention at peak FLOP/s. memory: reads and writes of all other
     operators, without fusion. in_line: collectives that block the next operator. beside: all other
-    collectives, which can overlap the rest. Collectives take the longer of NVLink and network time.
+    collectives, which can overlap computation. Collectives take the longer of NVLink and network time.
     step: max((compute + memory + in_line) * (1 + the pipeline's bubble), beside).
     """
 
@@ -68,11 +68,11 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
 
 
 def depths_of(config: Any) -> tuple[int, int] | None:
-    """Return two numbers of layers at which to estimate a step; the step of the real model is extrapolated
-    linearly from both. Both fill the stages of a pipeline evenly, and have the model's share of each kind of
-    layer. None if the config itself assigns the layers to stages, or their kinds do not repeat.
+    """Return two numbers of layers: a step is estimated at both, and extrapolated linearly to the model's number.
+    Both numbers fill the stages of a pipeline evenly, and keep the model's proportions of the kinds of layers.
+    None if the config itself assigns the layers to stages, or if the kinds of layers do not repeat.
     """
-    # Imported here, because it imports torch, and options are read before the device is prepared.
+    # Imported here, because these modules import torch, which has to wait for `prepare_device`.
     from torchtitan.config.pipeline_layout import SINGLE_STAGE_SCHEDULES, is_one_of
     from torchtitan.job import find_train_spec
 

@@ -29,8 +29,8 @@ from typing import Any
 
 from torchtitan.tools.files import read_text
 
-# Autograd needs a device guard: it has one device, with one stream that is always idle. The pinned
-# allocator records its blocks, so that `Tensor.is_pinned()` is right in every thread.
+# Autograd needs a device guard. This one has one device with one stream, which is always idle. The pinned
+# allocator records its blocks, so `Tensor.is_pinned()` is right in every thread.
 _SOURCE = r"""
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -322,7 +322,7 @@ def patch_cuda() -> None:
         "device": lambda device: contextlib.nullcontext(),
     }.items():
         setattr(torch.cuda, name, value)
-    # Separate classes, because the compiler has a handler for each of them.
+    # Other classes than torch.cuda's, because the compiler has a handler for each class.
     torch.Stream = type("Stream", (stream_class,), {})
     torch.Event = type("Event", (Event,), {})
     torch.accelerator.empty_host_cache = lambda: None
@@ -334,4 +334,4 @@ def patch_cuda() -> None:
         backend and backend.replace("nccl", "fake"), *args, **kwargs
     )
     FakeTensorMode.avoid_device_init = True
-    torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(..., device="cuda") bypasses it
+    torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(device="cuda") bypasses fake mode

@@ -37,7 +37,7 @@ class OperatorMode(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls operators on local tensors, which come here again
         result = func(*args, **(kwargs or {}))
-        # Not if DTensor infers a shape with fake tensors, which no rank allocates.
+        # Skip the fake tensors with which DTensor infers a shape: no rank allocates them.
         if torch._C._get_dispatch_mode(_FAKE) is None:
             self.see(func, args, kwargs or {}, result)
         return result
@@ -47,10 +47,10 @@ class OperatorMode(TorchDispatchMode):
 
 
 class MemoryTracker(OperatorMode):
-    """While active, counts each storage that an operator returns on a device type, until it is freed.
+    """While active, counts each storage on `device_type` that an operator returns, until it is freed.
 
     live: current bytes, by kind. peak: `live` when its sum was largest since `reset_peak`.
-    most: the largest bytes of each kind since then; kinds may reach them at different times.
+    most: the peak of each kind since `reset_peak`; the kinds may peak at different times.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -94,7 +94,7 @@ class MemoryTracker(OperatorMode):
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.device.type == self.device_type:
                 self._count(value.untyped_storage())
-        # What our operators take inside.
+        # Scratch memory inside our own operators.
         name = getattr(func, "_opname", "")
         inside = 0
         if name == "nf4_mm" and result.device.type == self.device_type:

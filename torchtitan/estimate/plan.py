@@ -4,10 +4,10 @@
 
 Tries all degrees of data, tensor and pipeline parallelism. Keeps the config's context and expert
 parallelism and its global batch: `training.global_batch_size`, or `local_batch_size` rows per GPU.
-A rank runs as many rows at once as fit, and accumulates gradients over the rest. Each layout is
-rehearsed without a GPU, at two depths of the model (`torchtitan.estimate.step`), in about 15 seconds,
-unless parameters, gradients and optimizer states alone do not fit. Times are lower bounds from the peak
-rates in the options, so trust only large differences between layouts; see docs/scale.md.
+A rank runs as many rows at once as fit, and accumulates gradients over the rest. Layouts whose parameters,
+gradients and optimizer states alone do not fit are skipped. The step of each other layout is estimated
+without a GPU, at two depths of the model (`torchtitan.estimate.step`), in about 15 seconds. Times are lower
+bounds from the peak rates in the options, so trust only large differences between layouts; see docs/scale.md.
 """
 
 import copy
@@ -77,7 +77,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """estimate: of the rank that needs the most memory. bound: of the slowest rank."""
+    """estimate: `StepEstimate` of the rank with the highest peak memory. bound: that of the slowest rank."""
 
     layout: Layout
     rows_at_once: int
@@ -106,14 +106,14 @@ def _divisors(n: int) -> list[int]:
 
 
 def least_states(n_bytes: int, layout: Layout) -> float:
-    """Return a rank's share of the bytes of states, as if all stages had equally many parameters."""
+    """Return a rank's share of the model's `n_bytes` of states, as if all stages had equally many parameters."""
     return n_bytes / (layout.shards * layout.cp * layout.tp * layout.pp)
 
 
 def plan_of(
     layout: Layout, base: Any, usable: float, estimate: Callable[[Any, int], Any]
 ) -> tuple[int, list[Any]] | None:
-    """Return (most rows at once that fit into `usable` bytes, estimates of ranks by falling peak memory).
+    """Return (most rows at once that fit into `usable` bytes, estimates of ranks, highest peak memory first).
 
     None if a single row does not fit or, under a pipeline, if `layout.rows` rows do not fit.
     """
@@ -198,7 +198,7 @@ def main() -> None:
 
     with errors_as_sentences():
         base = job_of(args.source, args.config, config_args)
-        # No 8-bit products: the peak is that of bf16. Adapters stay.
+        # Leave out converters to 8 bits, because `machine.flops` is the peak in bf16. Keep adapters.
         base.model.converters = [name for name in base.model.converters if name == "lora"]
         states_of_model = bytes_of_states(base)
     if base.compile.applies_to("model"):
@@ -219,7 +219,7 @@ def main() -> None:
     for layout in candidates:
         states = least_states(states_of_model, layout)
         if states > usable:
-            _tell(f"{layout.name}: states alone take {states / 2**30:.0f} GiB")
+            _tell(f"{layout.name}: parameters, gradients and states take {states / 2**30:.0f} GiB")
             continue
         if tried == args.most:
             _tell(f"{layout.name}: not rehearsed, see --most")

@@ -39,7 +39,7 @@ SIZED_BY_VALUES = {
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 # Values that the host reads from the device are made up: 1 for a number, zeros for a copied tensor.
-# These functions of the project need another value: function -> (its local variables) -> value.
+# Functions of torchtitan that need another value: name -> function from its local variables to the value.
 ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "_on_any_rank": lambda _: 0,  # no rank saw a leak
     "check": lambda _: 0,
@@ -81,7 +81,7 @@ class Rehearsal(TorchDispatchMode):
         self.races.clear()
 
     def note(self, what: str) -> None:
-        # The program's own threads may wait. Autograd's threads have another class.
+        # Waits in threads that Python code started do not count. Autograd's threads have another class.
         if type(threading.current_thread()) is threading.Thread:
             return
         self.waits[f"{what} in {place()[0]}"] += 1
@@ -183,9 +183,9 @@ class Rehearsal(TorchDispatchMode):
         del self._arriving[key]
 
     def _check_source(self, source, non_blocking: bool) -> None:
-        """Note a copy to the device, unless it is non-blocking and from pinned memory.
+        """Count a copy to the device in `waits`, unless it is non-blocking and from pinned memory.
 
-        A blocking copy of a scalar is noted as "copy of a number".
+        A blocking copy of a scalar is counted as "copy of a number".
         """
         if source.dim() == 0 and source.numel() == 1 and not non_blocking:
             self.note("copy of a number")
@@ -197,7 +197,7 @@ class Rehearsal(TorchDispatchMode):
     # ---- streams ----
 
     def _track(self, func, args, kwargs, out) -> None:
-        """Record the storages that an operator uses on the current stream, and note races."""
+        """Record the storages that an operator uses on the current stream, and count races."""
         used = _tensors((args, kwargs))
         reads = self._arriving and not getattr(func, "is_view", False)
         for tensor in used if reads else ():
@@ -248,7 +248,7 @@ def rehearsing() -> Iterator[Rehearsal]:
             run(thread)
 
     def list_as_a_whole(tensor: torch.Tensor) -> Any:
-        """Copy a fake CUDA tensor to the host as a whole, like a device; torch would read number by number."""
+        """Copy a fake CUDA tensor to the host in one piece, as for a real one; torch would read each number."""
         if not tensor.is_cuda:
             mode.check_arrival(tensor)
         return tolist(tensor.cpu() if tensor.is_cuda else tensor)
@@ -273,7 +273,7 @@ def rehearsing() -> Iterator[Rehearsal]:
 
 
 class _Uses:
-    """When each stream last wrote to a storage, and last used it: stream id -> count in its clock.
+    """When each stream last wrote to a storage, and last used it: stream id -> its own clock at that time.
 
     The weak reference keeps another storage from getting the same address.
     """
@@ -324,10 +324,10 @@ def place() -> tuple[str, Any]:
 
 
 def patch_kernels() -> None:
-    """Replace the attention kernels, so that a rehearsal measures those of an H100.
+    """Replace the attention kernels by those that run on an H100.
 
-    Flex attention calls the operator that compiled code calls, and varlen is not compiled either. sdpa calls
-    the kernel that an H100 chooses, because torch's CPU build would choose one that stores all scores.
+    Flex attention calls the operator that compiled code would call. Neither flex nor varlen is compiled. sdpa
+    calls the kernel that an H100 chooses, because torch's CPU build would choose one that stores all scores.
     """
     from torch._functorch import partitioners
     from torch.nn.attention.flex_attention import flex_attention
@@ -342,8 +342,8 @@ def patch_kernels() -> None:
     FlexAttentionWrapper._compiled_flex_attn = staticmethod(flex)
     VarlenAttentionWrapper._compiled_varlen_attn = staticmethod(varlen_attn)
     F.scaled_dot_product_attention = _attention_of_h100
-    # Compiled code that recomputes attention would restore the state of a random generator, which this
-    # device lacks. It is not needed, because attention without dropout draws no random number.
+    # Compiled code that recomputes attention would restore a random generator's state, which this device
+    # lacks. The state is not needed, because attention without dropout draws no random number.
     partitioners.functionalize_rng_ops = lambda joint, forward, backward, n: (forward, backward)
 
 

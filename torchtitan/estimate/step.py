@@ -42,13 +42,13 @@ _GIB = 2**30
 class StepEstimate:
     """What one rank needs and does in a step after the first. Memory in bytes.
 
-    parameters: shards of parameters, and buffers. gradients: all gradients, after backward.
+    parameters: parameter shards and buffers. gradients: all gradients of the rank, after backward.
     activations: the peak of all other memory: activations kept for backward, parameters gathered by
         FSDP, buffers of collectives, temporaries.
-    peaks: the peak of the total in each phase of the step; the kinds may peak at other times.
+    peaks: the peak of the total in each phase of the step; a single kind may peak at another time.
     counts: what the rank sends and computes. host_waits: place -> number of times that the host
         waited for the device there; None if the step ran on real tensors.
-    tokens: of the whole step, over all ranks. model_flops: the model's FLOPs for these tokens, without
+    tokens: tokens of the step, over all ranks. model_flops: the model's FLOPs for these tokens, without
         recomputation. bubble: idle time of a pipeline rank divided by its busy time.
     """
 
@@ -137,7 +137,7 @@ def estimate_step(
                 "DDP cannot be estimated, because its reducer communicates when it is built; set "
                 "parallelism.data_parallel_shard_degree to 2 or more (FSDP, HSDP)"
             )
-        engine.tokenizer = types.SimpleNamespace(eos_id=1)  # not in the rows
+        engine.tokenizer = types.SimpleNamespace(eos_id=1)  # no token has this id
         logger.info("first step, which makes the optimizer's state")
         for _ in _run_step(engine):
             pass
@@ -151,7 +151,7 @@ def estimate_step(
 def estimate_from_depths(
     job_config: JobConfig, rank: int, gpus_per_node: int, depths: tuple[int, int] | None
 ) -> StepEstimate:
-    """Like `estimate_step`, extrapolated linearly from two depths; None estimates the model itself."""
+    """Extrapolate `estimate_step` linearly from two numbers of layers; None: estimate the whole model."""
     if depths is None:
         return estimate_step(job_config, rank, gpus_per_node)
     spec = resolve_job(_config_to_estimate(job_config), builds_data=False).train_spec
@@ -161,12 +161,12 @@ def estimate_from_depths(
 
 
 def bytes_of_states(job_config: JobConfig) -> int:
-    """Return the bytes of the parameters, and of the gradients and two moments of those that train.
+    """Return the whole model's bytes of parameters, and of gradients and two moments of trained parameters.
 
-    Of the whole model, after conversion. Raises ConfigError for an unknown model.
+    Counted after the model's conversion. Raises ConfigError for an unknown model.
     """
     config = _config_to_estimate(job_config)
-    # With FSDP, because it decides how frozen weights are stored.
+    # With FSDP, which decides how frozen weights are stored.
     config.parallelism = Parallelism(always_fsdp=True)
     spec = resolve_job(config, builds_data=False).train_spec
     args = build.derive_model_args(config, spec)
@@ -182,7 +182,7 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
     tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.int64)
     if engine.device.type != "cpu":
         tokens = tokens.pin_memory()
-    has_values = getattr(engine.model_args, "value_head", False)  # and no default loss
+    has_values = getattr(engine.model_args, "value_head", False)  # no default loss
     n_run = min(engine.gradient_accumulation_steps, 2)
     for i in range(n_run):
         is_last = i + 1 == n_run
@@ -246,7 +246,7 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
 
 
 def _refuse_made_up_sizes(rehearsal: Any) -> None:
-    """Raise ConfigError if the size of a tensor was made up, because it depends on values on the device."""
+    """Raise ConfigError if a tensor's size depends on values on the device, which are made up here."""
     for what in _waits_of(rehearsal):
         if "context_parallel.py" in what and not what.startswith("copy of"):
             raise ConfigError(
@@ -256,7 +256,7 @@ def _refuse_made_up_sizes(rehearsal: Any) -> None:
 
 
 def _waits_of(rehearsal: Any) -> Counter[str]:
-    """Return the host's waits, without asynchronous copies and waits that leave the device busy."""
+    """Return the host's waits, except asynchronous copies and waits during which the device stays busy."""
     at_once = {
         what: count
         for what, count in rehearsal.waits.items()
@@ -266,8 +266,8 @@ def _waits_of(rehearsal: Any) -> Counter[str]:
 
 
 def _axes_of_groups(engine: TrainingEngine) -> dict[tuple[str, str], str]:
-    """See `StepCounter`. Axes with the same ranks may share a group, such as cp and fsdp without data
-    parallelism. Then the namespace decides: FSDP and pipelines call "c10d", other axes the other."""
+    """See `StepCounter`. Axes with the same ranks may share a group, such as cp and fsdp without data parallelism.
+    Then the namespace decides: FSDP and pipelines call "c10d" operators, other axes "_c10d_functional" ones."""
     meshes = engine.parallel_dims.get_all_one_dimensional_meshes()
     orders = {
         "c10d": ["efsdp", "fsdp", "dp_replicate", "pp", "tp", "cp", "ep", "etp", "batch", "loss"],
@@ -282,7 +282,7 @@ def _axes_of_groups(engine: TrainingEngine) -> dict[tuple[str, str], str]:
 
 
 def _bubble(engine: TrainingEngine) -> float:
-    """Return idle over busy time, (p - 1) / (v m): p ranks, v stages per rank, m microbatches."""
+    """Return a pipeline's idle time / busy time, (p - 1) / (v m): p ranks, v stages per rank, m microbatches."""
     if engine.pp_schedule is None:
         return 0.0
     config = engine.job_config
@@ -319,7 +319,8 @@ _composed_rms_norm = F.rms_norm
 def _fused_rms_norm(
     x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Stand for the fused kernel of a GPU; without it torch composes the norm of operators that save more."""
+    """Stand in for the GPU's fused RMSNorm kernel. Without this, torch would build the norm from several
+    operators, which save more for the backward."""
     is_fused = weight is None or weight.dtype == x.dtype
     if is_fused and not any(isinstance(t, DTensor) for t in (x, weight)):
         return _FusedRMSNorm.apply(x, weight)
@@ -327,7 +328,7 @@ def _fused_rms_norm(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Saves and allocates what the fused kernel does, without values. x: [..., M]; weight: [M]."""
+    """Saves and allocates the same tensors as the fused kernel, without values. x: [..., M]; weight: [M]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -342,7 +343,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _config_to_estimate(job_config: JobConfig) -> JobConfig:
-    """Return a copy of the config that needs no devices, files or values of tensors."""
+    """Return a copy of the config that runs without devices, files and the values of tensors."""
     if job_config.training.enable_cpu_offload:
         raise ConfigError(
             "the memory of training.enable_cpu_offload = true cannot be estimated: what is on the "
@@ -355,17 +356,17 @@ def _config_to_estimate(job_config: JobConfig) -> JobConfig:
         )
     config = copy.deepcopy(job_config)
     if config.compile.enable:
-        logger.info("compile.enable is left out: compiled blocks keep less than this estimate")
+        logger.info("compile.enable is ignored: compiled blocks need less memory than estimated")
     config.compile.enable = config.parallelism.enable_async_tensor_parallel = False
     config.comm.mode = "fake_backend"
     if config.loss.name:
         logger.info(
-            "loss.name = %r is left out: the memory of a reference or teacher is not counted",
+            "loss.name = %r is ignored: the memory of its reference or teacher is not counted",
             config.loss.name,
         )
     config.checkpoint, config.loss = Checkpoint(), Loss()
     config.job.save_config_file = None
-    # No data is read and no tokenizer loaded; these pass the checks on any machine.
+    # No data or tokenizer is read; these settings pass the checks on any machine.
     config.model.hf_assets_path = os.curdir
     config.training.dataset, config.training.dataset_path = JobConfig().training.dataset, None
     config.validation.enable = False

@@ -18,7 +18,7 @@ from torchtitan.estimate.memory_tracker import OperatorMode
 from torchtitan.numerics.delta_rule import multiplications_per_token
 from torchtitan.numerics.nf4 import num_numbers
 
-# Part of an operator's name -> the kind of collective. Without recv, which sends nothing.
+# Part of an operator's name -> the kind of collective. recv is left out, because it sends nothing.
 _KINDS = {
     "allgather": "all-gather",
     "all_gather": "all-gather",
@@ -47,8 +47,8 @@ class Traffic:
     """Traffic of one kind of collective on one mesh axis, in bytes except for `calls`.
 
     sent: what this rank sends, by the ring algorithm.
-    network: this GPU's share of the bytes that leave its node. A ring leaves a node once, so the
-        ranks of the node share the bytes that one of them sends.
+    network: this GPU's share of the bytes that leave its node. A ring has one link out of a node, so
+        the node's ranks share the bytes that one rank sends.
     """
 
     calls: float = 0.0
@@ -72,7 +72,7 @@ class StepCounts:
 def combined(a: Any, b: Any, times_a: float, times_b: float) -> Any:
     """Return times_a * a + times_b * b, of numbers or of all numbers in dicts and dataclasses."""
     if isinstance(a, dict):
-        result = copy.copy(a)  # which has the default for missing keys
+        result = copy.copy(a)  # a copy keeps the default for missing keys
         for key in {*a, *b}:
             result[key] = combined(a[key], b[key], times_a, times_b)
         return result
@@ -103,7 +103,7 @@ class StepCounter(OperatorMode):
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         namespace = getattr(func, "namespace", "")
         if namespace == "torchtitan" and "reduce_scatter" in func.name():
-            namespace = "_c10d_functional"  # our reduce-scatter on the CPU, an all-to-all
+            namespace = "_c10d_functional"  # our reduce-scatter on the CPU is an all-to-all
         if namespace in ("c10d", "_c10d_functional"):
             self._count_collective(namespace, func, args, result)
         else:
@@ -156,7 +156,7 @@ class StepCounter(OperatorMode):
             products = 5 if is_backward else 2  # backward computes the scores again
             self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
         elif name.startswith("gated_delta_rule"):
-            is_backward = name.endswith("backward")  # which computes the forward again
+            is_backward = name.endswith("backward")  # computes the forward again
             _, k, v = args[2:5] if is_backward else args[:3]
             each = multiplications_per_token(k.shape[-1], v.shape[-1])
             products = 3 if is_backward else 1
@@ -174,7 +174,7 @@ class StepCounter(OperatorMode):
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             if "attention" in name or "attn" in name:
-                # The formulas count full squares of scores; causal kernels compute half of them.
+                # torch's formulas count the full matrix of scores; causal kernels compute half of it.
                 self.counts.flops["attention"] += flops // 2
             else:
                 self.counts.flops["matrix products"] += flops

@@ -1,5 +1,5 @@
-"""A cache of keys and values, or of the states of linear attention, so that a new token costs the forward
-of one token.
+"""A cache of keys and values, or of the states of linear attention, so each new token needs a forward pass
+over one token only.
 
 B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H
 query heads, K key/value heads, D head size, V vocabulary, L mixtures of experts, k experts per token.
@@ -23,11 +23,11 @@ from torchtitan.numerics.document_conv import conv_tail, document_conv
 
 
 class _Store:
-    """Tensors [B, ...] that continue the rows; allocated in the first call.
+    """Cached tensors [B, ...] from which rows continue; allocated in the first call.
 
     Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens; `end`, the number of
     filled slots after the call; and `counts` [B], the number of new tokens of each row, without padding.
-    max_length: the size of dim 2, which has an entry per cached token; 0: no dim has.
+    max_length: the size of dim 2, with an entry per cached token; 0: the tensors have no such dim.
     """
 
     max_length = 0
@@ -159,7 +159,7 @@ class CachedDeltaRule(_Store, DeltaRule):
 
 
 class ExpertRecord(_Store):
-    """The experts of cached tokens, int16 [B, L, max_length, k]; 0 for layers of other pipeline stages."""
+    """The expert indices of cached tokens, int16 [B, L, max_length, k]; 0 for layers of other pipeline stages."""
 
     def __init__(self, parts: Sequence[Decoder], max_length: int):
         moe_layers = parts[0].moe_layers
@@ -175,7 +175,7 @@ class ExpertRecord(_Store):
 
     @contextmanager
     def recording(self, n_rows: int) -> Iterator[None]:
-        """Record the experts of the tokens at `slots` while the model runs inside the context."""
+        """Record the expert indices of the tokens at `slots` while the model runs inside the context."""
         if not self.stored:
             self.stored = [self.slots.new_zeros(n_rows, *self._sizes, dtype=torch.int16)]
         (stored,), rows = self.stored, torch.arange(n_rows, device=self.slots.device)[:, None]
@@ -198,7 +198,7 @@ class ExpertRecord(_Store):
 
 
 class CachedForward:
-    """The forward that `kv_cache` yields. lengths: the number of tokens in each row so far."""
+    """The forward pass that `kv_cache` yields. lengths: the number of tokens in each row so far."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class CachedForward:
             return self._run(tokens, attention_masks=masks, positions=slots)
 
     def aside(self, max_length: int) -> "CachedForward":
-        """Return the forward of a second, empty cache for the same model."""
+        """Return the forward pass of a second, empty cache for the same model."""
         records = self.experts is not None
         return CachedForward(self._parts, self._layers, max_length, self._run, records)
 
@@ -311,10 +311,10 @@ def kv_cache(
     run: Callable[..., Tensor | None] | None = None,
     records_experts: bool = False,
 ) -> Iterator[CachedForward]:
-    """Yield a forward with a cache: new tokens [B, T] -> their logits [B, T, V].
+    """Yield a forward pass with a cache: new tokens [B, T] -> their logits [B, T, V].
 
     A row is one document, masked by the model's `layer_masks`, so every family and every attn_type
-    works. Inside the context the model must not be called in another way.
+    works. Inside the context, call the model only through the yielded object.
 
     model: a model, or this rank's parts of a model that is split into pipeline stages.
     max_length: the longest row, in tokens.

@@ -33,7 +33,7 @@ def draw(
     """Draw one token per row of logits [B, V] by inverting the cumulative distribution.
 
     uniform: fp64 [B], from [0, 1). The same numbers draw the same tokens on every device and in
-        every split of the rows, unless rounding moves a cumulative probability past a number.
+        every split of the rows, unless rounding moves a cumulative probability past `uniform`.
     temperature: divides the logits; 0 takes the likeliest token (the first of equals).
     top_k: keep only this many of the likeliest tokens (the first of equals); 0 keeps all.
     top_p: of these, keep the fewest likeliest tokens that hold this share of the probability; 1
@@ -95,7 +95,7 @@ def stream(
     temperature: numbers between 0 and 1e-5 become 1e-5. seed: None draws from torch's default generator.
     eos_id: a row that has drawn this token, or one of these, is padded with it, and generation
         ends when all rows have drawn one; None always draws `max_new_tokens`.
-    Raises ValueError for an empty prompt or options out of range, and like `kv_cache`;
+    Raises ValueError for an empty prompt, options out of range, and in the cases of `kv_cache`;
     FloatingPointError for logits that are not finite.
     """
     least = {"max_new_tokens": (max_new_tokens, 1), "temperature": (temperature, 0)}

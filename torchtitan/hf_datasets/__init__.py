@@ -1,4 +1,4 @@
-"""The reference's path of `torchtitan.data`."""
+"""The path of `torchtitan.data` in torchtitan 0.2.x."""
 
 from torchtitan.data import DatasetConfig
 

@@ -54,14 +54,14 @@ _MAX_FILE_BYTES = 4 * 2**30  # limit of the tensors in one file
 class OpenAIGenerator(ForeignGenerator):
     """Samples with HTTP servers. Each rank sends the requests for its own share of prompts.
 
-    A completion does not depend on the server, because it has a seed of its own. A server that is lost
-    is left out until the next update, or until no other is left.
+    Each completion has its own seed, so it does not depend on the server. A lost server is skipped until
+    the next update, or until no other server is left.
 
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
-    settings: `[rl.generator]`. dtype: of the weights in the files; None keeps the trainer's.
+    settings: `[rl.generator]`. dtype: dtype of the weights in the files; None: the trainer's.
     folder: gets a subfolder per weight version; each update removes the other subfolders.
     hf_assets_path: folder whose config.json and tokenizer are copied to each version's folder.
-    vocab_size: the trainer's; token ids of an answer must be below it. None does not check.
+    vocab_size: limit for the token ids of an answer; None: no check.
     delta: with `weight_transfer` = "gloo", send only the changes since the last update.
     """
 
@@ -161,7 +161,7 @@ class OpenAIGenerator(ForeignGenerator):
         failure = None
         try:
             super().update_weights(weights, check_digest=check_digest)
-        except WeightMismatchError as error:  # of rank 0; the other ranks wait in `share`
+        except WeightMismatchError as error:  # on rank 0; the other ranks wait in `share`
             failure = error
         if self._settings.weight_transfer and failure is None:
             self._servers.trust(self._servers.addresses())
@@ -186,21 +186,21 @@ class OpenAIGenerator(ForeignGenerator):
             self._remove_other_versions(version)
 
     def _load_on(self, server: str, version: int, previous: str) -> None:
-        """Have a server load the files of a version. previous: name of adapters that it may have."""
+        """Have a server load the files of a version. previous: name of the adapters to unload."""
         folder = self._folder_of(version)
         if url := self._settings.reload_url:
-            url = f"{server}{url}" if url.startswith("/") else url  # a path is that of each server
+            url = f"{server}{url}" if url.startswith("/") else url  # a path on each server
             self._command(url, {"path": folder, "version": version})
         elif self._run:
             lora = {"lora_name": self._name_of(version), "lora_path": folder}
             try:
                 self._command(f"{server}/v1/load_lora_adapter", lora)
             except RunError as error:
-                # By an earlier try, whose answer was lost: the name is of this run and version.
+                # An earlier try loaded it, and its answer was lost: the name has this run and version.
                 if "has already been loaded" not in str(error):
                     raise
             if previous:
-                with suppress(RunError):  # a server that was started again does not have it
+                with suppress(RunError):  # a restarted server does not have them
                     self._command(f"{server}/v1/unload_lora_adapter", {"lora_name": previous})
         else:
             rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
@@ -269,7 +269,7 @@ def _write(pairs: Pairs, folder: str, hf_assets_path: str) -> None:
 
 def _has_no_files(server: str) -> None:
     raise RunError(
-        f"{server} ended or was started again, and rl.generator.weight_transfer leaves no files to load; start "
+        f"{server} ended or was restarted, and rl.generator.weight_transfer leaves no files to load; start "
         "the run again"
     )
 

@@ -1,4 +1,4 @@
-"""The HTTP servers of a policy, which may end, come back and be joined by others while a run goes on."""
+"""The HTTP servers that sample from a policy. Servers may end, restart and join during a run."""
 
 import http.client
 import itertools
@@ -22,12 +22,12 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-_SECONDS_BETWEEN_LOOKS = 2.0  # at servers of which none answers
-_SECONDS_TO_ANSWER = 10.0  # of a server that has nothing to compute
+_SECONDS_BETWEEN_LOOKS = 2.0  # between tries while no server answers
+_SECONDS_TO_ANSWER = 10.0  # timeout for connections and metrics
 
 
 class LostServerError(RunError):
-    """A server does not answer. is_gone: there is no server, rather than one that fails."""
+    """A server does not answer. is_gone: it cannot be reached; False: it reports errors."""
 
     def __init__(self, message: str, is_gone: bool = True) -> None:
         super().__init__(message)
@@ -35,15 +35,15 @@ class LostServerError(RunError):
 
 
 class Servers:
-    """Knows which servers have the weights of the last update, and gives them to those that come back.
+    """Tracks which servers have the weights of the last update, and has restarted servers load them.
 
-    setting: see `addresses_in`; read again for each update, so that servers may join.
+    setting: see `addresses_in`; read again for each update, so servers may join.
     timeout_seconds: how long to wait while no server answers.
 
-    A server that was started again has other weights. An idle connection to each server tells: it is
-    closed when the server's process ends. A proxy, or a server with TLS, closes it after a while, too; then the
-    start time of the process, among the server's metrics as in vLLM, tells. A server without it counts as
-    started again.
+    A restarted server lost the weights. To detect it, an idle connection to each server stays open, which
+    closes when the server's process ends. Proxies and TLS servers also close idle connections; then the
+    process's start time in the server's metrics (vLLM has it) must be unchanged. A server without this
+    metric counts as restarted.
     """
 
     def __init__(self, setting: str, timeout_seconds: float) -> None:
@@ -51,16 +51,16 @@ class Servers:
         self._lock = threading.Lock()  # held while a server gets the weights
         self._turns = itertools.count()
         self._ready: dict[str, _Connection] = {}
-        self._load: Callable[[str], None] = lambda _: None  # before an update: any server will do
+        self._load: Callable[[str], None] = lambda _: None  # before an update: nothing to load
 
     def addresses(self) -> list[str]:
         return addresses_in(self._setting)
 
     def update(self, load: Callable[[str], None], *, now: bool = True) -> None:
-        """Have all servers that answer load the weights, and wait until at least one has.
+        """Make all servers that answer load the weights, and wait until at least one has loaded them.
 
-        load: has the server of an address load the weights; called again for a server that comes back.
-        now: False for a rank that waits for rank 0 to do it, in `share`, and for weights sent in another way.
+        load: makes the server at an address load the weights; called again for a restarted server.
+        now: False for ranks that get rank 0's result in `share`, and for weights sent without files.
         Raises what `load` raises, unless the server is gone.
         """
         with self._lock:
@@ -70,7 +70,7 @@ class Servers:
                 self._load_any()
 
     def share(self) -> None:
-        """Give all ranks the answer of rank 0: which servers have the weights. Collective."""
+        """Tell all ranks which servers have the weights, as rank 0 knows. Collective."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             ready = from_rank_zero(lambda: list(self._ready))
             if dist.get_rank() > 0:
@@ -78,13 +78,13 @@ class Servers:
                 self.trust(ready)
 
     def trust(self, addresses: list[str]) -> None:
-        """Take these servers for ready, as far as they answer."""
+        """Mark these servers as ready, if they accept a connection."""
         for address in addresses:
             with suppress(OSError):
                 self._ready[address] = _Connection(address)
 
     def forget_restarted(self) -> None:
-        """Leave out servers whose process ended after the last update. Call it before a draw."""
+        """Skip servers whose process ended after the last update. Call before sampling."""
         with self._lock:
             for address, idle in list(self._ready.items()):
                 if not idle.is_closed():
@@ -96,12 +96,12 @@ class Servers:
                     self._forget([address])
                     self._ready[address] = again
                 else:
-                    self._forget([address], "it was started again")
+                    self._forget([address], "it was restarted")
 
     def call(self, request: Callable[[str], T]) -> T:
-        """Return `request(address)` of a server that has the weights; of another one if a server is lost.
+        """Return `request(address)` for a server that has the weights; if it is lost, try another server.
 
-        Raises LostServerError if no server comes back in time, or each one fails at this request.
+        Raises LostServerError if no server answers in time, or every server fails this request.
         """
         n_failures = 0
         while True:
@@ -136,9 +136,9 @@ class Servers:
             time.sleep(min(_SECONDS_BETWEEN_LOOKS, self._timeout_seconds / 4))
 
     def _try_to_load(self, address: str) -> Exception | None:
-        """Return why the server is left out, or None. Raises what a server answers that fails at the load."""
+        """Return why the server is skipped, or None. Raises RunError if the server reports a failed load."""
         try:
-            idle = _Connection(address)  # first: a restart after the load closes it
+            idle = _Connection(address)  # before the load, so a later restart closes it
             self._load(address)
         except (OSError, LostServerError) as error:
             if not getattr(error, "is_gone", True):
@@ -156,7 +156,7 @@ class Servers:
 
 
 class _Connection:
-    """An idle connection to a server. started: when the server's process started; "" if it does not tell."""
+    """An idle connection to a server. started: start time of the server's process; "" if unknown."""
 
     def __init__(self, address: str) -> None:
         to = urlsplit(address)

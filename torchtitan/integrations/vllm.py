@@ -24,8 +24,8 @@ class VLLMGenerator(ForeignGenerator):
     settings: `[rl.generator]`. folder: each rank writes adapters to a subfolder of it.
     hf_assets_path: folder with the model's config.json and tokenizer. Its weights are read only if
         updates bring adapters; otherwise all weights come from `update_weights`.
-    dtype: of vLLM's weights; None takes config.json's, and sends weights without a cast.
-    seq_len: the length limit if the settings have none. lora_rank: the largest of the adapters.
+    dtype: dtype of vLLM's weights; None takes config.json's dtype, and sends weights without a cast.
+    seq_len: the length limit if the settings have none. lora_rank: largest rank of the adapters.
 
     Raises ImportError if vLLM is not installed, ConfigError if tensor_parallel_degree does not
     divide the number of ranks.
@@ -77,7 +77,7 @@ class VLLMGenerator(ForeignGenerator):
                 "rl.generator.backend = 'vllm' needs vLLM, which is not installed; install it "
                 "with `pip install vllm`, or set the backend to 'local'"
             ) from error
-        # Each rank writes the adapters by itself, because draws ahead of training must not communicate.
+        # Each rank writes the adapters by itself, because sampling ahead of training must not communicate.
         folder = os.path.join(folder, f"rank-{dist.get_rank() if n_ranks > 1 else 0}")
         super().__init__(dtype, seed, folder, settings.adapters, settings.replay_experts)
         self._vllm = vllm

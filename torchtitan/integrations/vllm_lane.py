@@ -72,7 +72,7 @@ class WeightLane:
     backend: as the server's `--weight-transfer-config '{"backend": ...}'`.
     call: (endpoint name, message) -> the server's answer, by a POST, or a GET if the message is None.
         After `call` has raised, the lane cannot be used again.
-    url: the server's. The lane listens at the address from which this machine reaches the server.
+    url: the server's. The lane listens at this machine's address on the route to the server.
     delta: send only the changes since the last update; for "gloo".
     """
 
@@ -122,7 +122,7 @@ class WeightLane:
         )
 
     def send(self, pairs: Pairs, version: int) -> None:
-        """Send all weights, under Hugging Face names; `/weight_info` then tells their version."""
+        """Send all weights, under Hugging Face names; `/weight_info` then reports their version."""
         self._call("start_weight_update", {})
         pairs = copied(pairs, self._device)
         for bucket in buckets_of(pairs if self._changes is None else self._changes.packed(pairs)):

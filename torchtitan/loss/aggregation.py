@@ -86,14 +86,14 @@ def aggregation_weights(
         seq-mean-token-sum-norm  sum m l / (S * norm)      (Liu et al. 2025, arXiv:2503.20783)
         prompt-mean              sum over prompts (sum m l / sum n_i, over its sequences) / G
 
-    masks: [T_i] of each of this rank's sequences in the optimizer step; nonzero tokens are in the loss.
-        The weights have the same shapes and devices.
+    masks: a mask [T_i] for each of this rank's sequences in the optimizer step, nonzero for tokens in the
+        loss. The weights have the same shapes and devices.
     norm: for seq-mean-token-sum-norm, a length that is the same in every step.
-    prompt_ids: for prompt-mean, one per sequence, the same for a prompt on every rank.
-    group: the ranks that have other sequences of the step; counts are summed over it (collective).
-    normalize: False if other calls add sequences to the step. Then returns (weights without the last
-        denominator, this rank's share of that denominator, 0 for token-sum) for
-        `TrainingEngine.optim_step(denominator=...)`. All sequences of a prompt must be in one call.
+    prompt_ids: for prompt-mean, the id of each sequence's prompt, the same on every rank.
+    group: the ranks that hold the step's other sequences; counts are summed over it (collective).
+    normalize: False if other calls add sequences to the step. Then the weights are not divided by N, S,
+        S * norm or G, and the result is (weights, this rank's share of that divisor, 0 for token-sum). Pass
+        the share to `TrainingEngine.optim_step(denominator=...)`. Give all sequences of a prompt in one call.
     count_empty: S and G include sequences and prompts without a token in the loss, as in verl.
 
     Raises ValueError for an unknown mode, or if the mode's norm or prompt_ids are missing.
@@ -132,7 +132,7 @@ def aggregation_weights(
     divides_sequences = mode in ("seq-mean-token-mean", "prompt-mean")
     weights = []
     for mask, n in zip(masks, counts, strict=True):
-        # Integers up to a single division, so that every split of the step gives the same bits.
+        # Multiply integers and divide once, so that every split of the step gives the same bits.
         denominator = (n if divides_sequences else 1) * total
         weights.append(mask.to(dtype) / (denominator or 1))
     return weights if normalize else (weights, float(share))
@@ -144,7 +144,7 @@ def _count_prompts(
     group: dist.ProcessGroup | None,
     count_empty: bool,
 ) -> tuple[Counter[Hashable], int]:
-    """Return each prompt's tokens in the step, and how many of this rank's prompts no lower rank has."""
+    """Return each prompt's number of tokens in the step, and the number of prompts that no lower rank has."""
     own: Counter[Hashable] = Counter()
     for prompt, n in zip(prompt_ids, counts, strict=True):
         own[prompt] += n

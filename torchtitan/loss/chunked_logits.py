@@ -1,12 +1,12 @@
 """Log-probabilities and losses from logits [B, T, V] that are never stored as a whole.
 
-They are computed in chunks of tokens from hidden states and the output projection's weight, so that the
-largest tensor is [chunk, V]. `LogProbs` computes each chunk's logits again in backward. `SummedLoss` is
-a scalar: forward computes its gradient, and backward multiplies that by the incoming gradient.
+Logits are computed in chunks of tokens from hidden states and the output projection's weight, so the
+largest tensor is [chunk, V]. `LogProbs` computes each chunk's logits again in backward. `SummedLoss`
+computes its gradient in forward; backward only multiplies this gradient by the incoming one.
 
 Under tensor parallelism each rank computes the logits of its vocabulary entries, and ranks exchange four
 numbers per token once. A chunk may have tokens of several models, each with its own adapters; a model's
-tokens are cut into chunks as if it were the only model.
+tokens are cut into chunks as if the batch had no other model.
 
 B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n
 tokens in a chunk, N tokens in all chunks; m models, r rank of their adapters.
@@ -29,8 +29,8 @@ from torchtitan.tools.torch_parts import assert_on_device
 
 
 class Operands(NamedTuple):
-    """x: [N, M], or the logits [N, v] if weight is None. weight: [v, M]. bias: [v]. adapted_x, a, b: x, a
-    and b of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
+    """x: [N, M], or the logits [N, v] if weight is None. weight: [v, M]. bias: [v]. adapted_x, a, b: the
+    fields x, a and b of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
     """
 
     x: Tensor
@@ -42,8 +42,8 @@ class Operands(NamedTuple):
 
 
 class Call(NamedTuple):
-    """first: this rank's first vocabulary entry. cap: c, for logits c * tanh(logits / c). sizes, scale: those
-    of the `LowRank`."""
+    """first: index of this rank's first vocabulary entry. cap: c, for logits c * tanh(logits / c). sizes,
+    scale: the fields of the `LowRank`."""
 
     first: int
     group: dist.ProcessGroup | None
@@ -53,14 +53,14 @@ class Call(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """What a chunk's backward needs. low_rank: from `add_products`. of_cap: d capped logits / d logits [n, v]."""
+    """What a chunk's backward needs. low_rank: from `add_products`. of_cap: d capped logits / d logits, [n, v]."""
 
     low_rank: list[Tensor]
     of_cap: Tensor | None
 
 
 class Chunk(NamedTuple):
-    """Tokens whose logits are stored together. begin: the first token. sizes: [m], tokens of each model."""
+    """Tokens whose logits are stored together. begin: index of the first token. sizes: [m], tokens per model."""
 
     begin: int
     sizes: list[int]
@@ -77,7 +77,7 @@ class ChunkedHead(Generic[Outputs]):
     """A head that computes logits in chunks; a decoder's output projection calls it.
 
     temperature: a number, or [N, 1], that divides the logits. chunk_tokens: tokens in a chunk; None: 1,024 on a
-    CPU, elsewhere 4,096, or 8,192 if compiled. compile_backend: compile all but matrix products with it.
+    CPU, elsewhere 4,096, or 8,192 if compiled. compile_backend: of torch.compile, for all but matrix products.
     """
 
     temperature: Any = 1.0
@@ -93,7 +93,7 @@ class ChunkedHead(Generic[Outputs]):
 
     @property
     def product(self) -> Callable[..., Tensor]:
-        """(x, weight, bias) -> logits"""
+        """The matmul function (x, weight, bias) -> logits."""
         return linear
 
     def __call__(
@@ -109,9 +109,9 @@ class ChunkedHead(Generic[Outputs]):
     ) -> Outputs:
         """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
 
-        group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels; the
-            call is collective, and the gradient of h is this rank's summand.
-        low_rank: the adapters' product to add to the logits; rows sorted by model, b [m, v, r].
+        group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels. The call
+            is collective; the gradient of h is only this rank's summand.
+        low_rank: the adapters whose product is added to the logits, with rows sorted by model, b [m, v, r].
         cap: c, for logits c * tanh(logits / c).
         """
         first, n_ranks = 0, 1
@@ -217,8 +217,8 @@ class LogProbs(torch.autograd.Function):
 
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Callable[[], Tensor]]]
-"""(logits [n, v], rows of a chunk) -> sums [c] over its tokens, the first of which is the loss; and a function
-that returns the loss's gradient [n, v]. It may overwrite the logits."""
+"""(logits [n, v], rows of a chunk) -> (sums [c] over the chunk's tokens, the first is the loss; a function that
+returns the loss's gradient [n, v]). A `ChunkLoss` may overwrite the logits."""
 
 
 class SummedLoss(torch.autograd.Function):
@@ -251,7 +251,7 @@ class SummedLoss(torch.autograd.Function):
 
 
 def cross_entropy_of(labels: Tensor, head: ChunkedHead[Any], call: Call) -> ChunkLoss:
-    """labels: [N]."""
+    """Return the `ChunkLoss` that sums the cross entropy over `labels` [N] except IGNORE_INDEX."""
     statistics_of = _maybe_compiled(_statistics, head.compile_backend)
     gradient_of = _maybe_compiled(_gradient_of_loss, head.compile_backend)
 
@@ -327,7 +327,7 @@ class Gradients:
 
 def chunks_of(x: Tensor, head: ChunkedHead[Any], call: Call) -> list[Chunk]:
     # Each chunk adds a gradient of the whole weight to a sum in fp32; with small chunks accelerators would
-    # spend much time on this. Compiled code stores logits in 16 bits, so its chunks may be larger.
+    # spend much time on these sums. Compiled code stores logits in 16 bits, so its chunks may be larger.
     default = 4096 if head.compile_backend is None else 8192
     size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
     sizes, begin = call.sizes or [len(x)], 0
@@ -347,8 +347,8 @@ def logits_of(
 ) -> tuple[Tensor, float | Tensor, Slopes]:
     """Return the logits [n, v] of a chunk, its temperature, and what its backward needs.
 
-    With a compile_backend, logits have any dtype and are not divided by the temperature yet. Without, they
-    are divided, in fp32 (fp64 if x is) and in memory of their own.
+    With a compile_backend, logits have any dtype and are not divided by the temperature yet. Without one, they
+    are divided, in fp32 (fp64 if x is fp64), and share no memory with the operands.
     """
     x, weight, bias, adapted_x, a, b = operands
     rows, temperature, low_rank, of_cap = chunk.rows, head.temperature, [], None
@@ -380,7 +380,7 @@ def _maybe_compiled(function: Callable[..., Tensor], backend: str | None) -> Cal
 def _statistics(
     logits: Tensor, temperature: float | Tensor, own_labels: Tensor, wants_entropy: bool
 ) -> Tensor:
-    """Return the numbers [n, 4] that ranks exchange about logits z [n, v].
+    """Return four numbers per token, [n, 4], that ranks exchange instead of their logits z [n, v].
 
     The maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it; the
     sum of e * (z - maximum), 0 without wants_entropy. If not compiled, the logits are overwritten.
@@ -406,11 +406,11 @@ def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hide_entries_(logits: Tensor, n_entries: int | None, call: Call) -> Tensor:
-    """Set the logits [n, v] of vocabulary entries from `n_entries` on to -1e30, probability 0; None: of none."""
+    """Set logits [n, v] of vocabulary entries >= n_entries to -1e30, so probability 0; None changes nothing."""
     if n_entries is not None:
         logits[
             :, max(0, n_entries - call.first) :
-        ] = -1e30  # finite: a rank may have no other entries
+        ] = -1e30  # finite, or ranks with no other entries would compute nan
     return logits
 
 
@@ -422,7 +422,7 @@ def log_of_sum(exps: Tensor) -> Tensor:
 def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
     """Return log-probabilities of tokens. chosen: their logits. highest, sums: from `exponentials_`.
 
-    The trainer and the generator both call it, because another formula rounds differently.
+    Trainer and generator both call this function, because another formula would round differently.
     """
     return (chosen - highest) - sums.log()
 
@@ -512,6 +512,6 @@ def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns [n, 1] on this rank, 0 for other ranks' labels; [n] True for these."""
+    """Return the labels' columns [n, 1] on this rank, 0 for other ranks' labels, and bool [n]: is another rank's."""
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere

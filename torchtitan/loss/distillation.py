@@ -1,4 +1,4 @@
-"""Distillation: a student's divergence from a teacher, without whole logits of either.
+"""Distillation: a student's divergence from a teacher, without storing the whole logits of either model.
 
 z [V] are a token's logits by the student, u by the teacher; T is the temperature, p = softmax(z / T),
 q = softmax(u / T):
@@ -6,16 +6,16 @@ q = softmax(u / T):
     forward  KL(q || p) = sum_j q_j (log q_j - log p_j)    d/dz_j = (p_j - q_j) / T
     reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)    d/dz_j = p_j (log p_j - log q_j - KL) / T
 
-In the loss the divergence is multiplied by T^2, so that its gradient is about as large for every T. Forward,
-and T^2: Hinton et al. 2015, arXiv:1503.02531, section 2. Reverse: Gu et al. 2024, arXiv:2306.08543, eq. 1.
+The loss multiplies the divergence by T^2, so its gradient is about as large for every T. Sources: forward and T^2,
+Hinton et al. 2015, arXiv:1503.02531, section 2; reverse, Gu et al. 2024, arXiv:2306.08543, eq. 1.
 
 With only the teacher's k most probable tokens, the divergence is over k + 1 outcomes: these tokens, and any
 other token, with probabilities p_r and q_r. It is at most the divergence over all tokens, by the log sum
-inequality (Cover and Thomas 2006, theorem 2.7.1), and equal for k = V. d/dz_j is p_j / p_r times the formula
-for p_r and q_r if j is another token.
+inequality (Cover and Thomas 2006, theorem 2.7.1), and equal for k = V. If j is another token, d/dz_j is
+p_j / p_r times the formula above with p_r and q_r.
 
 B rows, T tokens, M and M_t model dims of student and teacher, V vocabulary entries, v = V / tp entries on
-this rank; n tokens in a chunk, N tokens in all chunks. A divergence is a pair: KL [n], and a function that
+this rank; n tokens in a chunk, N tokens in all chunks. A `Divergence` is a pair: KL [n], and a function that
 returns T d KL / d logits, [n, v].
 """
 
@@ -45,9 +45,9 @@ Divergence = tuple[Tensor, Callable[[], Tensor]]
 
 
 class Distilled(NamedTuple):
-    """loss: the weighted sum over tokens, a scalar with a gradient. kl, label_loss: the sums over labels of
-    the divergence and of the cross entropy, without weights, T^2 and gradient. logprobs, entropy: see
-    `TokenOutputs`."""
+    """loss: the weighted sum over tokens, a scalar with a gradient. kl, label_loss: the divergence and the cross
+    entropy, summed over tokens whose label is not ignored, without weights, T^2 and gradient. logprobs,
+    entropy: see `TokenOutputs`."""
 
     loss: Tensor
     kl: Tensor
@@ -59,8 +59,8 @@ class Distilled(NamedTuple):
 class TeacherStates(ChunkedHead[Tensor]):
     """A head for the teacher: returns its hidden states [B, T, M_t], and keeps its output weight.
 
-    weight: this rank's rows of the student's vocabulary, [v, M_t], from the first call on.
-    n_student: the student's vocabulary entries V.
+    weight: rows of the teacher's output weight for this rank's v entries, [v, M_t]; set by the first call.
+    n_student: V, the size of the student's vocabulary.
     """
 
     def __init__(self, n_student: int):
@@ -71,7 +71,7 @@ class TeacherStates(ChunkedHead[Tensor]):
     def compute(self, operands: Operands, call: Call, labels: Tensor) -> Tensor:
         if self.weight is None:
             self.cap = call.cap
-            # A rank's rows are not the student's if one of the two pads its vocabulary.
+            # If one of the two models pads its vocabulary, its ranks hold other entries: take the student's.
             of_ranks = of_all_ranks(operands.weight, call.group)
             n_own = self.n_student // len(of_ranks)
             first = call.first // len(operands.weight) * n_own
@@ -82,17 +82,17 @@ class TeacherStates(ChunkedHead[Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class DistillationLoss(ChunkedHead[Distilled]):
-    """A head: sums kl_weight * T^2 * KL + label_weight * cross entropy over the labels, to `Distilled`.
+    """A head: sums kl_weight * T^2 * KL + label_weight * cross entropy over tokens, to `Distilled`.
 
     The batch's "teacher" is the teacher's hidden states [B, T, M_t] if there are `states`, else the result
-    [B, T, 2 k + 1] of `TopTokens(T, k=k, with_rest=True)`. Its "loss_weights" [B, T], if any, multiply
-    the loss of a token.
+    [B, T, 2 k + 1] of `TopTokens(T, k=k, with_rest=True)`. The batch's "loss_weights" [B, T], if any,
+    multiply each token's loss.
 
     temperature_of_kl: T; the cross entropy is at temperature 1.
-    n_entries: the vocabulary's first entries, which alone have a probability in the divergence, if the models
-        pad it to different sizes. None: all entries.
+    n_entries: number of vocabulary entries in the divergence, if the models pad the vocabulary to different
+        sizes; later entries get probability 0. None: all entries.
     chunk_tokens: as in `TokenLogProbs`; a chunk stores about six tensors [n, v] in fp32.
-    of_tokens: a second head, for `Distilled.logprobs`; None: leave them out.
+    of_tokens: a second head, for the logprobs and entropy of `Distilled`; None leaves both out.
     """
 
     divergence: Literal["forward", "reverse"] = "forward"
@@ -143,7 +143,7 @@ class DistillationLoss(ChunkedHead[Distilled]):
         return Distilled(*sums, *self.of_tokens.compute(operands, call, labels))
 
     def _compare(self, logits: Tensor, scores: Tensor, call: Call) -> Divergence:
-        """logits: [n, v]. scores: the teacher's of these tokens, [n, ...]."""
+        """logits: the student's, [n, v]. scores: these tokens' rows of the batch's "teacher", [n, ...]."""
         how = self.temperature_of_kl, self.n_entries
         log_p, is_forward = _log_probs(logits, call, *how), self.divergence == "forward"
         if self.states is not None:
@@ -176,7 +176,7 @@ def _divergence(
 def _divergence_of_top(
     log_p: Tensor, ids: Tensor, log_q: Tensor, is_forward: bool, call: Call
 ) -> Divergence:
-    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: of `ids` and the rest, [n, k + 1]."""
+    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: [n, k + 1], of `ids` and the rest."""
     k, ids = ids.shape[1], ids - call.first
     is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
     ids = ids.masked_fill(is_elsewhere, 0)

@@ -53,7 +53,7 @@ class TokenLogProbs(ChunkedHead[TokenOutputs]):
     batch_invariant: a token's logits do not depend on other tokens, see `numerics.batch_invariant`.
 
     Raises ValueError for a temperature or a chunk that is not positive, and for a name that the
-    batch does not have. Temperatures on an accelerator are not read.
+    batch does not have. Temperatures on an accelerator are not checked.
     """
 
     temperature: float | str | Tensor = 1.0
@@ -117,8 +117,8 @@ class TopTokens(TokenLogProbs):
     """A head: finds the k most probable tokens at each position, without gradients.
 
     Returns [B, T, 2 k] fp32: k token ids (below 2^24), the most probable first, then their log-probs.
-    with_rest: append the logarithm of all other tokens' probability, [B, T, 2 k + 1].
-    n_entries: the first entries of the vocabulary, which alone have a probability; None: all.
+    with_rest: append the log of the total probability of all other tokens, [B, T, 2 k + 1].
+    n_entries: number of vocabulary entries to consider; later entries get probability 0. None: all.
     """
 
     k: int = 1
@@ -128,7 +128,7 @@ class TopTokens(TokenLogProbs):
     def compute(  # type: ignore[override]
         self, operands: Operands, call: Call, labels: Tensor
     ) -> Tensor:
-        head = replace(self._of_tokens(labels), compile_backend=None)  # it is seldom called
+        head = replace(self._of_tokens(labels), compile_backend=None)  # rarely called
         best = [labels.new_zeros(0, 2 * self.k + self.with_rest, dtype=torch.float32)]
         with torch.no_grad():
             for chunk in chunks_of(operands.x, self, call):
@@ -143,7 +143,7 @@ class TopTokens(TokenLogProbs):
             return torch.cat(best).float().view(*labels.shape, -1)
 
     def _best_of_ranks(self, of_ranks: Tensor) -> Tensor:
-        """of_ranks: [ranks, n, highest logit + sum + sum of others + k' logits + k' ids] -> the result."""
+        """of_ranks: [ranks, n, highest logit + sum + sum of others + k' logits + k' ids] -> the result's rows."""
         highest, sums, others = of_ranks[..., :3].unbind(-1)
         top = highest.amax(0)
         scale = (highest - top).exp()
@@ -151,7 +151,7 @@ class TopTokens(TokenLogProbs):
         logits, ids = (part.transpose(0, 1).flatten(1) for part in of_ranks[..., 3:].chunk(2, -1))
         chosen, places = logits.topk(self.k)
         logprobs = logprobs_of_logits(chosen, top[:, None], total[:, None])
-        # Not 1 - sum of the probabilities, which has no digits if that is close to 1.
+        # Not 1 - sum of the probabilities, which loses its significant digits if the sum is close to 1.
         not_chosen = (logits - top[:, None]).exp().scatter(1, places, 0).sum(1)
         rest = log_of_sum((scale * others).sum(0) + not_chosen) - total.log()
         rests = (rest[:, None],) if self.with_rest else ()

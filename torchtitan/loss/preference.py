@@ -38,7 +38,7 @@ def dpo(
 
     A `loss_fn` for `TrainingEngine.forward_backward_step` with `head=TokenLogProbs()`,
     `metrics=METRICS` and, under context parallelism, `whole_rows=True`. The engine divides by
-    `global_valid_tokens`: give the number of pairs of all microbatches, over the data-parallel ranks.
+    `global_valid_tokens`: give the number of pairs in all microbatches of all data-parallel ranks.
 
     The batch has
         pair_ids [B, T] int64: k for a label of the chosen answer of the microbatch's pair k, which
@@ -61,7 +61,7 @@ def dpo(
         )
     pair_ids = batch["pair_ids"].flatten()
     log_ratios = (outputs.logprobs.float() - batch["ref_logprobs"]).flatten()
-    # A pair has two tokens at least, so the number of pairs need not be read from the device.
+    # Sized for the most pairs of two tokens, because the number of pairs is on the device.
     of_pairs = log_ratios.new_zeros(pair_ids.numel() // 2 + 1)
     sums, counts = [], []
     for is_answer in (pair_ids > 0, pair_ids < 0):

@@ -97,9 +97,24 @@ def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _as_kernel_input(x: Tensor) -> Tensor:
-    """[N, heads, D] -> [1, heads, N, D], the layout of the kernel; a view."""
-    return x.transpose(0, 1)[None]
+def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
+    """[N, heads, D] -> [n_rows, heads, N / n_rows, D], the layout of the kernel; a view."""
+    return x.unflatten(0, (n_rows, -1)).transpose(1, 2)
+
+
+def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Return the number of rows for one call of the kernel, and where documents end in each row.
+
+    If the document lengths repeat with some period, as in rows without packing, each period is a
+    row. Otherwise all documents are one row.
+    """
+    lengths = torch.stack((cu_seq_q.diff(), cu_seq_k.diff()))
+    n_documents = lengths.shape[1]
+    for n in range(1, n_documents // 2 + 1):
+        repeats = n_documents % n == 0 and torch.equal(lengths[:, n:], lengths[:, :-n])
+        if repeats and cu_seq_q[n] > 0 and cu_seq_k[n] > 0:
+            return n_documents // n, cu_seq_q[: n + 1], cu_seq_k[: n + 1]
+    return 1, cu_seq_q, cu_seq_k
 
 
 def _forward(
@@ -136,8 +151,10 @@ def _forward(
         out[lone] = _for_queries(v[lone_keys], q.shape[1])
         keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
-    qs, ks, vs, outs, lses = map(_as_kernel_input, (q, k, v, out, lse.unsqueeze(-1)))
-    for queries, keys, mask in _calls(cu_seq_q, cu_seq_k, window, dtype):
+    n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
+    packed = q, k, v, out, lse.unsqueeze(-1)
+    qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
+    for queries, keys, mask in _calls(*ends, window, dtype):
         # `F.scaled_dot_product_attention` calls this operator on a CPU but does not return the
         # log-sum-exp.
         operands = qs[:, :, queries], ks[:, :, keys], vs[:, :, keys]
@@ -183,12 +200,13 @@ def _backward(
             to_keys = (factor * q[lone]).unflatten(1, (n_kv_heads, -1)).sum(dim=2)
             grads[1][lone_keys] = to_keys.to(lse.dtype)
     packed = grad_out, q, k, v, out, lse.unsqueeze(-1)
-    go, qs, ks, vs, outs, lses = map(_as_kernel_input, packed)
+    n_rows, *ends = _as_rows(cu_seq_q, cu_seq_k)
+    go, qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
     if grad_lse is not None:
-        grad_lses = _as_kernel_input(grad_lse.unsqueeze(-1))
-    targets = list(map(_as_kernel_input, grads))
+        grad_lses = _as_kernel_input(grad_lse.unsqueeze(-1), n_rows)
+    targets = [_as_kernel_input(x, n_rows) for x in grads]
     head_dim = q.shape[-1]
-    for queries, keys, mask in _calls(cu_seq_q, cu_seq_k, window, lse.dtype):
+    for queries, keys, mask in _calls(*ends, window, lse.dtype):
         g_part, q_part, o_part = (x[:, :, queries].to(lse.dtype) for x in (go, qs, outs))
         k_part, v_part = (x[:, :, keys].to(lse.dtype) for x in (ks, vs))
         if grad_lse is not None:

@@ -1,1 +1,1 @@
-"""Matrix products and normalisation of models, faster on CPUs than torch's own."""
+"""Computations of layers: matrix products, norms, the gated delta rule, low-rank and 4-bit weights."""

@@ -1,9 +1,9 @@
-"""Operations that give a token the same bits whatever tokens are computed with it.
+"""Operations that give a token the same bits whichever other tokens are in the batch.
 
 A library chooses the kernel of a product, and so the order of its sums, by the product's shape. Here
 every product has one shape: linear layers get blocks of `ROWS` tokens, attention gets tiles of
 `QUERIES` queries and `KEYS` keys, added in order; tiles that a query does not see add zeros. Elementwise
-functions round the last numbers of a tensor, which don't fill a vector register, like all others; torch's
+functions round a tensor's last numbers, which don't fill a vector register, like all other numbers. torch's
 `silu` and complex product don't. Gradients are those of the ordinary operations.
 
 n products, B rows, T tokens, R queries, S keys, H query heads, K key/value heads, D head size, M
@@ -99,7 +99,7 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[T
     n_missing = -n_queries % QUERIES
     q, visible = F.pad(q, (0, 0, 0, n_missing)), F.pad(visible, (0, 0, 0, n_missing))
     visible[:, n_queries:, 0] = True
-    # For each tile of queries, the number of tiles of keys up to the last one that it sees.
+    # For each tile of queries, the number of key tiles up to and including the last that it sees.
     seen = visible.view(len(visible), -1, QUERIES, visible.shape[-1] // KEYS, KEYS)
     seen = seen.any(dim=4).any(dim=2).any(dim=0)
     ends = (seen * torch.arange(1, seen.shape[1] + 1)).amax(dim=1).tolist()

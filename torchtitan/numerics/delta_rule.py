@@ -1,16 +1,17 @@
 """The gated delta rule (Yang et al. 2024, arXiv:2412.06464) for rows of packed documents.
 
 B rows, T tokens per row, Hk key heads, Hv value heads (value head h uses key head h // (Hv / Hk)), Dk and
-Dv their sizes. With the state S [Dk, Dv] of a row and value head, a token does
+Dv their sizes. Each token updates and reads the state S [Dk, Dv] of its row and value head:
 
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q
 
 and a document's first token starts from S = 0. Keys and queries are divided by their L2 norm, and queries
 by sqrt(Dk). All sums are in fp32 (fp64 for fp64 inputs).
 
-Tokens are computed in chunks of C (the paper's section 3.3). G_i is the sum of g over the chunk's tokens up
-to i that belong to i's document, without the document's first token; a sum over the whole chunk would let
-the rounding of other documents into this one. All decays are exponentials of differences G_i - G_j <= 0:
+Tokens are computed in chunks of C (the paper's section 3.3). G_i is the sum of g over the tokens of i's
+document in the chunk, up to and including i but without the document's first token. A sum over the whole
+chunk would let other documents change this one's rounding. All decays are exponentials of differences
+G_i - G_j <= 0:
 
     D_ij = exp(G_i - G_j)   if j <= i and both belong to one document, else 0
     c_i  = exp(G_i)         if i's document began before the chunk, else 0
@@ -37,7 +38,7 @@ from torch.nn import functional as F
 from torchtitan.numerics import delta_rule_fla as fla
 
 _GROUP = 16  # chunks that are computed together; forward keeps one state for each group
-_LEAST_EXPONENT = -80.0  # exp of it is 1e-35, far below the rounding of any sum with it
+_LEAST_EXPONENT = -80.0  # exp(-80) is 1e-35, far below the rounding of any sum with it
 _EPS = 1e-6  # inside the root of the L2 norm
 
 _library = library.Library("torchtitan", "FRAGMENT")
@@ -74,8 +75,8 @@ def gated_delta_rule(
     cu_seqlens: `VarlenMetadata.cu_seq_q` of the same documents. With it, flash-linear-attention is used
         where it is supported (see `numerics.delta_rule_fla`), unless a state is given or returned.
     return_state: without it the state is None.
-    chunk: tokens per chunk, a power of two; None is the fastest on CPUs (16, or 32 for keys of more than 64
-        numbers), and else 64.
+    chunk: tokens per chunk, a power of two; None is the fastest on CPUs (16, or 32 for Dk > 64), and 64 on
+        other devices.
     """
     if cu_seqlens is not None and state is None and not return_state and fla.is_supported(q, v):
         return fla.gated_delta_rule(q, k, v, g, beta, cu_seqlens), None
@@ -88,7 +89,7 @@ def gated_delta_rule(
 def end_rows(
     lengths: Tensor, g: Tensor, beta: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return g, beta and starts with which the state stays as it is after each row's last token.
+    """Return g, beta and starts changed so that padding after a row's last token keeps the state.
 
     lengths: int [B], the number of tokens before a row's padding. Outputs at padding are undefined.
     """
@@ -129,7 +130,7 @@ def scratch_bytes(k: Tensor, v: Tensor, is_backward: bool, chunk: int = 64) -> i
     """Return about how many bytes the operator takes beside its results; k and v as in `gated_delta_rule`."""
     n = min(_GROUP, -(-v.shape[1] // chunk)) * v.shape[0] * v.shape[2]
     key_dim, value_dim = k.shape[-1], v.shape[-1]
-    # As measured: tensors [C, C], of keys and of values, and of states.
+    # Measured numbers of tensors [C, C], of tensors [C, Dk] and [C, Dv], and of states.
     pairs, wide, states = (10, 10, 2) if is_backward else (4, 4, 1)
     each = (pairs * chunk + wide * (key_dim + value_dim)) * chunk + states * key_dim * value_dim
     return n * each * _dtype(v).itemsize
@@ -146,7 +147,7 @@ def _norms(x: Tensor) -> Tensor:
 def _inverse(lower: Tensor) -> Tensor:
     """Return (I + L)^-1 [..., C, C], where L is the strictly lower part of [..., C, C].
 
-    From the inverses of two neighbouring diagonal blocks follows the inverse of the block of both:
+    The inverses of two neighbouring diagonal blocks give the inverse of the block that holds both:
     [[a, 0], [l, b]]^-1 = [[a^-1, 0], [-b^-1 l a^-1, b^-1]].
     """
     size = lower.shape[-1]
@@ -186,7 +187,7 @@ class _Documents(NamedTuple):
 
 
 def _documents(starts: Tensor, chunk: int) -> _Documents:
-    """starts: [n, B, C], the place in the chunk where each token's document begins; negative if before it."""
+    """starts: [n, B, C], the index in the chunk where each token's document begins; negative if before it."""
     places = torch.arange(chunk, device=starts.device)
     pairs = (starts.unsqueeze(-1) <= places) & (places <= places.unsqueeze(-1))
     return _Documents(pairs, starts == places, starts < 0)
@@ -198,18 +199,18 @@ def _decays(g: Tensor, documents: _Documents) -> tuple[Tensor, Tensor]:
     # Numbers of other documents are multiplied by 0, and adding 0 changes no bit.
     sums = (documents.pairs.to(g.dtype) @ g.mT).mT  # G
     gaps = sums.unsqueeze(-1) - sums.unsqueeze(-2)
-    # Masked before exp, which would overflow for j > i. CPUs are slow at results that are no normal numbers.
+    # Masked before exp, which would overflow for j > i. Clamped, because CPUs are slow at subnormal results.
     pairs = documents.pairs.unsqueeze(2)
     decays = gaps.masked_fill_(~pairs, 0).clamp_(min=_LEAST_EXPONENT).exp_().mul_(pairs)
     return decays, sums.masked_fill(~documents.is_carried.unsqueeze(2), -math.inf).exp()
 
 
 class _Chunks(NamedTuple):
-    """n chunks, without what depends on the state. h: all value heads of B rows, G = Hv / Hk."""
+    """The parts of n chunks that do not depend on the state. h = B * Hv, G = Hv / Hk."""
 
     documents: _Documents
     rows: Tensor  # [n, B, Hk, 2 C, Dk]: normalised queries, then keys
-    norms: Tensor  # what they were multiplied by [n, B, Hk, 2 C, 1]
+    norms: Tensor  # the factors that normalised them [n, B, Hk, 2 C, 1]
     values: Tensor  # [n, B, Hk, G, C, Dv]
     beta: Tensor  # [n, B, Hk, G, C], like c
     c: Tensor
@@ -245,7 +246,7 @@ def _chunks(
     dtype = _dtype(q)
     q, k, v, g, beta = (_cut(x, first, n, chunk, dtype) for x in (q, k, v, g, beta))
     begins = starts[:, first : first + n * chunk]
-    # After the end come zeros that belong to the last document, so that the state is kept.
+    # Padding after the end belongs to the last document, so its zeros keep the state.
     begins = torch.cat((begins, begins[:, -1:].expand(-1, n * chunk - begins.shape[1])), dim=1)
     begins = begins.unflatten(1, (n, chunk)).transpose(0, 1)
     documents = _documents(
@@ -340,7 +341,7 @@ def _forward(
             reads = reads.view(n, q.shape[0], v.shape[2], chunk, -1)
             out[:, first : first + n * chunk] = _join(reads, q.shape[1] - first)
             current = inner[-1].clone()
-            del chunks, written, inner, reads  # before the next group's are made
+            del chunks, written, inner, reads  # free them before the next group
     return out, current.view_as(last), states
 
 
@@ -377,7 +378,7 @@ def _backward(
             for target, part in zip(grads, parts, strict=True):
                 target[:, first : first + n * chunk] = _join(part, q.shape[1] - first)
             current = current.clone()
-            del chunks, grad, parts, part  # before the next group's are made
+            del chunks, grad, parts, part  # free them before the next group
     return *grads, current.view_as(grad_state)
 
 
@@ -441,7 +442,7 @@ def _chunks_backward(
     of_system = grad_system * chunks.system
     of_pairs = (grad_scores * chunks.scores).addcmul_(of_system, beta.unsqueeze(-1))
     of_pairs[..., -1, :] += ends * (grad_ending * k).sum(-1)
-    # The diagonal would cancel below, but for the rounding of its large numbers.
+    # Drop the diagonal: it would cancel below, except for the rounding of its large numbers.
     of_pairs.tril_(-1)
     from_k = c * (grad_k * k).sum(-1)
     of_carried = c * (grad_q * q).sum(-1) + beta * from_k

@@ -1,7 +1,7 @@
 """The gated delta rule by flash-linear-attention (the extra `fla`), on CUDA in 16 bits.
 
-Its kernels take one row of N tokens and the documents' boundaries, cut chunks at each document's start, and
-so mix no documents. N packed tokens; see `numerics.delta_rule` for the other letters.
+Its kernels take one row of N tokens and its document boundaries, and start a chunk with each document, so
+they mix no documents. N packed tokens; see `numerics.delta_rule` for the other letters.
 """
 
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ _library.define(
 )
 
 
-# A constant for the compiler, which would trace the import.
+# Found here, because the compiler would trace a look-up inside a function.
 _IS_INSTALLED = find_spec("fla") is not None
 
 
@@ -45,7 +45,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return the outputs [B, T, Hv, Dv]; see `delta_rule.gated_delta_rule`.
 
-    cu_seqlens: int [documents + 1], from 0 to B * T; rows end documents, and no document is empty.
+    cu_seqlens: int [documents + 1], from 0 to B * T; no document is empty or crosses the end of a row.
     Compiled code calls an operator whose backward computes the forward again, because fla's own function
     breaks the graph.
     """

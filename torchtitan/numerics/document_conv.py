@@ -1,7 +1,7 @@
 """The short causal convolution in front of the gated delta rule, within documents.
 
 B rows, T tokens, N channels, W taps. Token t of a row gets silu(sum over j < W of w[:, W - 1 - j] x[t - j]),
-where a tap that lies before t's document counts nothing.
+where x counts as 0 before the start of t's document.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def document_conv(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None
     document began before these tokens, and then its last inputs are in `tail` [B, W - 1, N] (see
     `conv_tail`; None is zeros).
     """
-    # The compiler fuses the steps. Torch 2.11 also loses the gradients that it traces through the class.
+    # The compiler fuses the plain steps. Torch 2.11 also loses gradients if it traces through the class.
     sum_taps = _sum_taps if torch.compiler.is_compiling() else _DocumentConv.apply
     return F.silu(sum_taps(x, weight, starts, tail))
 
@@ -57,7 +57,7 @@ def _sum_taps(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None) ->
     total = inputs[:, width - 1 :] * weight[:, -1]
     for back in range(1, width):
         place = width - 1 - back
-        # Selected, because a product with 0 would keep NaN and infinities of other documents.
+        # where, because multiplying by 0 would keep NaN and infinities of other documents.
         tap = torch.where(_is_other(starts, back), 0, inputs[:, place : place + length])
         total = torch.addcmul(total, tap, weight[:, place])
     return total.to(x.dtype)

@@ -71,9 +71,9 @@ def project(
 ) -> Any:
     """Return `head(x, weight, bias)`, or `product(x, weight, bias)` if head is None.
 
-    in_fp32: with copies of the arguments in fp32, without autocast.
-    low_rank: x -> an adapter with the method `add_to_layer`, or None; a head gets it by this name.
-    cap: c, for results c * tanh(result / c); a head gets it by this name.
+    in_fp32: compute with fp32 copies of the arguments, without autocast.
+    low_rank: x -> an adapter with the method `add_to_layer`, or None; a head gets the adapter as `low_rank`.
+    cap: c, for results c * tanh(result / c); a head gets it as `cap`.
     """
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:

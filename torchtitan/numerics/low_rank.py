@@ -1,4 +1,4 @@
-"""The low-rank product of adapters: of one model, or of several, each with tokens of its own.
+"""The low-rank product of adapters, for one model, or for several models that each have their own tokens.
 
 m models, r rank, K inputs and N outputs of a layer, n tokens of all models.
 """
@@ -144,7 +144,7 @@ class _FrozenLinear(torch.autograd.Function):
         return grad_x, None, None, grad_a, grad_b, None, None
 
 
-# ---- any layer, and an output of it ----
+# ---- any layer, whose output is given ----
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -250,7 +250,7 @@ def _add(base: Tensor, a: Tensor, b: Tensor, scale: float, *, beta: int = 1, out
 
 
 def _parts(sizes: Sequence[int], batched: bool) -> Iterator[tuple[Any, Callable[[Tensor], Tensor]]]:
-    """Yield (index of models, function that cuts their tokens out of [n, ...]).
+    """Yield (index or slice of models, function that takes these models' tokens from [n, ...]).
 
     batched: use one batched product for all models, if all have the same number of tokens.
     """

@@ -1,14 +1,14 @@
 """Frozen matrices in 4 bits: NF4, the "normal float" of QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
 
-A row of numbers is cut into blocks of 64. A block is stored in 36 bytes: 32 bytes with two indices into
+A row of numbers is cut into blocks of 64. A block is stored in 36 bytes: 32 bytes that hold two indices into
 `VALUES` each, the earlier number's in the upper half, and the block's largest absolute value in fp32.
-Each number becomes VALUES[index] * largest, with the nearest value. bitsandbytes makes the same numbers
-(without double quantization, and if rows are multiples of 64 numbers).
+Each number becomes VALUES[index] * largest, with the index of the nearest value. bitsandbytes makes the same
+numbers (without double quantization, and if rows are multiples of 64 numbers).
 
 Numbers [..., N, K] are stored as uint8 [..., N, 36 * K / 64]. A part of the rows, or of a row's blocks,
-is stored as the same part of the stored tensor, so that these tensors are sharded as other parameters
-are. `linear` and grouped products take them as weights; they compute with numbers for one product at a
-time, also in backward, and give the weight no gradient.
+is stored as the same part of the stored tensor, so stored tensors are sharded like other parameters.
+`linear` and grouped products take stored weights. They dequantize a weight for one product at a time, also
+in backward, and give it no gradient.
 """
 
 import functools
@@ -86,7 +86,7 @@ def dequantize(stored: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
-    """Return the two fp32 values for each byte of indices as one element, float64 [256]."""
+    """Return a table from a byte of indices to its two fp32 values, viewed as float64 [256]."""
     values = torch.tensor(VALUES)
     pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
     return pairs.view(torch.float64).squeeze(1).to(device)
@@ -99,7 +99,7 @@ def _in_parts(*tensors: Tensor) -> Any:
     return zip(*(t.split(n) for t in rows), strict=True)
 
 
-# ---- products: one operator, so that the compiler doesn't keep the numbers for backward ----
+# ---- products: one operator, so that the compiler doesn't keep dequantized weights for backward ----
 
 _library = library.Library("torchtitan", "FRAGMENT")
 _library.define("nf4_mm(Tensor x, Tensor weight, Tensor? offsets, bool transposed) -> Tensor")

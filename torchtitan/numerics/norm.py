@@ -1,6 +1,6 @@
 """RMS normalisation whose gradient takes a third of the time on the CPU.
 
-torch's own is composed of elementwise steps there, each of which passes over memory in backward.
+torch's RMSNorm on the CPU consists of elementwise steps, each of which passes over memory in backward.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 NormKind = Literal["late", "early", "offset"]
-"""How a norm applies its weight w to the normalised x: rounded first; before rounding; 1 + w before rounding."""
+"""How a norm weights the normalised x: by w after rounding x; by w before rounding; by 1 + w before rounding."""
 
 
 def rms_norm(
@@ -35,7 +35,7 @@ def rms_norm(
 
 
 def _factor(x: Tensor, eps: float) -> Tensor:
-    # The steps of torch's forward on other devices and in compiled blocks, for the same bits.
+    # The same steps as in torch's forward on other devices and in compiled blocks, for the same bits.
     return x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 

@@ -2,8 +2,8 @@
 
 On an AMD EPYC with AVX-512 a training step takes 27 % less time (models of 6 and 100 million
 parameters); with a transposed first matrix, as for a weight's gradient, oneDNN is no faster. The choice
-depends only on the CPU's maker and on shapes, so that the same product always rounds in the same way.
-Only our own layers use oneDNN: the host program's products stay torch's.
+depends only on the CPU's maker and on shapes, so the same product always rounds in the same way.
+Only our own layers use oneDNN; all other products of the process run as torch chooses.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 
 
 def avoid_onednn() -> None:
-    """Undo `use_onednn` until the engine is closed. It chooses by size, so the same rows could be computed
-    by MKL if alone, and by oneDNN together with other models' rows, and get other bits."""
+    """Undo `use_onednn` until the engine is closed. oneDNN is chosen by size: a model's rows could be computed
+    by MKL if alone, but by oneDNN, with other bits, together with other models' rows."""
     host.change(False, _use, lambda: _is_used)
 
 
@@ -141,7 +141,7 @@ _library.impl("mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     a, b = ctx.saved_tensors
-    # The first factor of b's gradient is transposed, with which oneDNN is no faster.
+    # oneDNN is no faster with a transposed first matrix, as in b's gradient.
     return (
         torch.ops.torchtitan.mm(grad, b.t()) if ctx.needs_input_grad[0] else None,
         torch.mm(a.t(), grad) if ctx.needs_input_grad[1] else None,

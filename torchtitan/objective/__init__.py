@@ -24,12 +24,12 @@ def check_objective(engine: TrainingEngine) -> None:
 
 
 def build_objective(engine: TrainingEngine) -> Objective:
-    """Return what a trainer with this engine and its data minimizes. Collective."""
+    """Return the objective of a trainer with this engine and its data. Collective."""
     loss = engine.job_config.loss
     if loss.name and is_overridden(engine, "forward_backward_step", TrainingEngine):
         raise ConfigError(
-            f"loss.name = {loss.name!r} is the trainer's loss, and {type(engine).__name__} overrides "
-            "forward_backward_step, which has its own; leave one of the two out"
+            f"loss.name = {loss.name!r} makes the trainer compute the loss, but {type(engine).__name__} "
+            "overrides forward_backward_step with a loss of its own; leave one of the two out"
         )
     if loss.name == "dpo":
         return PreferenceObjective(engine)

@@ -1,6 +1,6 @@
 """The objective of a student that learns what a teacher predicts.
 
-B rows, T tokens, k tokens that the teacher finds most probable, M_t its model dim.
+B rows, T tokens, k the number of the teacher's most probable tokens, M_t the teacher's model dim.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from torchtitan.step.objective import Objective
 
 
 class Distillation(Objective):
-    """A fixed teacher that scores a student's rows in the student's layout, and the loss of its scores.
+    """Scores a student's rows with a fixed teacher in the student's layout, and computes the loss from both.
 
     settings: `[loss]` or `[rl.teacher]`. The other arguments, and the errors, are those of `check_scorer`.
     """
@@ -63,7 +63,7 @@ class Distillation(Objective):
         ]
 
     def _score(self, batch: TokenBatch) -> Tensor:
-        """Return [B, T, 2 k + 1] or [B, T, M_t]; zeros [B, T, 1] on ranks without the last pipeline stage."""
+        """Return top tokens [B, T, 2 k + 1] or states [B, T, M_t]; zeros [B, T, 1] without the last stage."""
         others = {key: x for key, x in batch.entries.items() if key != "routed_experts"}
         rows: Any = dataclasses.replace(batch, entries=others)
         if self.teacher.pp_schedule is not None:

@@ -19,12 +19,12 @@ from torchtitan.tools.errors import ConfigError
 def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
     """Return a changeable copy of a job's config for an engine that only scores.
 
-    The copy writes no file and has no loss. keeps_initial: keep the initial weights of a new run in it.
+    The copy writes no file and has no loss. keeps_initial: keep the settings of a new run's initial weights.
     """
     config = copy.deepcopy(config)
     config.job.print_config, config.job.save_config_file = False, None
     config.loss = Loss()
-    config.training.time_limit_minutes = 0.0  # would need a checkpoint to end with
+    config.training.time_limit_minutes = 0.0  # a limit needs checkpoint.enable
     prefixes = ("verify_on_load", "initial_") if keeps_initial else ("verify_on_load",)
     kept = {k: v for k, v in vars(config.checkpoint).items() if k.startswith(prefixes)}
     config.checkpoint = Checkpoint(**kept)
@@ -32,7 +32,7 @@ def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
 
 
 def scoring_config(trainer: TrainingEngine, *, keeps_initial: bool = False) -> JobConfig:
-    """Return `without_training` of the trainer's config, with the seed that it drew."""
+    """Return `without_training` of the trainer's config, with the seed that the trainer drew."""
     config = without_training(trainer.job_config, keeps_initial=keeps_initial)
     config.job.description = f"model that scores the rows of: {config.job.description}"
     config.debug.seed = trainer.seed
@@ -46,7 +46,7 @@ def check_scorer(
 
     The engine uses the mask type and kernel of the trainer's model, whether config or flavor chose them.
     key: the setting that names the folder. tokenizer: the trainer's. Raises ConfigError if the folder has no
-    model that the trainer's layout can run, another tokenizer, or no more than top_k vocabulary entries.
+    model that the trainer's layout can run, another tokenizer, or at most top_k vocabulary entries.
     """
     config = scoring_config(trainer)
     args = derive_model_args(config, trainer.train_spec)
@@ -72,8 +72,8 @@ def check_scorer(
         if different:
             token = different[0][0]
             raise ValueError(
-                f"its tokenizer has another table of ids, where {token!r} has id {others.get(token)}, and "
-                f"{own.get(token)} in the job's; choose a model with the same vocabulary"
+                f"its tokenizer gives {token!r} the id {others.get(token)}, and the job's tokenizer "
+                f"{own.get(token)}; choose a model with the same vocabulary"
             )
     except (AttributeError, OSError, ValueError) as error:
         raise ConfigError(f"{key} = {folder!r} cannot score the job's rows: {error}") from error
@@ -93,7 +93,7 @@ def check_reference(trainer: TrainingEngine) -> JobConfig | None:
     if not os.path.exists(os.path.join(folder, "config.json")):
         return None
     config = check_scorer("loss.reference", folder, trainer, trainer.tokenizer)
-    # Rounded like the policy.
+    # Quantize the reference like the policy.
     given = trainer.job_config
     config.model.converters = [name for name in given.model.converters if name != "lora"]
     config.quantize = copy.deepcopy(given.quantize)

@@ -70,7 +70,7 @@ class ParameterGroups:
 
 
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
-    """Raise ConfigError if an [[optimizer.groups]] table gets no parameter, or Muon no matrix. model: whole."""
+    """Raise ConfigError if an [[optimizer.groups]] table gets no parameter of the model, or Muon no matrix."""
     groups = ParameterGroups([model], config)
     for i, table in enumerate(getattr(config, "groups", [])):
         if i + 1 in groups.numbers.values():

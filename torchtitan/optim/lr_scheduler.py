@@ -71,14 +71,14 @@ class LRSchedulersContainer:
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Set the learning rates again, after loading optimizers with another schedule's learning rates."""
+    """Restore this schedule's learning rates, after loading optimizers with the rates of another schedule."""
     if isinstance(lr_schedulers, LRSchedulersContainer):
         lr_schedulers.set_step(lr_schedulers.last_epoch)
 
 
 def set_lrs(optimizer: Optimizer, lrs: Iterable[float]) -> None:
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-        if isinstance(group["lr"], torch.Tensor):  # compiled optimizers keep a reference to it
+        if isinstance(group["lr"], torch.Tensor):  # which compiled optimizers refer to
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) on sharded matrices.
 
-A matrix moves by the orthogonal matrix that is nearest to its average gradient, approximately. That
-needs the whole matrix on one rank:
+A matrix is updated by, approximately, the orthogonal matrix that is nearest to its average gradient.
+Computing this needs the whole matrix on one rank:
 
     average the gradients      each rank, its part                                  `_direction`
     gather                     the ranks that share a matrix                        `_update_together`
@@ -37,7 +37,7 @@ _EPS = 1e-7  # the smallest norm to divide by; torch.optim.Muon's default
 class Muon(RoundedAdam):
     """`torch.optim.Muon` for `matrices`, and AdamW for all other parameters.
 
-    options: those of torch.optim.Muon. replicas: the ranks that have the same plain parameters (DDP).
+    options: those of torch.optim.Muon. replicas: the ranks that replicate unsharded parameters (DDP).
     Steps are collective over the ranks that share a matrix; a missing gradient counts as zero there.
     """
 
@@ -104,7 +104,7 @@ class Muon(RoundedAdam):
 
 
 class _Layout:
-    """The spread of a matrix, or of E matrices, over ranks.
+    """How a parameter [m, n] or [E, m, n] is spread over ranks.
 
     axes: the mesh's axes whose ranks share the matrices. own_number: this rank's index among them.
     """

@@ -1,6 +1,6 @@
 """Moving a model, its gradients and its optimizer's state to host memory and back.
 
-Parameters stay the same objects, to which optimizers and clients hold references; tied ones stay tied.
+Parameters stay the same objects, because optimizers and clients refer to them; tied weights stay tied.
 """
 
 from collections.abc import Callable, Iterable
@@ -104,8 +104,8 @@ class Offloader:
     def _pinned_copies(self, kinds: set[str]) -> dict[int, tuple[Tensor, Tensor]]:
         """Return tensor id -> (tensor, its copy in host memory) for all tensors on the device.
 
-        The host waits once, after all copies are queued. The caller puts them in place only then: FSDP
-        reads tensors that it pads. torch makes non-blocking copies in pinned memory, which it keeps.
+        The host waits once, after all copies are queued. The caller puts them in place only then, because
+        FSDP reads tensors that it pads. torch puts non-blocking copies into pinned memory, which it keeps.
         """
         tensors = list(self._detached.values()) if "grad" in kinds else []
         for part in self.model_parts:

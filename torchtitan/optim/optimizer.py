@@ -34,7 +34,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
     """Steps, zeroes, saves and loads one optimizer per model part as if they were one optimizer.
 
     It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
-    `param_groups` are the live ones of the inner optimizers. `state_dict()` is keyed by parameter name,
+    `param_groups` hold the inner optimizers' own dicts. `state_dict()` is keyed by parameter name,
     so the state loads on another layout.
     groups_by_part: torch's parameter groups of each part; by default one with all trainable parameters.
     """
@@ -63,7 +63,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
         return len(self.optimizers)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that the instance lacks; _post_init deletes these two.
+        # Called only for attributes that the instance lacks, as `_post_init` deletes these two.
         if name == "state":
             return _JoinedState(self.optimizers)
         if name == "param_groups":
@@ -91,7 +91,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
                     if "step" in state:
                         state["step"] = state["step"] * 0
                 of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
-            if tied_copies.holds_second(model):  # both copies have the same state, bit for bit
+            if tied_copies.holds_second(model):  # both copies of tied weights have equal state
                 names = tied_copies.SECOND, tied_copies.FIRST
                 of_part = {_renamed(key, *names): value for key, value in of_part.items()}
             state_dict.update(of_part)
@@ -106,7 +106,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
                 names = tied_copies.FIRST, tied_copies.SECOND
                 of_part = {_renamed(key, *names): value for key, value in state_dict.items()}
                 for key in of_part.keys() - state_dict.keys():
-                    # Clone, because a first copy on this rank gets the tensor itself.
+                    # Clone, because the first copy of the weight, if on this rank, gets the tensor itself.
                     if isinstance(of_part[key], torch.Tensor):
                         of_part[key] = of_part[key].clone()
             dcp.set_optimizer_state_dict(model, optimizers, of_part, options=options)
@@ -203,11 +203,11 @@ def build_optimizers(
 ) -> OptimizersContainer:
     """Return the config's optimizers for every model part of this rank.
 
-    Raises NotImplementedError for an unknown name, and for stepping in backward with a setting that
-    excludes it, or for torchft.
+    Raises NotImplementedError for an unknown name, for torchft, and for early_step_in_backward with a
+    setting that excludes it.
     """
     if ft_manager is not None and ft_manager.enabled:
-        raise NotImplementedError("there is no torchft here; set fault_tolerance.enable = false")
+        raise NotImplementedError("torchft is not available; set fault_tolerance.enable = false")
     config = optimizer_config
     if config.name not in _OPTIMIZER_CLASSES:
         raise NotImplementedError(
@@ -362,7 +362,7 @@ def _renamed(key: str, old: str, new: str) -> str:
 
 
 def _take_empty_groups(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
-    """Remove the groups without parameters from an optimizer; return (place, group) of each."""
+    """Remove the groups without parameters from an optimizer; return (index, group) of each."""
     groups = optimizer.param_groups
     optimizer.param_groups = [group for group in groups if group["params"]]
     return [(i, group) for i, group in enumerate(groups) if not group["params"]]

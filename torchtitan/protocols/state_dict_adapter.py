@@ -22,7 +22,7 @@ def to_template(name: str) -> tuple[str, list[str]]:
 
 
 def shorten(names: list[str]) -> str:
-    """Return a text with the first names and the number of further names."""
+    """Return a text with the first names and the number of names left out."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
@@ -61,7 +61,7 @@ class BaseStateDictAdapter(ABC):
         return list(groups.values())
 
     def keeps_dtype(self, name: str) -> bool:
-        """True if a weight stream keeps the dtype: rounding may change routers' choices and states' decay."""
+        """True if a weight stream must not round the tensor: a router, or the decay of linear attention."""
         return ".router." in name or DECAY in name
 
     def hf_aliases(self) -> dict[str, str]:
@@ -80,9 +80,9 @@ class BaseStateDictAdapter(ABC):
         return self
 
     def for_export(self, base_names: Collection[str]) -> "BaseStateDictAdapter":
-        """Return an adapter with an export's names.
+        """Return an adapter that uses the tensor names of an export.
 
-        base_names: in the files whose untrained parts the export copies; empty if it copies none.
+        base_names: names in the files whose untrained parts the export copies; empty if it copies none.
         """
         return self
 

@@ -108,7 +108,7 @@ def register_train_spec(name: str, train_spec: TrainSpec) -> None:
 def get_train_spec(name: str) -> TrainSpec:
     """Return the spec of a registered, built-in or experimental model, looked up in that order.
 
-    Each call returns a new built-in spec; all share the same flavor args.
+    A built-in spec is a new object in each call, but its flavor args are shared.
     """
     if name in _extra_train_specs:
         return _extra_train_specs[name]
@@ -129,7 +129,7 @@ def get_train_spec(name: str) -> TrainSpec:
     )
 
 
-# Names that clients import from here, loaded on access: their modules import this one, or are slow.
+# Names that clients import from here, loaded on access because their modules are slow or import this one.
 _MODULE_OF = {
     "BaseDataLoader": "torchtitan.data.dataloader",
     "LossFunction": "torchtitan.loss.cross_entropy",

@@ -83,7 +83,7 @@ def require_gpu(key: str, major: int, minor: int, remedy: str, or_else: bool = F
 def module_filter_fn(
     mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
 ) -> bool:
-    """True for a linear layer with sizes that are multiples of `multiple`, unless `filter_fqns` has a part
+    """True for a linear layer whose sizes are multiples of `multiple`, if no entry of `filter_fqns` is part
     of its name."""
     return (
         isinstance(mod, nn.Linear)

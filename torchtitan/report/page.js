@@ -28,7 +28,7 @@
 
   // A curve's final steps, and its steps that were done again later.
   const partsOf = (curve) => [curve.kept, curve.redone];
-  // On the axis of steps a start is drawn at its event "training", which knows the step.
+  // On the axis of steps a start is drawn at its event "training", which has a step.
   const isDrawn = (event) => event.kind !== (view.axis === "x" ? "start" : "training");
 
   // ---- numbers ----
@@ -297,7 +297,7 @@
     const legend = panel.curves.map((curve, i) => {
       curve.readout = element("b");
       const line = element("i", { class: `s${i % 6}` });
-      // A panel without a label has one curve, which its title names.
+      // A curve without a label is the only one in its panel, whose title names the curve.
       const name = curve.label ? [line, curve.label] : [];
       return element("span", { class: "key" }, ...name, curve.readout);
     });

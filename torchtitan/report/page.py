@@ -29,7 +29,7 @@ MAX_SETTINGS = 500
 LONGEST_TEXT = 800  # characters of a message or sample
 SECONDS_OF_SILENCE = 600  # after which an unfinished run counts as dead
 
-# panel, metric, label; metrics are those of torchtitan.callbacks.metrics and torchtitan.rl
+# (panel, metric, label of the curve); torchtitan.callbacks.metrics and torchtitan.rl name the metrics
 PANELS = [
     ("Loss", "loss_metrics/global_avg_loss", "training"),
     ("Loss", "validation_metrics/loss", "validation"),
@@ -67,7 +67,7 @@ REWARD_PART = "rl/reward/"
 GROUPS = dict.fromkeys(("start", "training", "end", "stop"), "run")  # other kinds are warnings
 GROUPS |= {"fault": "fault", "lost": "fault", "validation": "validation"}
 GROUPS |= {"save": "save", "background save": "save"}
-FACTS = {
+FACTS = {  # metric -> name in the page's header, which shows the last value
     "loss_metrics/global_avg_loss": "Loss",
     "loss": "Loss",
     "validation_metrics/loss": "Validation loss",
@@ -90,7 +90,7 @@ SAMPLE_COLUMNS = {
 
 
 def page_of(run: Run, now: float | None = None) -> str:
-    """Return the whole page. now: Unix seconds, which tell a running from a dead run."""
+    """Return the page's HTML. now: Unix seconds, to distinguish a running from a dead run."""
     now = time.time() if now is None else now
     events = _events(run)
     data = _data(run, events)
@@ -128,7 +128,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     t0 = min(times, default=0.0)
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
-    # start -> the lowest step of all later starts; the start's steps from that step on were redone
+    # start -> the lowest step of all later starts; they redid the start's steps from that step on
     redone_from, lowest, first_steps = {}, math.inf, run.first_steps()
     for start, first_step in sorted(first_steps.items(), reverse=True):
         redone_from[start] = lowest
@@ -152,7 +152,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     panels: dict[str, dict[str, Any]] = {}
     for title, metric, label in chosen:
         curve, columns = run.curves[metric], {"label": label[:100], "metric": metric[:100]}
-        # A curve's points, separated into final steps and steps that were done again later.
+        # Indices of the curve's points: of final steps, and of steps that were done again later.
         indices: dict[str, list[int]] = {"kept": [], "redone": []}
         for i, (start, step) in enumerate(zip(curve.starts, curve.steps, strict=True)):
             indices["kept" if step < redone_from[start] else "redone"].append(i)
@@ -175,7 +175,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
         first = max(redone_from[start], first_steps[start])
         if (i := bisect_left(points, (first, -math.inf))) < len(points):
             (step, at), (before, began) = points[i], points[max(i - 1, 0)]
-            # The first redone step itself may not be logged.
+            # The first redone step may not be logged: interpolate its time.
             at -= (at - began) * (step - first) / max(step - before, 1)
             redone.append([(first, at), points[-1]])
     return {
@@ -207,9 +207,9 @@ def _rounded(value: float) -> float | None:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """Return the events in order of time, each with its `place` (a step) and `count` (over ranks).
+    """Return the events in order of time, each with its `place` (a step) and `count` (of equal events).
 
-    A start without an end or fault gets an event "lost".
+    If a new start follows a start without an end or fault, an event "lost" is inserted between them.
     """
     longest = max(run.curves.values(), key=lambda curve: len(curve.steps), default=Curve())
     trail = sorted(zip(longest.times, longest.steps, strict=True))
@@ -313,8 +313,8 @@ def _charts(run: Run, data: dict[str, Any]) -> str:
     return (
         '<div id="charts"></div>'
         "<noscript><p>The curves are drawn by a script in this page, which is turned off.</p>"
-        f'</noscript><p class="quiet">{_text(note)} A dashed line is work that was done again after '
-        "a restart; × is a value that is not finite. Drag to zoom, double-click for all.</p>"
+        f'</noscript><p class="quiet">{_text(note)} A dashed line shows steps that were repeated after '
+        "a restart; × marks a non-finite value. Drag to zoom, double-click to show all.</p>"
     )
 
 
@@ -383,7 +383,7 @@ def _config_tables(starts: list[dict[str, Any]], config: dict[str, Any]) -> str:
 
 
 def _table(title: str, rows: list[str], header_cells: str = "") -> str:
-    """Return a table that folds, or "" without rows. header_cells: "" for keys and values."""
+    """Return a collapsible table, or "" without rows. header_cells: "" for a table of key and value."""
     if not rows:
         return ""
     state = "" if title == "Defaults" else " open"
@@ -412,7 +412,7 @@ def _text(value: Any, limit: int = LONGEST_TEXT) -> str:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """The first MAX_SETTINGS entries of `flat_settings`."""
+    """Return the first MAX_SETTINGS entries of `flat_settings`."""
     return dict(islice(flat_settings(config).items(), MAX_SETTINGS))
 
 

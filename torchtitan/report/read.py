@@ -34,7 +34,7 @@ class NoRunError(Exception):
 class Curve:
     """One metric's points in the order in which they were logged, column by column.
 
-    starts: for each point, the index of the run's start that logged it. times: Unix seconds.
+    starts: for each point, the index of the run's start or restart that logged it. times: Unix seconds.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Run:
         return points
 
     def first_steps(self) -> dict[int, int]:
-        """Return start -> the step after its event "training"; without that, the lowest logged step."""
+        """Return start -> its first step: the one after its event "training", or the lowest logged step."""
         first, ended = {}, -math.inf
         for start, points in self.points().items():
             began = [
@@ -139,7 +139,7 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _curves(folder: Path, start_times: list[float]) -> tuple[dict[str, Curve], str]:
-    """Return the curves of the first file with metrics, which is the first rank's, and its name."""
+    """Return (curves, file name) of the first file with metrics, which is the lowest rank's."""
 
     def order(path: Path) -> tuple[bool, list[str]]:  # rank_2 before rank_10
         parts = re.split(r"(\d+)", path.name)

@@ -29,7 +29,7 @@ class RLTask(Section):
     # The task to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl (prompts
     # from a file), or one that the module of experimental.custom_import registers
     name: str = "sum_digits"
-    max_turns: Positive = 1  # Turns of the policy in one episode, if the task replies
+    max_turns: Positive = 1  # Limit of the policy's turns in one episode, if the task replies
     num_min: Positive = 2  # For sum_digits: the fewest numbers to add
     num_max: Positive = 2  # For sum_digits: the most numbers to add
     value_max: Positive = 9  # For sum_digits and guess: the largest number; the smallest is 0
@@ -48,7 +48,7 @@ class RLTask(Section):
     tool_processes: Annotated[int, Range(1, 1024)] = 1  # Processes per rank that call the tools
     # Time limit of one call; a call that takes longer returns an error to the policy
     tool_timeout_seconds: PositiveFloat = 10.0
-    answer_key: str = "answer"  # For jsonl: the key of the answer; lines without it expect ""
+    answer_key: str = "answer"  # For jsonl: key of the expected answer (empty if missing)
     # For jsonl: module:function, called with (completion text, expected answer); it returns the
     # reward, a number. If it has parameters named prompt, row (the JSON object) or turns, it gets them
     reward_fn: str = ""
@@ -77,7 +77,7 @@ class RLCritic(Section):
     initial_load_path: str = ""
     lr: NotNegative | None = None  # The critic's peak learning rate; None takes optimizer.lr
     weight_decay: NotNegative | None = None  # The critic's; None takes optimizer.weight_decay
-    # Values are clipped to this distance from their values at the start of the step; 0: no clipping
+    # New values are clipped to this distance from the values at the start of the step; 0: no clipping
     value_clip: NotNegative = 0.2
     agg_mode: LossAggregation | None = None  # As in rl.loss; None takes rl.loss.agg_mode
     warmup_steps: Count = 0  # The first steps train only the critic
@@ -144,8 +144,8 @@ class RLBatch(Section):
     # Put several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each sample has its own row
     packing: bool = False
-    # Compute a prefix that several samples share only once, such as the prompt of all its completions;
-    # needs packing. Loss and gradients are equal up to rounding; experts count a shared token once
+    # Compute only once a prefix that samples share, such as a prompt for all its completions; needs
+    # packing. Loss and gradients are equal up to rounding; experts count a shared token once
     share_prefixes: bool = False
     bucketing: bool = False  # Put rows of similar length into a microbatch, to pad less
     # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
@@ -178,7 +178,7 @@ class RLGenerator(Section):
     model: str = ""  # For openai: the model's name on the server
     # For openai: address to which {"path": a folder of Hugging Face files, "version": n} is posted after
     # each update; it must answer when the files are loaded. Empty uses the endpoints of vLLM's own
-    # server, which has to be started with VLLM_SERVER_DEV_MODE=1. A path like /reload is added to each url
+    # server, which has to be started with VLLM_SERVER_DEV_MODE=1. A path like /reload is used on each server
     reload_url: str = ""
     # For openai: send weights to a vLLM server without files, by its weight-transfer interface; the
     # server has to be started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config
@@ -237,7 +237,7 @@ class RLServe(Section):
     # adapters; a larger request gets a separate pass
     max_datums_per_pass: Positive = 512
     max_models: Positive = 64  # Limit of clients' models with adapters that train at a time
-    # Memory per rank for adapters, gradients and optimizer states of idle models: the last used stay on
+    # Memory per rank for adapters, gradients and optimizer states of idle models: the latest used stay on
     # the accelerator, the next ones in host memory, the others in files below job.dump_folder
     max_device_mib: Count = 1024
     max_host_mib: Count = 4096
@@ -264,12 +264,12 @@ class RL(Section):
     # Episodes per step that are appended to episodes.jsonl; -1 is all, 0 none
     log_samples: Annotated[int, Range(-1, 10**9)] = 16
     task: RLTask = section(RLTask, "Prompts and rewards")
-    advantage: RLAdvantage = section(RLAdvantage, "From rewards to advantages")
+    advantage: RLAdvantage = section(RLAdvantage, "How rewards become advantages")
     critic: RLCritic = section(RLCritic, "The value model for gae")
     loss: RLLoss = section(RLLoss, "The policy loss and how it is summed")
     teacher: RLTeacher = section(RLTeacher, "A model that the policy imitates on its own samples")
     batch: RLBatch = section(RLBatch, "How samples are put into rows")
-    generator: RLGenerator = section(RLGenerator, "What draws completions")
+    generator: RLGenerator = section(RLGenerator, "The generator of completions")
     sampling: RLSampling = section(RLSampling, "How completions are drawn for training")
     weight_sync: RLWeightSync = section(RLWeightSync, "How weights reach the generator")
     serve: RLServe = section(RLServe, "The HTTP server torchtitan.rl.serve")
@@ -298,7 +298,7 @@ class JobConfig(BaseJobConfig):
         if apart and apart >= world_size:
             raise ConfigError(
                 f"rl.generator.ranks must leave ranks that train, got {apart} with {world_size} in the job; "
-                "start more ranks, or lower it"
+                "start more ranks, or lower the key"
             )
         return world_size - apart
 
@@ -312,6 +312,6 @@ def batch_seq_len(job_config: JobConfig) -> int:
 def longest_episode(job_config: JobConfig) -> int:
     """Return the length limit of an episode, prompt included, that a row and the generator can hold."""
     row, generator = batch_seq_len(job_config) + 1, job_config.rl.generator
-    if generator.backend != "vllm":  # other backends, like a row, skip the last token
+    if generator.backend != "vllm":  # other backends and rows leave out the last token
         return row
     return min(row, generator.max_seq_len or job_config.training.seq_len)

@@ -1,4 +1,4 @@
-"""The common part of a policy and a critic: gradients of a per-token loss, and optimizer steps.
+"""The base class of the policy and the critic: accumulates gradients of a per-token loss, takes steps.
 
 Every method is collective: all ranks call it with the same `TrainingBatch` and get the same result.
 
@@ -29,7 +29,7 @@ from torchtitan.step.runner import Head
 class Pass(NamedTuple):
     """A forward-backward pass of the current step, over all ranks.
 
-    metrics: sums, or maxima of `_max` metrics. denominator: as in `TrainingBatch`.
+    metrics: sums, or maxima for names that end in `_max`. denominator: as in `TrainingBatch`.
     """
 
     loss: float = 0.0
@@ -43,8 +43,8 @@ class Learner(ABC):
     """Learns from batches of samples; the caller decides when to take an optimizer step.
 
     A token's score is the log-prob of its label (policy), or a value (critic).
-    loss: the default loss of `forward_backward`. passes: those of the current step.
-    replays_experts: routers take the experts that are recorded in the batch's samples.
+    loss: the default loss of `forward_backward`. passes: the forward-backward passes of the current step.
+    replays_experts: True if the routers use the experts that are recorded in the samples.
     """
 
     replays_experts: ClassVar[bool] = True
@@ -55,20 +55,20 @@ class Learner(ABC):
 
     @abstractmethod
     def _output_layer(self, loss_fn: Any = None) -> Head | None:
-        """Return the head for a loss, or for scores only if it is None; None keeps the model's output layer."""
+        """Return the head for `loss_fn`, or for scores if it is None; None keeps the model's output layer."""
 
     @abstractmethod
     def _values(self, outputs: Any) -> tuple:
-        """Return the arguments of losses from a model's outputs, each [B, T] or None; scores first."""
+        """Return a loss's first arguments from the model's outputs; the first one is the scores [B, T]."""
 
     # ---- one step ----
 
     def forward(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor | None]:
         """Return each sample's scores, a 1-D fp32 tensor on the CPU, without gradients.
 
-        Scores are 0 for slots that only other samples score, log-probs for all slots that are not in the
-        loss (unless the batcher has `scores_masked`). A sample that is in no row gets None.
-        head: computes other values [B, T, ...], which are returned instead of the scores.
+        A slot that samples share has its score in one sample, and 0 in the others. Log-probs outside the
+        loss are 0. With the batcher's `scores_masked`, no score is set to 0. A sample in no row gets None.
+        head: computes values [B, T, ...] that are returned instead of the scores.
         Raises ValueError as `forward_backward` does.
         """
         self._check_on_all_ranks(batch)
@@ -91,8 +91,8 @@ class Learner(ABC):
         check_context_parallel(loss_fn, self.engine.parallel_dims.cp)
         if any((batch.denominator is None) != (x.denominator is None) for x in self.passes):
             raise ValueError(
-                "the batches of one optimizer step must all or none leave the division to the step "
-                "(Batcher.deferred); batch them in one way, or call optim_step in between"
+                "one optimizer step got batches with and without Batcher.deferred; set it alike for "
+                "all batches of a step, or call optim_step in between"
             )
         self._check_on_all_ranks(batch, loss_fn)
 
@@ -106,7 +106,7 @@ class Learner(ABC):
                 batches = teacher.prepare(batches)
             step = self.engine.forward_backward_step(
                 input_dict=batches,
-                loss_fn=loss_of,  # the batch's weights are shares of the whole step
+                loss_fn=loss_of,  # a weighted sum, which the engine does not divide
                 head=self._output_layer(loss_fn),
                 metrics={
                     name: "max" if name.endswith("_max") else "sum" for name in loss_fn.metric_names
@@ -130,14 +130,14 @@ class Learner(ABC):
     def optim_step(self, params: OptimParams | None = None) -> OptimStepOutput:
         """Clip gradients, update the weights, advance the schedule, and zero the gradients.
 
-        params: settings for this step only. Raises ValueError without a `forward_backward` before it.
+        params: settings for this step only. Raises ValueError if no `forward_backward` came before.
         """
         if not self.passes:
             raise ValueError("optim_step found no gradients; call forward_backward before it")
         params = OptimParams() if params is None else params
         shares = [x.denominator for x in self.passes if x.denominator is not None]
         denominator = sum(shares) if shares else None
-        # The denominator counts all ranks' samples, but the engine sums over ranks: only rank 0 passes it.
+        # `denominator` counts all ranks' samples, and the engine sums it over ranks: only rank 0 passes it.
         if shares and self.engine.dp_rank != 0:
             denominator = 0.0
         names = ("betas", "eps", "weight_decay")
@@ -227,7 +227,7 @@ class Learner(ABC):
         return found
 
     def _score(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor] | None:
-        """Return the scores [B, T] of this rank's microbatches; None without the last pipeline stage."""
+        """Return the scores [B, T] of this rank's microbatches; None on ranks without the last stage."""
         return self.engine.forward_step(
             self._token_batches(batch),
             output_fn=lambda outputs, _: outputs if head else self._values(outputs)[0],

@@ -36,8 +36,8 @@ Measured = dict[str, Tensor]
 
 
 class LossOutput(NamedTuple):
-    """loss: a scalar to call backward on. metrics: scalars without gradient; over microbatches and ranks,
-    the engine takes the maximum of names that end in `_max`, else the sum; see `finalize_metrics`.
+    """loss: a scalar to call backward on. metrics: scalars without gradient. Over microbatches and ranks,
+    the engine takes the maximum of `_max` metrics and the sum of the others; see `finalize_metrics`.
     """
 
     loss: Tensor
@@ -46,11 +46,11 @@ class LossOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyLoss(ImportanceCorrection, ABC):
-    """Per-token losses of one kind, reduced to the sum over tokens of
+    """A policy loss: the sum over tokens of
     weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy).
 
-    A token that the correction masks is left out of all terms, but denominators count it. Without
-    `old_logprobs`, the current policy is used instead, which is the old policy in the first update.
+    A token that the correction masks is left out of all terms, but denominators count it. A batch without
+    `old_logprobs` uses the current log-probs instead, which are equal in the first update of a step.
     """
 
     has_generator: ClassVar[bool] = True  # the loss reads the generator's log-probs
@@ -63,8 +63,8 @@ class PolicyLoss(ImportanceCorrection, ABC):
         super().__post_init__()
         if self.corrects and not self.has_generator:
             raise ValueError(
-                "rl.loss.correction and the mismatches compare log-probs of a generator, which this loss "
-                f"does not read, got {self}; leave them out"
+                "rl.loss.correction, max_token_mismatch and max_sequence_mismatch need a loss that reads "
+                f"the generator's log-probs, got {self}; leave these keys out"
             )
 
     @abstractmethod
@@ -80,7 +80,7 @@ class PolicyLoss(ImportanceCorrection, ABC):
 
     @functools.cached_property
     def metric_names(self) -> tuple[str, ...]:
-        """The metrics of the loss, found with one token; pipeline ranks that compute no loss need them."""
+        """The loss's metric names, found by a call with one token: ranks without the loss need them."""
         token, index = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64)
         batch: Any = dict.fromkeys(LossInputs.__annotations__, token) | {"sequence_ids": index}
         return tuple(self(token, token, batch).metrics)
@@ -90,7 +90,7 @@ class PolicyLoss(ImportanceCorrection, ABC):
         if self.kl_coef > 0 and batch.get("ref_logprobs") is None:
             raise ValueError(
                 f"rl.loss.kl_coef = {self.kl_coef} needs ref_logprobs in the samples, got none; "
-                "compute them with the reference policy, or set it to 0"
+                "compute them with the reference policy, or set the key to 0"
             )
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
@@ -207,15 +207,15 @@ def kl_divergence(
     raise ValueError(f"rl.loss.kl_type must be one of 'k1', 'k2', 'k3', got {kl_type!r}")
 
 
-# ---- the kinds ----
+# ---- the losses ----
 
 
 @dataclass(frozen=True)
 class _ClippedRatioLoss(PolicyLoss):
     """PPO's clipped ratio (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-    dual_clip: c, above 1; 0 turns it off. PPO's clip has no upper bound for the loss of a negative
-        advantage A; this one is -c A, without gradient beyond (Ye et al. 2020, arXiv:1912.09729, eq. 5).
+    dual_clip: c, above 1; 0 turns it off. With a negative advantage A, the clipped loss has no upper
+        bound; c limits it to -c A, where it has no gradient (Ye et al. 2020, arXiv:1912.09729, eq. 5).
     """
 
     dual_clip: float = 3.0
@@ -239,7 +239,7 @@ class _ClippedRatioLoss(PolicyLoss):
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
         low, high = self.clip_range
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-        # At a clip bound both are equal: take `gain`, as `clamp` has no gradient there from torch 2.14 on.
+        # At a clip bound both gains are equal: use `gain`, as `clamp` has no gradient there since torch 2.14.
         clipped = torch.where(gain <= clipped_gain, gain, clipped_gain)
         lowest = torch.full_like(gain, -torch.inf)
         if self.dual_clip:
@@ -282,9 +282,10 @@ class DAPOLoss(_ClippedRatioLoss):
 class GSPOLoss(DAPOLoss):
     """One clipped ratio for each sequence: the geometric mean of its tokens' ratios.
 
-    Zheng et al. 2025 (arXiv:2507.18071), in the token-level form: a ratio has the sequence's value and
-    the token's gradient. It equals the sequence-level form if all tokens of a sequence
-    have the same advantage and weight. The paper's objective has the aggregation "seq-mean-token-mean".
+    Zheng et al. 2025 (arXiv:2507.18071), in the token-level form: a token's ratio has the value of the
+    sequence's ratio, and its gradient comes from the token's log-prob. The loss equals the
+    sequence-level form if all tokens of a sequence have the same advantage and weight. The paper's
+    objective has the aggregation "seq-mean-token-mean".
     """
 
     ratio_clip_low: float = 3e-4
@@ -305,7 +306,7 @@ class GSPOLoss(DAPOLoss):
 
 @dataclass(frozen=True)
 class CISPOLoss(PolicyLoss):
-    """Clips the ratio as a constant weight of the log-prob, so every token keeps its gradient.
+    """The log-prob times the clipped ratio, which has no gradient; every token keeps the log-prob's gradient.
 
     MiniMax 2025 (arXiv:2506.13585), eq. 4 and 5; the paper does not clip from below.
     """
@@ -359,8 +360,8 @@ class CrossEntropyLoss(PolicyLoss):
 class LossWithTeacher:
     """policy_weight * a policy loss, plus kl_weight * T^2 * KL between policy and teacher at each token.
 
-    Both models at T = `rl.sampling.temperature`. The policy sampled the tokens before it, which have no
-    gradient (Agarwal et al. 2024, arXiv:2306.13649, section 3.1). Takes the place of a `PolicyLoss`.
+    T = `rl.sampling.temperature` for both models. The policy sampled the tokens; sampling has no gradient
+    (Agarwal et al. 2024, arXiv:2306.13649, section 3.1). Used in place of a `PolicyLoss`.
     """
 
     policy: PolicyLoss
@@ -368,7 +369,7 @@ class LossWithTeacher:
     teacher: Any  # an `objective.distillation.Distillation`
 
     def __getattr__(self, name: str) -> Any:
-        if name == "policy":  # not set yet, in `copy` and `pickle`
+        if name == "policy":  # `copy` and `pickle` ask before it is set
             raise AttributeError(name)
         return getattr(self.policy, name)  # such as `needs_entropy` and `check`
 
@@ -423,7 +424,7 @@ def loss_class(name: str) -> type[PolicyLoss]:
 
 
 def build_loss(name: str, **settings: Any) -> PolicyLoss:
-    """Return the loss of that name; a setting of None takes the default.
+    """Return the loss of that name; a setting that is None keeps its default.
 
     Raises ValueError for settings that the loss does not have.
     """

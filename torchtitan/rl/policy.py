@@ -32,8 +32,8 @@ from torchtitan.tools.logging import init_logger, logger
 class PolicyTrainer(Learner):
     """A policy that learns from batches of samples, by default with the loss `[rl.loss]`.
 
-    engine: an existing engine; None builds it from the config. tokenizer: of the samples, which the teacher
-        of `[rl.teacher]` must share; without a teacher it is not needed.
+    engine: an existing engine; None builds it from the config. tokenizer: the samples' tokenizer, compared
+        with the teacher's; needed only with `rl.teacher.folder`.
     Raises ConfigError for a config that cannot run.
     """
 
@@ -62,8 +62,8 @@ class PolicyTrainer(Learner):
             is_linear = getattr(engine.model_args, "n_linear_layers", 0) > 0
             if job_config.rl.batch.share_prefixes and is_linear:
                 raise ConfigError(
-                    "rl.batch.share_prefixes = True makes trees of documents, which linear attention (model.name "
-                    f"= {engine.job_config.model.name!r}) does not take; set it to false"
+                    "rl.batch.share_prefixes = True needs a model without linear attention, got model.name = "
+                    f"{engine.job_config.model.name!r}; set it to false"
                 )
             if teacher.folder:
                 given = engine, tokenizer, teacher, job_config.rl.sampling.temperature
@@ -191,8 +191,8 @@ class PolicyTrainer(Learner):
 class ReferencePolicy:
     """A fixed copy of this rank's part of the policy's weights, which gives reference log-probs.
 
-    A forward swaps the copy with the live weights (and the biases that balance experts). With a frozen base
-    model, only trained weights are copied; if these are only new adapters, the reference is the base model.
+    A forward swaps the copy with the live weights (and the biases that balance experts). With LoRA, only
+    trained weights are copied; if only new adapters train, the reference is the base model, without a copy.
     is_loaded: True if the reference needs no checkpoint, or was loaded from one.
     """
 
@@ -210,7 +210,7 @@ class ReferencePolicy:
         self._weights = {name: weight.detach().clone() for name, weight in live}
 
     def logprobs(self, batch: TrainingBatch) -> list[Tensor | None]:
-        """Return what `PolicyTrainer.forward` returns, under the reference. Collective."""
+        """Return each sample's log-probs by the reference, as `PolicyTrainer.forward` does. Collective."""
         if self.is_base:
             with self._trainer.engine.adapters_off():
                 return self._trainer.forward(batch)

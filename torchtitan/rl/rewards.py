@@ -23,8 +23,8 @@ _ANSWER = re.compile(
 def scores_of(value: Any) -> dict[str, float]:
     """Return what a reward function returned as {"total": reward, name: another score, ...}.
 
-    value: the reward, or a dict with the reward under "total". A number is what float() takes, except
-    text: a bool, a Decimal, a scalar of NumPy or torch.
+    value: the reward, or a dict with the reward under "total". Any value that float() accepts is a
+    number, except a text: also a bool, a Decimal, a scalar of NumPy or torch.
     Raises ValueError, naming the key, for a dict without "total" and for values that are not finite.
     """
     if not isinstance(value, Mapping):
@@ -42,7 +42,7 @@ def scores_of(value: Any) -> dict[str, float]:
     scores = {}
     for name, score in value.items():
         if not isinstance(name, str):
-            raise ValueError(f"the reward function's dict must have texts as keys, got {name!r}")
+            raise ValueError(f"the reward function's dict must have strings as keys, got {name!r}")
         if (number := _number(score)) is None:
             raise ValueError(
                 f"the reward function's score {name!r} must be a finite number, at most "
@@ -81,8 +81,8 @@ def gsm8k_answer(text: str) -> Decimal | None:
 def gsm8k(completion: str, answer: str) -> float:
     """Return 1 if a completion ends in the answer's number in GSM8K's form, "#### 42"; else 0.
 
-    Numbers are compared by value: 1,200 equals 1200.00. Raises ValueError if the answer itself,
-    from the data, has no such line.
+    Numbers are compared by value: 1,200 equals 1200.00. Raises ValueError if the expected
+    answer has no number after "####".
     """
     expected = gsm8k_answer(answer)
     if expected is None:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class LostGeneratorError(LostConnectionError):
-    """A generating rank is lost."""
+    """The connection to a generating rank is lost."""
 
 
 class Try(NamedTuple):
@@ -46,13 +46,13 @@ class Try(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `num_samples` episodes for each place; the place is their `group_id`.
+    """A request for `num_samples` episodes of each prompt; the prompt's place is their `group_id`.
 
-    tries: the next try has new prompts for places whose completions all got the same reward.
+    tries: each further try replaces the prompts whose completions all got the same reward.
     penalty: subtracted from rewards of long completions.
-    stop_strings: texts that end a completion; those in `Try.sampling` are ignored.
+    stop_strings: texts that end a completion; stop strings in `Try.sampling` are ignored.
     max_turns: number of turns that the policy may take in an episode.
-    max_tokens: length limit of an episode, prompt included; it ends if another turn may not fit.
+    max_tokens: length limit of an episode, prompt included; an episode ends if another turn may not fit.
     """
 
     tries: Sequence[Try]
@@ -77,15 +77,15 @@ class DrawsEpisodes(Protocol):
     """Draws the episodes of a step: on the ranks that train (`Draws`), or on separate ranks."""
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Begin to draw with the current weights; the returned function waits for the episodes of all
-        ranks. It is collective.
+        """Begin to draw with the current weights. Returns a collective function, which waits for the
+        episodes of all ranks and returns them.
         """
 
     def close(self) -> None: ...
 
 
 class Draws:
-    """Completes prompts with a generator on these ranks, on a thread if `ahead`, and grades them."""
+    """Completes prompts with this rank's generator, on a thread if `ahead`, and grades the completions."""
 
     def __init__(self, task: Task, generator: Generator, device: torch.device, *, ahead: bool):
         self.task, self._generator, self._thread = task, generator, None
@@ -101,7 +101,7 @@ class Draws:
         return draw if self._thread is None else self._thread.submit(draw).result
 
     def _draw(self, generator: Generator, request: Request) -> list[Episode]:
-        """Return this rank's share of a request, in the order of places."""
+        """Return the episodes of this rank's share of a request, in the order of places."""
         own, places = _shares(len(request.tries[0].prompts), _num_together(generator))
         by_place: dict[int, list[Episode]] = {}
         for number, (prompts, sampling) in enumerate(request.tries):
@@ -143,11 +143,11 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         own: range,
     ) -> list[tuple[int, tuple[str, list[int]]]]:
-        """Complete each dialogue's turn; return the replies to those that can take another turn.
+        """Draw a turn of each dialogue; return (the dialogue's row, (text, token ids)) for each reply.
 
-        own: the places whose dialogues this rank's task replies to. Returns (row, (text, token ids)).
+        own: the places to which this rank's task replies. A dialogue without a reply has ended.
         """
-        # All samples of a prompt share its first turn's context, which is read once.
+        # In the first turn, the samples of a prompt have the same context, which is read once.
         n_samples = request.num_samples if turn == 1 else 1
         first_of_each = dialogues[::n_samples]
         completions = generator.generate(
@@ -197,17 +197,17 @@ class Draws:
         return [place for place, own in drawn.items() if len({e.reward for e in own}) == 1]
 
     def close(self) -> None:
-        """Finish the current draw and the task's processes. Safe to call twice."""
+        """Wait for the current draw, and close the task. Safe to call twice."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self.task.close()
 
 
 def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool) -> list[T]:
-    """Return [this rank's result of `work`]. If ranks generate together: all ranks' results, or all raise.
+    """Return the results of `work` on all ranks; if it raises on one rank, all ranks raise.
 
-    A rank that generates alone may draw on a thread, which must not communicate. is_last: no rank needs
-    the others' results.
+    Return only this rank's result if `is_last`, because no other rank needs it, or if ranks generate
+    alone, because they may draw on a thread, which must not communicate.
     """
     return [work()] if _num_together(generator) == 1 or is_last else on_all_ranks(work)
 
@@ -245,7 +245,7 @@ def _of_all_ranks(draw: Callable[[], list[Episode]]) -> list[Episode]:
 
 
 def episodes_of(shares: Sequence[Share], first_rank: int = 0) -> list[Episode]:
-    """Join the episodes of the ranks from `first_rank` on; RunError if one failed."""
+    """Join the shares of consecutive ranks, the first `first_rank`; RunError if a rank failed."""
     episodes: list[Episode] = []
     for rank, share in enumerate(shares, start=first_rank):
         if isinstance(share, str):
@@ -261,7 +261,7 @@ def episodes_of(shares: Sequence[Share], first_rank: int = 0) -> list[Episode]:
 class _Dialogue:
     """An unfinished episode.
 
-    place: index of the prompt in its step. row: index of the episode among those of all ranks.
+    place: index of the prompt in its step. row: index of the episode among all ranks' episodes.
     tokens: (id, log-prob, loss mask, version) of all tokens after the prompt, as in `Episode`.
     is_out_of_room: True if the episode ended because a reply and another turn would not fit.
     """
@@ -321,7 +321,7 @@ class _Dialogue:
 
 
 def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
-    """Join the turns' experts, [all tokens so far but the last, L, k]; a token keeps its first record."""
+    """Join the turns' experts [all tokens so far but the last, L, k]; a token keeps the first record."""
     joined = of_turns[0]
     for experts in of_turns[1:]:
         if joined is not None and experts is not None:
@@ -355,7 +355,7 @@ def _text_and_stop(
     ends = [text.index(string) for string in stop_strings if string in text]
     if ends:
         return text[: min(ends)], text[min(ends) :]
-    # Only replies need the stop's text, and not all tokenizers have this option.
+    # Only replies need the stop's text, and not all tokenizers have `skip_special_tokens`.
     stop = decode([completion.token_ids[-1]], skip_special_tokens=False) if task.replies else ""
     return decode(list(completion.token_ids[:-1])), stop
 
@@ -371,14 +371,14 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
 
 
 class Rollouts:
-    """Graded episodes of a task, step by step. longest_episode: in tokens, prompt included."""
+    """Graded episodes of a task, step by step. longest_episode: length limit in tokens, with the prompt."""
 
     def __init__(
         self, task: Task, config: RL, draws: DrawsEpisodes, longest_episode: int | None = None
     ):
         self.task, self.config, self._draws = task, config, draws
         stops = sorted(set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None}))
-        # `Request` has the stop strings: they need a tokenizer, which is not sent.
+        # Stop strings are sent in `Request`; here they would need `decode`, which is not sent.
         settings = vars(config.sampling) | {"stop_token_ids": tuple(stops), "stop_strings": ()}
         self.sampling = SamplingConfig(**settings)
         penalty = self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
@@ -391,11 +391,11 @@ class Rollouts:
             longest_episode,
         )
         self._next_step = 1
-        # step -> the function that waits for its episodes
+        # step -> the function that waits for the step's episodes
         self._ahead: dict[int, Callable[[], list[Episode]]] = {}
-        # step -> the task's state before its prompts were taken
+        # step -> the task's state before the step's prompts were taken
         self._task_before: dict[int, dict[str, Any]] = {}
-        # Steps that were drawn ahead before a resume; they may be older than `rl.async_steps` allows.
+        # Steps with episodes from a checkpoint, which may be older than `rl.async_steps` allows.
         self.restored_steps: frozenset[int] = frozenset()
 
     # ---- training ----
@@ -405,7 +405,7 @@ class Rollouts:
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
-        """Begin to draw all steps up to `last_step` that are not begun yet."""
+        """Begin to draw every step up to and including `last_step` that has not begun yet."""
         for step in range(self._next_step, last_step + 1):
             self._task_before[step] = self.task.state_dict()
             tries = []
@@ -416,7 +416,7 @@ class Rollouts:
             self._next_step = step + 1
 
     def take(self, step: int) -> list[Episode]:
-        """The step's episodes of all ranks. Collective; steps are taken in order."""
+        """Wait for a step's episodes, and return those of all ranks. Collective; steps are taken in order."""
         episodes = self._ahead[step]()
         del self._ahead[step]
         self._task_before.pop(step, None)
@@ -453,8 +453,8 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return the next step, and the episodes that were drawn ahead. Collective.
 
-        Episodes are saved because the weights that drew them are not. If they are lost with a generator,
-        raises LostGeneratorError, unless a resumed run can draw them again with the saved weights.
+        Episodes are saved because the weights that drew them are not. Raises LostGeneratorError if
+        episodes are lost with a generator and `rl.async_steps` > 0; with 0, a resumed run draws them again.
         """
         taken: dict[int, list[Episode]] = {}
         for step in list(self._ahead):
@@ -476,5 +476,5 @@ class Rollouts:
         self.restored_steps = frozenset(self._ahead)
 
     def _keep(self, taken: dict[int, list[Episode]]) -> None:
-        """Have `take` return these episodes."""
+        """Make `take` return these episodes for their steps."""
         self._ahead = {step: lambda e=episodes: e for step, episodes in taken.items()}

@@ -1,7 +1,7 @@
 """Copies of earlier weights, which replace the current weights for a forward or a draw.
 
-There is no second model: a copy is swapped with this rank's part of the weights (and with the
-biases that balance experts), and swapped back.
+There is no second model: this rank's part of the weights (and of the biases that balance experts)
+is swapped with a copy, and swapped back afterwards.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def host_copy(engine: TrainingEngine) -> dict[str, Tensor]:
 
 @dataclass(eq=False)
 class WeightsKey:
-    """Identifies one state of the weights. number: of the key, counted from 1."""
+    """Identifies one state of the weights. number: the index of the key, from 1."""
 
     number: int
     is_pinned: bool = False
@@ -79,9 +79,9 @@ class WeightsKey:
 class Snapshots:
     """Keeps snapshots of weights in host memory while a caller holds their key.
 
-    limit: a key's weights are dropped after this many later keys; pinned keys never expire. Expiry
-        depends on the number of keys, which is the same on all ranks, and not on when Python frees a
-        key.
+    limit: a key expires when more than this many later keys exist, and its weights are dropped; pinned
+        keys never expire. The number of keys is the same on all ranks, while the time at which Python
+        frees a key is not.
     """
 
     def __init__(self, engine: TrainingEngine, limit: int):
@@ -127,9 +127,8 @@ class Snapshots:
             return {name: local_tensor(w.detach()) for name, w in changing_weights(self._engine)}
         if self.is_expired(key):
             raise ValueError(
-                f"the weights of this sampling client are gone: copies are kept of the last "
-                f"{self._limit} weights with a sampling client; raise rl.generator.max_snapshots, or "
-                "sample from a saved state"
+                f"the weights of this sampling client are gone, because more than {self._limit} later "
+                "snapshots exist; raise rl.generator.max_snapshots, or sample from a saved state"
             )
         return self._copies[key]
 

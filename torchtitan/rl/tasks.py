@@ -1,7 +1,7 @@
 """Tasks: prompts, replies to the policy's turns, and rewards.
 
 Prompt i depends only on the task's seed and on i, so a task's only state is the number of drawn
-prompts. `jsonl_task` has prompts from a file, `torchtitan.experiments.rl_toy.tasks` toy tasks.
+prompts. `jsonl_task` reads prompts from a file; `torchtitan.experiments.rl_toy.tasks` has toy tasks.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from torchtitan.rl.rewards import TOTAL, plain, scores_of
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem: the prompt, the expected answer, and its JSON object if it comes from a file."""
+    """A prompt, the expected answer, and the prompt's JSON object if it comes from a file."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -129,8 +129,8 @@ class Task(ABC):
     def reply(self, prompt: Prompt, turns: Sequence[Turn]) -> str | None:
         """Return the environment's reply to the last turn; None ends the episode.
 
-        It must depend only on the arguments, so that a run can be repeated. Called if a turn ended
-        with a stop and `rl.task.max_turns` allows another turn.
+        The reply must depend only on the arguments, so that a run can be repeated. Called if the last
+        turn ended with a stop and `rl.task.max_turns` allows another turn.
         """
         return None
 
@@ -144,7 +144,7 @@ class Task(ABC):
 
     @property
     def replies(self) -> bool:
-        """True if episodes may have several turns."""
+        """True if the task overrides `reply` or `reply_all`, so episodes may have several turns."""
         own = type(self)
         return own.reply is not Task.reply or own.reply_all is not Task.reply_all
 
@@ -171,7 +171,7 @@ class Task(ABC):
 TaskBuilder = Callable[[Any, BaseTokenizer | None, int | None], Task]
 """(the section `[rl]`, the model's tokenizer, longest prompt in tokens) -> task"""
 
-# Functions, or their names, module:function, which are imported on use.
+# name -> function, or the function's name, module:function, which is imported on use
 _TASKS: dict[str, TaskBuilder | str] = dict.fromkeys(
     ("sum_digits", "copy", "sort", "guess"), "torchtitan.experiments.rl_toy.tasks:build"
 ) | {"jsonl": "torchtitan.rl.jsonl_task:build"}
@@ -200,7 +200,7 @@ def task_builder(name: str) -> TaskBuilder:
 def build_task(
     rl: Any, tokenizer: BaseTokenizer | None = None, max_prompt_tokens: int | None = None
 ) -> Task:
-    """Build the task of the section `[rl.task]`; `tokenizer` is the model's. Raises as `task_builder`."""
+    """Build the task of the section `[rl.task]`; `tokenizer` is the model's. Raises like `task_builder`."""
     return task_builder(rl.task.name)(rl, tokenizer, max_prompt_tokens)
 
 

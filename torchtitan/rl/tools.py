@@ -87,7 +87,7 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
 class Toolbox:
     """Functions that the policy may call, in separate processes.
 
-    functions: by name, module:function. n_processes: on this rank. timeout_seconds: of one call.
+    functions: by their names, module:function. n_processes: of this rank. timeout_seconds: limit of one call.
     Raises ValueError for functions without a schema, or two functions of the same name.
     """
 
@@ -125,7 +125,7 @@ class Toolbox:
                 logger.warning("%s; the policy gets this as the result", result.failure)
             problem = result.error or result.failure
             text = result.value if problem is None else f"error: {problem}"
-            # JSON can spell half of a surrogate pair, which no tokenizer accepts.
+            # A JSON escape can be a lone surrogate, which no tokenizer accepts.
             texts.append(text.encode(errors="replace").decode())
         return texts
 

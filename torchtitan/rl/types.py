@@ -31,19 +31,19 @@ class SamplingConfig:
     """Settings for drawing tokens."""
 
     temperature: float = 1.0  # divides the logits; 0 takes the most probable token
-    top_p: float = 1.0  # draw from the fewest likeliest tokens with this total probability; 1: all
+    top_p: float = 1.0  # draw from the fewest top tokens with this total probability; 1: all
     top_k: int = 0  # draw from this many of the most probable tokens; 0 keeps all
     max_tokens: int = 16  # the length limit of a completion
     stop_token_ids: tuple[int, ...] = ()  # each of these ends a completion, and is part of it
-    stop_strings: tuple[str, ...] = ()  # the token that completes one of these also ends it
+    stop_strings: tuple[str, ...] = ()  # a token that completes one of these ends a completion
     decode: Callable[[list[int]], str] | None = None  # token ids -> text, to find stop_strings
     seed: int | None = None  # None continues the generator's own random stream
 
     def __post_init__(self) -> None:
         if self.stop_strings and (self.decode is None or "" in self.stop_strings):
             raise ValueError(
-                f"stop_strings are searched in a completion's text, got {self.stop_strings} and decode = "
-                f"{self.decode}; pass the tokenizer's, and texts of at least one character"
+                f"stop_strings must not be empty texts, and need decode, got {self.stop_strings} and decode "
+                f"= {self.decode}; correct the texts, and pass the tokenizer's decode"
             )
         ranges = {  # smaller temperatures would overflow fp32 logits
             "temperature": Range(1e-20, math.inf, excluded=math.inf, special=0),
@@ -61,13 +61,13 @@ class SamplingConfig:
         return bool(self.stop_token_ids or self.stop_strings)
 
     def stops_at(self, token_ids: Sequence[int]) -> bool:
-        """Return True if the last token of these ends the completion."""
+        """Return True if the last of these tokens ends the completion."""
         if token_ids[-1] in self.stop_token_ids:
             return True
         if not self.stop_strings:
             return False
         assert self.decode is not None
-        # A token has at least one byte; four tokens more, because the first may begin inside a character.
+        # A token has at least one byte; decode four tokens more, as the first may begin inside a character.
         longest = max(len(string.encode()) for string in self.stop_strings)
         text = self.decode(list(token_ids[-(longest + 4) :]))
         return any(string in text for string in self.stop_strings)
@@ -79,8 +79,8 @@ class Completion:
 
     token_logprobs: under the distribution that each token was drawn from, after the temperature and
         renormalised over the tokens that top_p and top_k kept.
-    routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of the n new
-        tokens but the last; see `Decoder.check_routed_experts`. None if they were not recorded.
+    routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of all n new
+        tokens but the last; see `Decoder.check_routed_experts`. None if experts were not recorded.
     """
 
     token_ids: tuple[int, ...]  # a stop token included
@@ -96,8 +96,7 @@ class Episode:
     """One graded completion of a task's prompt, or a dialogue with the task's environment.
 
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
-    routed_experts: as in `Completion`, of all tokens but the last; -1 for tokens that were not read
-        when the tokens after them were drawn.
+    routed_experts: as in `Completion`, of all tokens but the last; -1 lets the router choose.
     """
 
     group_id: int  # equal for the completions of one prompt
@@ -111,11 +110,11 @@ class Episode:
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     advantage: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)  # of the task, such as {"exact": 1.0}
+    scores: dict[str, float] = field(default_factory=dict)  # the task's, such as {"exact": 1.0}
     ref_logprobs: tuple[float, ...] | None = None
     loss_mask: tuple[int, ...] | None = None  # 0 for tokens of replies; None if all were sampled
     turns: tuple[str, ...] = ()  # policy and environment alternate; the policy is first and last
-    token_versions: tuple[int, ...] | None = None  # -1 for tokens of replies; None: one version
+    token_versions: tuple[int, ...] | None = None  # -1 for replies; None: all `policy_version`
     routed_experts: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -155,10 +154,10 @@ class TrainingSample:
     logprobs: Tensor  # by the generator; any number where the mask is 0
     advantages: Tensor
     ref_logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None  # None: those of the current forward pass
+    old_logprobs: Tensor | None = None  # None: the log-probs of the current forward pass
     old_values: Tensor | None = None  # with a critic
     returns: Tensor | None = None  # with a critic
-    weights: Tensor | None = None  # of the tokens' losses; None: from the batcher's `agg_mode`
+    weights: Tensor | None = None  # of the tokens' losses; None: the batcher's `agg_mode` decides
     routed_experts: Tensor | None = None  # [n, L, k]; None lets the routers choose
     group_id: int = 0
 
@@ -166,13 +165,13 @@ class TrainingSample:
         tokens, experts = self.token_ids, self.routed_experts
         if tokens.dim() != 1 or not len(tokens):
             raise ValueError(
-                f"token_ids of a sample must be 1-D and not empty, got shape {list(tokens.shape)}; a "
-                "sequence of n tokens has n - 1 of them"
+                f"token_ids of a sample must be 1-D and not empty, got shape {list(tokens.shape)}; "
+                "pass all tokens of a sequence but the last, at least one"
             )
         if experts is not None and (experts.dim() != 3 or len(experts) != len(tokens)):
             raise ValueError(
                 f"routed_experts of a sample must have the shape [{len(tokens)} input tokens, MoE layers, "
-                f"experts per token], got {list(experts.shape)}; leave out those of the last label"
+                f"experts per token], got {list(experts.shape)}; leave out the experts of the last label"
             )
         for name, value in vars(self).items():
             is_per_token = isinstance(value, Tensor) and name != "routed_experts"
@@ -217,8 +216,8 @@ class TrainingSample:
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)
         if not n_prompt or not n_new or len(token_logprobs) != n_new:
             raise ValueError(
-                f"a sample needs a prompt and sampled tokens with one log-prob each, got {n_prompt}, {n_new} "
-                f"and {len(token_logprobs)}; begin prompts with a token, leave out empty completions"
+                "a sample needs prompt tokens, and sampled tokens with one log-prob each, got "
+                f"{n_prompt} and {n_new} tokens, {len(token_logprobs)} log-probs; leave out empty completions"
             )
 
         def after_prompt(values: Sequence[float]) -> Tensor:
@@ -256,7 +255,7 @@ class TrainingSample:
 
 
 class Slot(NamedTuple):
-    """Place of sample `sample` in a microbatch: row `row`, columns [n]; number: its index in the row."""
+    """Place of sample `sample` in a microbatch: row, columns [n]. number: the sample's index in the row."""
 
     sample: int
     row: int
@@ -275,7 +274,7 @@ class LossInputs(TypedDict, total=False):
     # batcher has `scores_masked`)
     labels: Required[Tensor]
     positions: Required[Tensor]  # [B, T] int64, from 0 in each sequence; -1 in padding
-    # [B, T] int64, from 0 in each row; -1 in padding. If several samples share a slot, the one that scores it
+    # [B, T] int64, the sample's index in its row; -1 in padding. A shared slot has the sample that scores it
     sequence_ids: Required[Tensor]
     loss_mask: Required[Tensor]  # [B, T] fp32, 1 for tokens in the loss, else 0
     # [B, T] fp32, each token's share of the step; the loss is the sum of weight * loss per token. This
@@ -301,12 +300,12 @@ class TrainingMicrobatch:
     """The rows of one rank in one forward pass."""
 
     inputs: LossInputs
-    slots: tuple[Slot, ...] = ()  # where the samples are; empty if all is padding
+    slots: tuple[Slot, ...] = ()  # where the samples are; empty if all rows are padding
 
     def per_sample(self, values: Tensor, *, only_own: bool = False) -> dict[int, Tensor]:
         """Split [B, T, ...] values by sample: sample index -> values [n, ...].
 
-        only_own: 0 for slots that the sample shares and does not score.
+        only_own: values are 0 in slots that the sample shares and another sample scores.
         """
         found = {s.sample: values[s.row, s.columns] for s in self.slots}
         if only_own and "parent_ids" in self.inputs:
@@ -322,13 +321,13 @@ class TrainingBatch:
 
     microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]  # [microbatch][data-parallel rank]
     num_global_valid_tokens: int  # tokens in the loss
-    num_measured_tokens: int  # those of samples not skipped; metrics are means over these
+    num_measured_tokens: int  # without skipped samples; metrics are means over these tokens
     num_samples: int  # passed to `Batcher.batch`
-    # These samples' share of the step's loss denominator, see `aggregation_weights`; None if the loss
-    # weights are divided already.
+    # This batch's part of the step's loss denominator, see `aggregation_weights`; None if `loss_weights`
+    # are divided already.
     denominator: float | None = None
     oversize: tuple[int, ...] = ()  # indices of the samples that did not fit a row
-    num_skipped: int = 0  # left out because their advantage is 0; denominators count them
+    num_skipped: int = 0  # samples left out because their advantage is 0; denominators count them
     scores_masked: bool = False  # labels outside the loss are kept, see `Batcher`
 
     @property
@@ -361,7 +360,7 @@ class TrainingBatch:
 class OptimParams:
     """Optimizer settings for one step; None keeps the config's.
 
-    Raises ValueError for numbers that would make the weights useless.
+    Raises ValueError for numbers that are out of range.
     """
 
     lr: float | None = None
@@ -388,7 +387,7 @@ class OptimParams:
 class ForwardBackwardOutput:
     """Results of a forward-backward pass, over all ranks.
 
-    logprobs: of the labels, one 1-D tensor per sample in the order given, None for a sample in no row.
+    logprobs: of the labels, a 1-D tensor per sample in the samples' order, None for a sample in no row.
     """
 
     loss: float  # the weighted sum over all samples
@@ -403,5 +402,5 @@ class OptimStepOutput:
     policy_version: int  # of the weights after the step
     grad_norm: float  # before clipping
     lr: float
-    skipped: bool = False  # because the norm was not finite
+    skipped: bool = False  # True if the norm was not finite; the weights are unchanged
     metrics: dict[str, float] = field(default_factory=dict)  # "loss", and metrics of the whole step

@@ -1,8 +1,8 @@
 """Updates a generator's weights: what is sent, and the check that it arrived.
 
 A generator declares what it takes: whole tensors, shards (which need no all-gather), or adapters. Its
-`update_weights` gets them with a version and a digest. Generators of our model classes take our names,
-because some buffers have no Hugging Face name. `weight_transport` moves weights and packs deltas.
+`update_weights` gets the weights with a version and a digest. Generators that run this package's models
+take its weight names, as some buffers have no Hugging Face name. `weight_transport` moves the weights.
 """
 
 import os
@@ -40,9 +40,9 @@ class TakesWeights(Protocol):
     """A receiver of weights, such as `rl.generator.Generator`.
 
     policy_version: version of its weights; -1 before the first update.
-    weight_names: naming scheme of the weights that it takes; "shared" if it has the trainer's tensors.
-    weight_dtype: the type that parameters have to be cast to; None for no cast.
-    takes_shards (default False): it takes each rank's shards, `LocalShard`s, instead of whole tensors.
+    weight_names: naming scheme of the weights to send; "shared" if it uses the trainer's tensors.
+    weight_dtype: the dtype to which parameters are cast; None for no cast.
+    takes_shards (default False): the generator takes each rank's `LocalShard`s instead of whole tensors.
     """
 
     policy_version: int
@@ -94,7 +94,7 @@ class OurNames(BaseStateDictAdapter):
 
 
 def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
-    """Return the engine's weights as the generator takes them, None if it shares them."""
+    """Return the engine's weights in the generator's form; None if it shares the trainer's tensors."""
     dtype, sharded = generator.weight_dtype, getattr(generator, "takes_shards", False)
     match generator.weight_names:
         case "hf":
@@ -147,7 +147,7 @@ def push_weights(
 ) -> int:
     """Send the engine's weights to a generator; return their version. Collective.
 
-    check_digest: costs a second read of all weights.
+    check_digest: compare digests, for which all weights are read a second time.
     Raises WeightMismatchError on all ranks if any rank received different weights,
     StaleWeightsError if the generator has another version afterwards.
     """
@@ -156,7 +156,7 @@ def push_weights(
         generator.update_weights(weights_for(generator, engine), check_digest=check_digest)
     except WeightMismatchError as error:
         failure = str(error)
-    # Summing a flag takes a fifth of the time of gathering texts.
+    # All-reducing a flag takes a fifth of the time of gathering texts.
     has_failed = failure is not None
     if dist.is_initialized():
         num_failed = torch.tensor(float(has_failed), device=engine.device)

@@ -38,7 +38,7 @@ class PolicyWeights(Protocol):
 def hand_over(
     weights: PolicyWeights, take: Callable[[Iterator[tuple[str, Tensor]]], Any]
 ) -> Exception | None:
-    """Let `take` read weights, then read the weights that it left: gathering weights is collective.
+    """Let `take` read weights, then read the weights that it did not: gathering weights is collective.
 
     Returns the exception that `take` raised, so the caller can tell the other ranks. An exception of the
     iteration itself is raised, because every rank gets it.
@@ -107,7 +107,7 @@ def buckets_of(pairs: Pairs, n_bytes: int | None = None) -> Iterator[list[tuple[
 
 # Prefixes of weight names in transport. Weight names have no spaces.
 _WHOLE, _CHANGES = "all of ", "changes of "
-_LARGEST_GAP = 2**16 - 1  # between the indices of two changes, which has 16 bits
+_LARGEST_GAP = 2**16 - 1  # between the indices of two changes; a gap has 16 bits
 
 
 class WeightChanges:
@@ -117,14 +117,14 @@ class WeightChanges:
         self._last: dict[str, Tensor] = {}
 
     def packed(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight's changes, or the whole tensor if that is smaller. pairs: from `copied`."""
+        """Yield each weight's changes, or the whole tensor if it is smaller. pairs: made by `copied`."""
         for name, tensor in pairs:
             last, self._last[name] = self._last.get(name), tensor
             changes = None if last is None else _pack(last, tensor)
             yield (_WHOLE + name, tensor) if changes is None else (_CHANGES + name, changes)
 
     def unpacked(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights; the next update changes their memory. RunError if a delta does not fit."""
+        """Yield whole weights, which the next update overwrites. RunError if a delta does not fit."""
         for name, tensor in pairs:
             kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
             name = name.removeprefix(kind)
@@ -132,8 +132,8 @@ class WeightChanges:
                 self._last[name] = tensor
             elif kind == _CHANGES and not (name in self._last and _apply(tensor, self._last[name])):
                 raise RunError(
-                    f"an update came with the changes of {name} since the update before, and this receiver does "
-                    "not have that update; start the trainer again, which then sends whole weights"
+                    f"got only the changes of {name} since the previous update, which this receiver does not "
+                    "have; start the trainer again, which then sends whole weights"
                 )
             yield name, self._last[name] if kind else tensor
 
@@ -146,8 +146,8 @@ def _words(tensor: Tensor) -> np.ndarray:
 def _pack(old: Tensor, new: Tensor) -> Tensor | None:
     """Return the changes as uint8 [n], or None if they are no smaller than the tensor.
 
-    They are the new tensor's fingerprint (8 bytes), the distance of each change from the one before (2 bytes
-    each), and the new values. Every 65,535th value counts as changed, so that distances fit.
+    The bytes are the new tensor's fingerprint (8 bytes), the gap in indices before each change (2 bytes
+    each), and the new values. Every 65,535th value counts as changed, so that gaps fit in 2 bytes.
     """
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         return None
@@ -183,7 +183,7 @@ def pickled(value: Any) -> tuple[Tensor, Tensor]:
 
 
 def unpickled(receive: Callable[[Tensor], Any]) -> Any:
-    """Return an object that was sent as `pickled`. receive: starts to fill a tensor, returns its work."""
+    """Return an object that was sent as `pickled`. receive: begins to fill a tensor, returns the work."""
     length = torch.zeros(1, dtype=torch.int64)
     receive(length).wait()
     data = torch.empty(int(length), dtype=torch.uint8)
@@ -202,7 +202,7 @@ def received_object(group: Any) -> Any:
 
 
 def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | None = None) -> None:
-    """Broadcast weights from `copied` to members that read `ReceivedWeights`; as deltas with `changes`."""
+    """Broadcast weights made by `copied`, as deltas if `changes`; members read them as `ReceivedWeights`."""
     for bucket in buckets_of(weights if changes is None else changes.packed(weights)):
         broadcast_object(group, [(name, tensor.shape, tensor.dtype) for name, tensor in bucket])
         for work in [group.broadcast(bytes_of(tensor), 0) for _, tensor in bucket]:
@@ -212,9 +212,9 @@ def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | No
 
 @dataclass
 class ReceivedWeights:
-    """Weights that `send_weights` has sent, in host memory; a new object for each update.
+    """Weights that `send_weights` sends, received in host memory; a new object for each update.
 
-    changes: holds the last update's weights, to which changes are applied; the same object for all updates.
+    changes: holds the last update's weights, to which deltas are applied; the same object for all updates.
     """
 
     group: Any

@@ -171,9 +171,9 @@ def forward_step(kit: Kit, layout: str, attn_type: str) -> None:
 
 
 def optim_step(kit: Kit) -> None:
-    """optim_step(lr=, max_norm=) is for one step; it zeroes gradients, and skips a step with nan.
+    """optim_step applies lr= and max_norm= to one step, zeroes gradients, and skips a step with nan.
 
-    It raises ValueError on all ranks if no rank has a gradient.
+    optim_step raises ValueError on all ranks if no rank has a gradient.
     """
     batch, labels = pack(make_documents(22))
     moved = []

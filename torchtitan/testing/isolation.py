@@ -6,14 +6,14 @@
 
 Rows of documents and padding go through flex and varlen attention. The output and the gradients have
 to equal those of torch's own causal attention, called on one document at a time: bitwise on the CPU,
-within the rounding of bf16 on an accelerator. As many rows of trees are compared with torch's attention on
-one branch at a time: within 1e-6 of the largest number, because the gradients of shared keys are sums.
+within the rounding of bf16 on an accelerator. Rows of trees are compared with torch's attention on one branch
+at a time, within `TREE_TOLERANCES`, because the gradients of shared keys are sums.
 
-They also go through linear attention with a recurrent state, on the CPU: one gated delta layer, with its
-convolution. In fp64 outputs and gradients have to be those of the same layer on one document at a time.
-In fp32 no bit of a document's output and gradients may change when all other documents of the batch
-are replaced, also by documents of other lengths, and its gradient for their tokens has to be exactly zero.
-With --models these are whole models, from hidden states to logits: a linear and a full attention layer.
+On the CPU, rows also go through one gated delta layer: a convolution, and linear attention with a recurrent
+state. In fp64, outputs and gradients must equal those of the same layer on one document at a time. In fp32,
+no bit of a document's output and gradients may change when all other documents of the batch are replaced,
+also by documents of other lengths. The output's gradient with respect to their tokens must be exactly zero.
+With --models, the layer is a whole model, from hidden states to logits: a linear and a full attention layer.
 
 B rows, T tokens, H query heads, K key/value heads, D head size, M model dim.
 """
@@ -42,18 +42,18 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 # Largest allowed absolute error. Gradients are about 10, and bf16 has 8 significant bits.
 TOLERANCES = {torch.float32: 0.0, torch.bfloat16: 0.1}
-# The same for trees, as shares of the largest number of output and gradients.
+# Largest allowed error for trees, relative to the largest number in output and gradients.
 TREE_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 0.02}
-# In fp64, of layers with a recurrent state; relative to the largest number. Norms of small numbers are
-# ill-conditioned: a last bit of an input has moved a gradient by 2e-12.
+# Largest allowed errors of recurrent layers in fp64, relative to the largest number. Norms of small numbers
+# are ill-conditioned: changing the last bit of an input has changed a gradient by 2e-12.
 FP64_TOLERANCE, FP64_TOLERANCE_OF_GRADIENTS = 1e-12, 1e-10
 
-# (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T], of trees also depths [B, T]) -> [B, T, H, D]
+# (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T], for trees also depths [B, T]) -> [B, T, H, D]
 AttentionFunction = Callable[..., Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and the gradient of the output
 # For each row, the (start, end) of its documents; every padding token counts as one document.
 Spans = list[list[tuple[int, int]]]
-# (row, columns of a branch's tokens, how many of them are its ancestors'), of each document of trees.
+# For each document of trees: (row, columns from the root to its end, how many of them are of its ancestors).
 Branches = list[tuple[int, list[int], int]]
 
 
@@ -67,7 +67,7 @@ def attend_by(
 def attend_by_block_mask(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, depths: Tensor | None = None
 ) -> Tensor:
-    """Flex as on an accelerator, by block structure and mask function alone."""
+    """Compute flex attention with a BlockMask, as on an accelerator."""
     mask = DocumentMask.from_documents(ids, depths=depths).block_mask(block_size=4)
     return attend(build_inner_attention("flex"), q, k, v, mask)
 
@@ -89,13 +89,13 @@ def run_packed(kernel: AttentionFunction, inputs: Inputs, *documents: Tensor) ->
 
 
 def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
-    """Return the result of `run_packed`, computed by torch's causal attention, a call per document."""
+    """Return the result of `run_packed`, computed by one call of torch's causal attention per document."""
     pairs = [(row, span) for row, row_spans in enumerate(spans) for span in row_spans]
     return run_branches_alone(inputs, [(row, list(range(*span)), 0) for row, span in pairs])
 
 
 def run_branches_alone(inputs: Inputs, branches: Branches) -> list[Tensor]:
-    """As `run_alone`, a call per branch, from the root to the end of the document."""
+    """As `run_alone`, with one call per branch, from the root to the end of the document."""
     q, k, v, grad_out = (x.detach() for x in inputs)
     results = [torch.zeros_like(x) for x in (q, q, k, v)]
     for row, columns, n_before in branches:
@@ -122,7 +122,7 @@ def problems_of(
     alone: list[Tensor],
     tolerance: float,
 ) -> list[str]:
-    """Return what differs from `alone`, the results of documents or branches alone, by kernel."""
+    """Return a message per kernel whose results differ from `alone`, those of each document or branch."""
     problems = []
     for name, kernel in kernels.items():
         packed = run_packed(kernel, inputs, *documents)
@@ -158,7 +158,7 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
 def random_tree_row(
     rng: random.Random, row: int, seq_len: int
 ) -> tuple[list[int], list[int], Branches]:
-    """Return (document id of each token, its parent's id, branches) of a random row of trees and padding."""
+    """Return a random row of trees and padding: (document id of each token, its parent's id, branches)."""
     ids: list[int] = []
     parents: list[int] = []
     branches: Branches = []
@@ -257,8 +257,8 @@ def run_layer(layer: nn.Module, x: Tensor, mask: DocumentMask, grad_out: Tensor)
 def run_layer_alone(layer: nn.Module, x: Tensor, spans: Spans, grad_out: Tensor) -> list[Tensor]:
     """Return the result of `run_layer`, computed with rows of one document.
 
-    Documents of about the same length share a call. After the shorter ones' ends come tokens that no earlier
-    token sees, and whose outputs have no gradient.
+    Documents of about the same length share a call. Shorter documents are padded at the end with tokens that
+    earlier tokens do not see; the gradient of the padding's output is 0.
     """
     results = [torch.zeros_like(t) for t in (x, x, *layer.parameters())]
     by_size: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -299,7 +299,7 @@ def check_recurrent_packing(
 
     problems = []
     exact = copy.deepcopy(layer).double()
-    with mock.patch.object(Tensor, "float", Tensor.double):  # routers compute in fp32
+    with mock.patch.object(Tensor, "float", Tensor.double):  # routers would compute in fp32
         packed = run_layer(exact, x.double(), mask, grad_out.double())
         alone = run_layer_alone(exact, x.double(), spans, grad_out.double())
     names = ["output", "gradient of the input", *(name for name, _ in layer.named_parameters())]
@@ -310,7 +310,7 @@ def check_recurrent_packing(
                 f"{name}: differs from documents alone by {(ours - theirs).abs().max():.1e}"
             )
 
-    # One document of each row stays, and everything around it is cut and filled in another way.
+    # Keep one document of each row, and replace all tokens and document boundaries around it.
     is_start = torch.rand(x.shape[:2], generator=generator) < 0.3
     is_own = torch.zeros_like(is_start)
     for row, row_spans in enumerate(spans):
@@ -337,7 +337,7 @@ def check_recurrent_packing(
 
 
 def small_delta_net() -> GatedDeltaNet:
-    """Return a layer without special numbers, which would hide mistakes."""
+    """Return a layer with random weights; special values such as 0 or 1 would hide mistakes."""
     layer = GatedDeltaNet(
         dim=16, n_key_heads=2, n_value_heads=4, key_dim=8, value_dim=6, conv_width=4, norm_eps=1e-6
     )
@@ -347,8 +347,8 @@ def small_delta_net() -> GatedDeltaNet:
 class WholeModel(nn.Module):
     """A decoder from hidden states [B, T, M] to logits [B, T, M], called as a layer.
 
-    In fp32 tokens keep their experts whatever they are, because an expert rounds in another way if it has
-    another number of tokens.
+    In fp32, a token's position chooses its experts, because an expert's rounding depends on its number of
+    tokens.
     """
 
     def __init__(self, flavor: str, **fields: Any):
@@ -361,7 +361,7 @@ class WholeModel(nn.Module):
             attn_type="varlen", attn_mask_type="position_block_causal",
         )  # fmt: skip
         args = dataclasses.replace(spec.model_args[flavor], **sizes | fields)
-        # Torch's grouped product refuses fp64.
+        # torch's grouped matmul refuses fp64.
         experts = dataclasses.replace(args.moe_args, use_grouped_mm=False)
         self.model = spec.model_cls(dataclasses.replace(args, moe_args=experts))
         self.model.tok_embeddings = None
@@ -400,9 +400,9 @@ def _randomize(module: Any) -> Any:
 
 
 def certify(checks: dict[str, Callable[[int], tuple[list[str], int]]], args: Any) -> Counter[str]:
-    """Return name -> number of documents checked, and "packings"; prints problems and exits with 1.
+    """Return name -> number of documents checked, and "packings"; on problems, print them and exit with 1.
 
-    checks: name -> function of the packing's number, which returns (problems, number of documents).
+    checks: name -> function of the packing's index, which returns (problems, number of documents).
     """
     started, counts = time.monotonic(), Counter(packings=0)
     while counts["packings"] < args.packings and time.monotonic() - started < args.seconds:
@@ -441,7 +441,7 @@ def main(arguments: list[str] | None = None) -> None:
             counts = certify({f"{name}'s packing": check}, args)
             print(
                 f"{name}: 0 failures in {counts['packings']} packings: logits and gradients are those of each "
-                "document alone in float64, and in fp32 have no bit of other documents"
+                "document alone in float64, and in fp32 no bit depends on other documents"
             )
         return
     options = {"seed": args.seed, "device": args.device}

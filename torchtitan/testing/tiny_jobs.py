@@ -1,4 +1,4 @@
-"""A tiny job with any parallel layout, random documents, and a plain training loop as reference.
+"""A tiny job with any parallel layout, random documents, and a plain training loop to compare with.
 
 B rows, T tokens per row, V vocabulary entries.
 """
@@ -45,7 +45,7 @@ def tiny_job(
     seed: int | None = 0,
     **sections: dict[str, Any],
 ) -> JobConfig:
-    """Return an fp32 job. flavor: of `add_tiny_flavors`. sections: as `training={"steps": 3}`."""
+    """Return an fp32 job. flavor: see `add_tiny_flavors`. sections: such as `training={"steps": 3}`."""
     model = dict(name=FAMILY, flavor=flavor, attn_type=attn_type, attn_mask_type=attn_mask_type)
     values: dict[str, dict[str, Any]] = {
         "job": dict(dump_folder=folder),
@@ -87,7 +87,7 @@ def make_documents(
 
 
 def pack(documents: Sequence[Tensor]) -> tuple[Batch, Tensor]:
-    """Return (batch of one row [1, T] of documents, with positions; labels [1, T])."""
+    """Return (batch, labels [1, T]): all documents in one row [1, T], with positions."""
     tokens = torch.cat(list(documents))
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     ignored = torch.tensor([IGNORE_INDEX])

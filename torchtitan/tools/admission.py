@@ -22,13 +22,13 @@ def admit(
 ) -> Iterator[tuple[int, socket.socket]]:
     """Yield (number, connection) of each expected program as it connects, then close `server`.
 
-    expected: digest of a program's secret -> its number. A program sends its secret (`SECRET_BYTES`)
-        first. A secret admits one connection. Other, slow and surplus connections are closed.
+    expected: digest of a program's secret -> the program's number. A program sends its secret
+        (`SECRET_BYTES`) first. A secret admits one connection. All other connections are closed.
     timeout_seconds: raise TimeoutError unless all programs connect within this time. Each yielded
         connection gets the same timeout.
     """
     expected, deadline = dict(expected), time.monotonic() + (timeout_seconds or math.inf)
-    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # -> (arrival, received)
+    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # -> (time of arrival, bytes received)
     with server, selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
         at_end.callback(lambda: [connection.close() for connection in strangers])
         server.setblocking(False)

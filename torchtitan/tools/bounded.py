@@ -33,7 +33,7 @@ class BoundedCallError(ValueError):
 
 
 class OutOfBoundsError(RunError):
-    """A call took too much time or memory; the message says which. The caller names the file."""
+    """A call took too much time or memory; the message says which. The caller adds the file's name."""
 
 
 def call(function: str, *arguments: Any) -> Any:
@@ -66,7 +66,7 @@ class _Process:
                     error, answer = self._ask(function, arguments)
                     break
                 except (EOFError, BrokenPipeError, ConnectionResetError):
-                    reason = self._end()  # it may have been killed: retry once
+                    reason = self._end()  # the process may have been killed: retry once
                     if is_retry or reason.startswith(_OUT_OF_TIME):
                         raise OutOfBoundsError(reason) from None
                 except BaseException:  # the next call must not receive an interrupted call's answer
@@ -99,7 +99,7 @@ class _Process:
     def _end(self) -> str:
         """Kill the process if it is still running; return why it ended."""
         process, self._process = self._process, None
-        if process is None:  # the at-exit handler of this process has ended it already
+        if process is None:  # this process exits, and its at-exit handler has ended the other one
             return "this process ends"
         self._pipe.close()
         self._at_exit.cancel()
@@ -116,7 +116,7 @@ _processes: dict[int, _Process] = {}  # process id -> its process for calls
 def _answer_calls(file: int) -> None:
     """Run the calls that arrive through a pipe, until its other end is closed."""
     global SECONDS
-    for number in SIGNALS:  # the calling process decides when this one ends
+    for number in SIGNALS:  # the calling process decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for limit, most in ((resource.RLIMIT_DATA, _BYTES), (resource.RLIMIT_CORE, 0)):

@@ -1,4 +1,4 @@
-"""Parts of torch that load its compiler, which takes almost a second: imported on first use."""
+"""Functions of torch that load its compiler, which takes almost a second; loaded on first use."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ def compiled_on_first_call(
 ) -> Callable[..., Any]:
     """Return a function whose first call loads a module and compiles the module's function `name`.
 
-    mode, options: of torch.compile; options that this torch does not know are left out.
+    mode, options: passed to torch.compile, without options that this torch does not know.
     """
 
     @functools.cache

@@ -1,6 +1,6 @@
 """The history of a run: starts, saves, faults and ends, one JSON line each.
 
-The context `recording`, which `torchtitan.train.main` and the `train` of trainers enter, listens to the
+The context `recording`, which `torchtitan.train.main` and a trainer's `train` enter, listens to the
 package's logger. It records every warning, and every line that was logged with `extra=event(...)`.
 """
 
@@ -27,7 +27,7 @@ MAX_EVENTS_PER_START = 10_000
 
 
 def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
-    """Return the `extra` of a logging call that makes the line an event.
+    """Return the `extra` argument of a logging call whose line `recording` records as an event.
 
     step: the number of optimizer steps done. details: finite numbers and texts.
     """
@@ -40,8 +40,8 @@ def recording(config: Any) -> Iterator[None]:
     """Append the events of the block, with its start and end, to `<dump_folder>/events.jsonl`.
 
     Rank 0 writes the events. If an exception leaves the block, the rank that raised it writes a
-    "fault" event. A failed write only logs a warning. Inside a recording of the same folder this does
-    nothing, because the outer one has the start and the end.
+    "fault" event. A failed write only logs a warning. A nested recording of the same folder does nothing,
+    because the outer recording writes the start and the end.
     """
     log = _EventLog(os.path.join(config.job.dump_folder, FILE_NAME))
     if any(isinstance(other, _EventLog) and other.path == log.path for other in logger.handlers):
@@ -84,7 +84,7 @@ def recording(config: Any) -> Iterator[None]:
 
 
 def recorded(train: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Decorate a method without arguments: its call is a `recording` with the object's `job_config`."""
+    """Decorate a method without arguments so that it runs in `recording(self.job_config)`."""
 
     @functools.wraps(train)
     def wrapper(self: Any) -> None:

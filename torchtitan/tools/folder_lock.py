@@ -20,8 +20,8 @@ _held: dict[str, tuple[int, int]] = {}
 class FolderLock:
     """Locks `folder`, which is created if needed, until `release` or the end of this process.
 
-    Uses a POSIX record lock: NFS supports these locks, and child processes don't inherit them. The
-    lock file names the holder and stays. Raises RunError if another process holds the lock.
+    Uses a POSIX record lock: NFS supports these locks, and child processes don't inherit them. The lock
+    file names the holder, and is never deleted. Raises RunError if another process holds the lock.
     """
 
     def __init__(self, folder: str) -> None:

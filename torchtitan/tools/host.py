@@ -1,4 +1,4 @@
-"""The process that holds the engines: settings changed for the engines, peers, age and memory.
+"""The process that holds the engines: the settings that engines change, peers, age and memory.
 
 A process may hold several engines, closed in any order. When the last engine is closed, every
 setting gets its earlier value back, unless other code has changed the setting since. Changes made
@@ -19,7 +19,7 @@ from typing import Any
 # ---- settings ----
 
 _engines: "weakref.WeakSet[Any]" = weakref.WeakSet()
-# When the last engine is closed, first the calls run, then the restores; each in reverse order.
+# When the last engine is closed, these calls run, then settings are restored; both in reverse order.
 _at_close_calls = contextlib.ExitStack()
 _changes = contextlib.ExitStack()
 
@@ -56,7 +56,7 @@ def change(
 ) -> None:
     """Change a setting to `value` until the last engine is closed.
 
-    read: returns the current value; None for a setting that cannot be read, which gets `before` back.
+    read: returns the current value; None if the setting cannot be read, and is restored to `before`.
     """
     if read is not None:
         before = read()
@@ -143,9 +143,9 @@ def seconds_since_start() -> float:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 512 MiB of freed memory for the next tensors (2 to 4 % of a CPU step).
+    """Let glibc keep up to 512 MiB of freed memory for the next tensors; saves 2 to 4 % of a CPU step.
 
-    No effect with another C library, or if the environment sets such thresholds.
+    Has no effect with another C library, or if the environment sets malloc's thresholds.
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "") + " ".join(os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

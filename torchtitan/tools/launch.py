@@ -2,7 +2,7 @@
 
     python -m torchtitan.tools.launch [torchrun's options] -m torchtitan.train [...]
 
-On Ctrl-C, torchrun itself prints a traceback, exits with code 1, and kills a rank whose save takes
+On Ctrl-C, plain torchrun prints a traceback, exits with code 1, and kills a rank whose save takes
 longer than 30 seconds. This launcher forwards the signal to the ranks and waits for them. After a
 failure, the last line printed and the exit code are those of the rank that failed first.
 
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    # With torch's shared store (2.11 to 2.15), an agent that joins running agents waits for an address that
-    # these have published only in their first round.
+    # With torch's shared rendezvous store (2.11 to 2.15), a new agent that joins running agents waits for an
+    # address that the running agents published only in their first round.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     start, wait = PContext.start, PContext.wait
     ended: list[ChildFailedError] = []  # the failure after which this node does not start again
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
             raise error
         if _passed_on:
             ended.append(error)
-            # After another exception, torch would close the rendezvous for the other nodes, too.
+            # Any other exception would make torch close the rendezvous for the other nodes, too.
             raise SignalException("ended by a signal", signal.Signals(_passed_on[0]))
         return result
 
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _exit_with(error: "ChildFailedError") -> NoReturn:
-    """Print the sentence of the rank that failed first, and exit with its code."""
+    """Print the message of the rank that failed first, and exit with that rank's exit code."""
     rank, failure = error.get_first_failure()
     names = [signal.Signals(n).name for n in _passed_on if failure.exitcode in (-n, 128 + n)]
     if names:

@@ -1,4 +1,4 @@
-"""Names whose modules are imported on first use, and names of things that are not available."""
+"""Names that are imported on first use, and stand-ins for functions that are not available."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -21,9 +21,9 @@ def load_on_access(module: str, module_of: Mapping[str, str]) -> Callable[[str],
 
 
 def not_available(remedy: str) -> type:
-    """Return a class in place of a function or class of torchtitan 0.2.x that raises when it is called.
+    """Return a stand-in for a function or class of torchtitan 0.2.x that this package lacks.
 
-    Its subclasses raise NotImplementedError(remedy), too.
+    Calling the stand-in or a subclass raises NotImplementedError(remedy).
     """
 
     class NotAvailable:

@@ -30,7 +30,7 @@ class _StdoutHandler(logging.StreamHandler):
 
 
 class _LineFormatter(logging.Formatter):
-    """Formats a line as `[titan] 12:34:56 message`, and adds the rank above 0, and the level from WARNING up."""
+    """Formats `[titan] 12:34:56 message`; adds the rank if it is not 0, and the level from WARNING up."""
 
     def __init__(self, rank: str) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ def init_logger() -> None:
     INFO up; the other ranks print warnings and errors.
     """
     if sys.stdout is None:
-        # stdout was closed by `>&-`: the next opened file would get its descriptor, and all prints.
+        # `>&-` closed stdout: the next opened file would get stdout's descriptor, and all prints.
         sys.stdout = open(os.devnull, "w")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C it may accept only ASCII
+    if isinstance(sys.stdout, io.TextIOWrapper):  # under LANG=C, stdout may accept only ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = _StdoutHandler(sys.stdout)
     rank, shown = os.environ.get("RANK", "0"), os.environ.get("LOG_RANK") or "0"
@@ -76,7 +76,7 @@ def saying_once_per(memory: set[Any]) -> Iterator[None]:
 
 
 def already_said() -> set[Any]:
-    """Return the messages already logged once: the engine's during its calls, else the process's."""
+    """Return the messages that `warn_once` has logged: in an engine's calls, those of the engine only."""
     return _said.get()
 
 

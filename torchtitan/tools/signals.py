@@ -111,7 +111,7 @@ def end_now(number: int, message: str) -> None:
 
 
 class StartSignals:
-    """Ends a rank that gets a signal before training, after it has connected to and told its peers."""
+    """Ends a rank that gets a signal before training; first the rank connects to its peers to tell them."""
 
     def __init__(self) -> None:
         self._thread = SignalThread(self._hear)
@@ -124,7 +124,7 @@ class StartSignals:
             self._thread.start()
 
     def tell_by(self, tell: Callable[[str], None]) -> None:
-        """From now on, a signal calls `tell(message)` and ends this rank; so does an earlier signal."""
+        """Call `tell(message)` and end this rank at the next signal, or now if one came already."""
         self._tell = tell
         if self._number:
             self._end()

@@ -1,11 +1,11 @@
 """Files on a disk, or at an address: s3://bucket/folder, gs://, hf://, file://, memory:// and so on.
 
-Only this module tells the two apart. Paths on a disk go through `os`. Addresses go through fsspec, which is
-imported only for them. Object stores have no rename: an object appears whole or not at all, and a folder
-exists while it has objects.
+Only this module distinguishes addresses from disks. Paths on a disk go through `os`. Addresses go through
+fsspec, which is imported only for them. Object stores have no rename: an object appears whole or not at all,
+and a folder exists while it holds objects.
 
-A call that finds a store busy or loses the connection is repeated for a while. If it still fails, it
-raises StorageError with the reason and the address.
+A call that fails because a store is busy or a connection is lost is retried for a while. Then it raises
+StorageError with the reason and the address.
 """
 
 import errno
@@ -26,10 +26,10 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-READ_SECONDS = 20.0  # how long a call on an address is repeated after it first fails
-UPLOAD_SECONDS = 600.0  # uploads are repeated for longer, because training goes on meanwhile
-_LONG_ATTEMPTS = 3  # attempts that take longer than these times, and are repeated all the same
-_BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a range, and ranges that a process keeps
+READ_SECONDS = 20.0  # how long a call on an address is retried after it first fails
+UPLOAD_SECONDS = 600.0  # uploads are retried for longer, because training continues meanwhile
+_LONG_ATTEMPTS = 3  # how many attempts longer than these times may restart the retry time
+_BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a cached block, number of blocks that a process caches
 _STREAM_BUFFER = 8 * 2**20
 _FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights
 
@@ -38,11 +38,11 @@ _REFUSALS = re.compile("credential|forbidden|unauthori[sz]ed|access denied", re.
 
 
 class StorageError(OSError, RunError):
-    """An address cannot be read or written. `RunError`: a run that it ends shows no stack."""
+    """An address cannot be read or written. As a RunError, it ends a run without a stack trace."""
 
 
 class Stat(NamedTuple):
-    """Like `os.stat_result`, whose time stands for the object's version here."""
+    """A file's size, and its version: the time of change, or an object's ETag or time, a str."""
 
     st_size: int
     st_mtime_ns: Any
@@ -62,11 +62,11 @@ def require_disk(key: str, path: str) -> str:
 
 
 def resolve(address: str) -> tuple[Any, str]:
-    """Return (fsspec's file system, the path in it), without connecting. Raises ConfigError if there is none."""
+    """Return (fsspec's file system, the path in it), without connecting; ConfigError if fsspec has none."""
     try:
         from fsspec.core import url_to_fs
 
-        # Not kept: a forked process and each thread need a file system of their own.
+        # Not cached, because each forked process and each thread needs its own file system.
         options = {"auto_mkdir": True} if address.startswith(("file:", "local:")) else {}
         return url_to_fs(address, use_listings_cache=False, **options)
     except ImportError as error:
@@ -79,10 +79,10 @@ def resolve(address: str) -> tuple[Any, str]:
 
 
 def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = None) -> T:
-    """Return `work(file system, path)`, repeated for `seconds` (None: `READ_SECONDS`) after a failure.
+    """Return `work(file system, path)`, retried for `seconds` (None: `READ_SECONDS`) after a failure.
 
-    A long attempt is most often a large transfer that was cut off: the time then begins again. A store
-    that hangs makes long attempts, too, so only `_LONG_ATTEMPTS` count as transfers.
+    An attempt longer than `seconds` is most often a large transfer that was cut off: the retry time begins
+    again. This happens at most `_LONG_ATTEMPTS` times, because a store that hangs makes long attempts, too.
     """
     file_system, path = resolve(address)
     seconds, deadline, n_long = seconds or READ_SECONDS, math.inf, 0
@@ -92,12 +92,12 @@ def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = N
             file_system.invalidate_cache()  # some stores remember listings in any case
             return work(file_system, path)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            # The classes stay, because callers catch them; some stores name no address.
+            # Keep the class, which callers catch, and add the address, which some stores leave out.
             raise type(error)(error.errno or errno.ENOENT, str(error), address) from None
         except Exception as error:  # each store's client has exceptions of its own
             reason = f"{type(error).__name__}: {error}"
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                reason = "this machine has no room for its copy"
+                reason = "this machine's disk has no room for a copy of the file"
                 raise OSError(errno.ENOSPC, reason, address) from error
             now = time.monotonic()
             is_long = now - start > seconds and n_long < _LONG_ATTEMPTS
@@ -105,9 +105,9 @@ def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = N
                 n_long, deadline, pause = n_long + is_long, now + seconds, 0.25
             refused = isinstance(error, (PermissionError, ValueError)) or _REFUSALS.search(reason)
             if isinstance(error, NotImplementedError):
-                reason = "fsspec cannot do this there, most often because it only reads; give another address"
+                reason = "fsspec only reads such addresses, or lacks this operation; give another address"
             elif refused:
-                remedy = "check the address, the credentials and what they allow"
+                remedy = "check the address, the credentials and their permissions"
                 reason = f"the store refuses ({reason}); {remedy}"
             elif now + pause > deadline:
                 reason = f"the store does not answer ({reason})"
@@ -129,7 +129,7 @@ def join(folder: str, *names: str) -> str:
 
 
 def resolved(path: str) -> str:
-    """Return the same string for all names of a file or folder."""
+    """Return the canonical path, which is the same string for all paths of a file or folder."""
     return path.rstrip("/") if is_address(path) else os.path.realpath(path)
 
 
@@ -163,12 +163,12 @@ def is_folder(path: str) -> bool:
 
 
 def exists(path: str) -> bool:
-    """True for a file, also for a pipe or a device on a disk, which `open_file` refuses."""
+    """True for a file; on a disk, also for a folder, pipe or device, which `open_file` refuses."""
     return os.path.exists(path) if not is_address(path) else stat(path) is not None
 
 
 def names_in(folder: str) -> list[str]:
-    """Return the names in a folder; none if it does not exist."""
+    """Return the names of the files and folders in a folder; [] if it does not exist."""
     if not is_address(folder):
         return os.listdir(folder) if os.path.isdir(folder) else []
     try:
@@ -179,14 +179,14 @@ def names_in(folder: str) -> list[str]:
 
 
 def find(address: str) -> dict[str, Stat]:
-    """Return name below `address` -> size and version, of all files there; "" is a file's own name."""
+    """Return {path relative to `address`: Stat} of all files below it; {"": Stat} if it is a file."""
 
     def work(fs: Any, root: str) -> dict[str, Stat]:
         found = {}
         for name, about in fs.find(root, detail=True).items():
             if not name.startswith(root):
                 raise ValueError(f"{name} is listed, which is not below {root}")
-            if name[-1] != "/":  # an object that some tools make for an empty folder
+            if name[-1] != "/":  # some tools make such an object for an empty folder
                 found[name[len(root) :].lstrip("/")] = _stat(about)
         return found
 
@@ -197,7 +197,7 @@ def find(address: str) -> dict[str, Stat]:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a small file: on a disk synced, at an address as one object."""
+    """Write a small file and sync it to the disk, or write it as one object at an address."""
     if is_address(path):
         _call(path, lambda fs, name: fs.pipe_file(name, text.encode()))
         return
@@ -210,14 +210,14 @@ def write_text(path: str, text: str) -> None:
 
 
 def check_writable(address: str) -> None:
-    """Write and delete an object below `address`. Raises OSError if the store does not let this process."""
+    """Write and delete an object below `address`. Raises OSError if the store does not allow it."""
     trial = join(address, f".writable-{os.getpid()}")
     write_text(trial, "Is writing allowed?")
     delete(trial)
 
 
 def delete(path: str) -> None:
-    """Remove a file. A missing object is removed already."""
+    """Remove a file. A file that is missing at an address is no error."""
     if not is_address(path):
         os.unlink(path)
         return
@@ -226,7 +226,7 @@ def delete(path: str) -> None:
 
 
 def upload(path: str, address: str) -> None:
-    """Copy a file of this disk to an address."""
+    """Copy a file from this disk to an address."""
     _transfer(address, path, is_upload=True)
 
 
@@ -242,7 +242,7 @@ def _transfer(address: str, path: str, is_upload: bool) -> None:
 
 
 def sweep(address: str) -> None:
-    """Abort S3's uploads in parts below `address` that a killed process has left; they are invisible, but cost."""
+    """Abort S3's unfinished multipart uploads below `address`: they are invisible, but cost money."""
 
     def work(fs: Any, path: str) -> None:
         if not hasattr(fs, "call_s3"):
@@ -255,8 +255,8 @@ def sweep(address: str) -> None:
 
     try:
         _call(address, work)
-    except OSError as error:  # these rights are rarely given; a rule of the bucket can do the same
-        logger.warning(f"unfinished uploads below {address} are not looked for: {error.strerror}")
+    except OSError as error:  # few users may do this; a lifecycle rule of the bucket can do it, too
+        logger.warning(f"cannot remove unfinished uploads below {address}: {error.strerror}")
 
 
 # ---- reading by ranges ----
@@ -268,7 +268,7 @@ def _block(address: str, found: Stat, number: int) -> bytes:
 
 
 def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
-    """Return the bytes of each (path, start, end), on a disk, or at one store, several at a time."""
+    """Return the bytes of each range (path, start, end). All paths are on disks, or all at one store."""
     if not ranges or not is_address(ranges[0][0]):
         return [_bytes_at(*part) for part in ranges]
     addresses, starts, ends = map(list, zip(*ranges, strict=True))
@@ -280,7 +280,7 @@ def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
     parts = _call(addresses[0], work)
     for part, (address, start, end) in zip(parts, ranges, strict=True):
         if len(part) != end - start:
-            reason = f"has {len(part)} bytes at {start} now, not {end - start}; do not change it meanwhile"
+            reason = f"got {len(part)} of {end - start} bytes at {start}; do not change a file during reads"
             raise StorageError(errno.EIO, reason, address)
     return parts
 
@@ -293,9 +293,9 @@ def _bytes_at(path: str, start: int, end: int) -> bytes:
 
 
 class RangedFile(io.RawIOBase):
-    """A file at an address. Reads the ranges that are asked for: short ones in blocks that are kept.
+    """A file at an address. Reads only the requested ranges, and short ranges in blocks that it caches.
 
-    Also a sequence of bytes, as a memory-mapped file is: `file[start:end]`, `len(file)`.
+    `file[start:end]` and `len(file)` work as for a memory-mapped file.
     Raises FileNotFoundError if there is no such file.
     """
 
@@ -346,7 +346,7 @@ def open_address(address: str, mode: str, **options: Any) -> IO[Any]:
     """Open an object for reading, as `open` does."""
     if mode not in ("r", "rb"):
         raise StorageError(
-            errno.EINVAL, "an address is not written through a file; upload the file", address
+            errno.EINVAL, "an address cannot be opened for writing; upload a file", address
         )
     file = io.BufferedReader(RangedFile(address), _STREAM_BUFFER)
     return file if mode == "rb" else io.TextIOWrapper(file, **options)
@@ -387,7 +387,7 @@ def fetched(path: str, has_weights: bool = True) -> str:
             size = sum(found.st_size for found in files.values())
             logger.info(f"copying {path} ({size / 2**30:.2f} GiB) to {copy}")
             os.makedirs(unfinished := f"{copy}.unfinished", exist_ok=True)
-            # A fetch that was killed has left whole files.
+            # Files that a killed process has fetched are whole, so they are not fetched again.
             for name in sorted(files.keys() - os.listdir(unfinished)):
                 part = f"{unfinished}.part"
                 _transfer(join(path, name), part, is_upload=False)

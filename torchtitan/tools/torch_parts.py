@@ -1,9 +1,9 @@
 """Access to the private parts of torch that this package uses; other modules use no private names.
 
-Each row of the table below is an attribute of this module; accessing it imports and returns the part. A
-method or field of a torch object becomes a function of the object: `torch_parts.version_of(x)`. If this torch
-lacks a part, a RunError names the feature, the part, the torch version and a remedy. For the features that
-a job uses, `check` raises this error at start-up.
+A part is a function, class, method, field or module of torch. Each row of the table below names a part; the
+attribute of this name imports and returns the part. A method or field becomes a function of its object:
+`torch_parts.version_of(x)`. If the installed torch lacks a part, a RunError names the feature, the part, the
+torch version and a remedy. `check` raises this error at start-up for the features that a job uses.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ _FIRST, *_, _LAST = map(minor_version, TESTED)
 
 
 class Feature(NamedTuple):
-    title: str  # as a user knows it
-    otherwise: str  # what to do without it
+    title: str  # what error messages call the feature
+    otherwise: str  # what to do if torch lacks a part of the feature
 
 
 class Part(NamedTuple):
-    """One private part.
+    """A private part of torch.
 
-    feature: key of the feature in the table that needs the part.
-    spellings: names in the versions of torch, newest first, as "module:attribute.attribute" or a module; the
-        first that exists is used.
-    members: names of attributes of the part that are used too.
-    instead: what happens if the part is missing; "" if that is an error.
+    feature: key in `_FEATURES` of the feature that needs the part.
+    spellings: the part's names, that of the newest torch first, as "module:attribute.attribute" or "module";
+        the first existing name is used.
+    members: names of the attributes of the part that this package uses.
+    instead: what this package does if the part is missing; "": it raises RunError.
     """
 
     feature: str
@@ -44,8 +44,8 @@ class Part(NamedTuple):
     instead: str
 
 
-# "feature: title; what to do without it", then rows for its parts: "part name members | what happens without
-# it". A part with several rows has another name in older versions of torch.
+# A line "feature: title; otherwise" begins a feature. The indented rows below it are the feature's parts:
+# "part spelling members | instead". A part with several rows has other names in older versions of torch.
 _TABLE = """
 job: every job
     world torch.distributed.distributed_c10d:_world pg_map
@@ -173,8 +173,8 @@ def _is_ddp(config: Any) -> bool:
     return p.data_parallel_replicate_degree > 1 and others == {1}
 
 
-# Feature -> whether a job with this config and number of ranks uses it. A missing part of another feature
-# raises at its first use.
+# Feature -> function of (config, number of ranks) that returns whether a job uses the feature. Missing
+# parts of all other features raise at their first use.
 _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "job": lambda c, n: True,
     "ranks": lambda c, n: n > 1,
@@ -225,7 +225,7 @@ def __getattr__(name: str) -> Any:
 
 
 def get(name: str) -> Any:
-    """Return the part; None if it is missing and has an `instead`."""
+    """Return the part of torch called `name`; None if it is missing and has an `instead`."""
     owner, attribute = place(name)
     if owner is None:
         return None
@@ -238,12 +238,12 @@ def get(name: str) -> Any:
 
 
 def attribute(name: str) -> str:
-    """Return the last component of a part's name, for getattr and setattr on an object."""
+    """Return the attribute name of a method or field in torch, for getattr and setattr on an object."""
     return re.split("[.:]", PARTS[name].spellings[0])[-1]
 
 
 def field_of(owner: Any, name: str) -> Any:
-    """Return the field of an object, or None if it has no such field. Imports nothing."""
+    """Return `owner`'s attribute that is the part called `name`; None without it. Imports nothing."""
     return getattr(owner, attribute(name), None)
 
 
@@ -258,7 +258,7 @@ def name_without_wrappers(name: str) -> str:
 
 
 def reset_fsdp(model: Any) -> None:
-    """Call `FSDPModule.reset_iter_state`, or do the same on torch 2.11 and 2.12, which lack it."""
+    """Call `FSDPModule.reset_iter_state`; do the same work here on torch 2.11 and 2.12, which lack it."""
     if hasattr(model, "reset_iter_state"):
         return model.reset_iter_state()
     root, idle = model._get_fsdp_state(), get("fsdp_training_state").IDLE
@@ -288,7 +288,7 @@ def fsdp_groups_of(state: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def replaced(name: str, value: Any) -> Iterator[None]:
-    """A context in which `value` replaces the part in torch."""
+    """A context in which `value` replaces the part of torch called `name`."""
     owner, attribute = place(name)
     before = getattr(owner, attribute)
     setattr(owner, attribute, value)
@@ -299,7 +299,7 @@ def replaced(name: str, value: Any) -> Iterator[None]:
 
 
 def members(name: str) -> list[Any]:
-    """Return the members of a part that this torch has."""
+    """Return the `members` of the part called `name`, without those that this torch lacks."""
     owner = get(name)
     return [getattr(owner, x) for x in PARTS[name].members if hasattr(owner, x)]
 
@@ -314,7 +314,7 @@ def check(job_config: Any, world_size: int = 1) -> None:
 
 @functools.cache
 def place(name: str) -> tuple[Any, str]:
-    """Return (the module or class that holds a part, the attribute's name; "" for a whole module).
+    """Return (owner of the part called `name`, the part's attribute name in it), or (module, "") for a module.
 
     If this torch lacks the part, returns (None, "") if the part has an `instead`, or raises RunError.
     """
@@ -335,7 +335,7 @@ def place(name: str) -> tuple[Any, str]:
 
 
 def _resolve(spelling: str, members: list[str]) -> tuple[Any, str, str]:
-    """Return (the module or class with the part, the attribute, the missing name or "")."""
+    """Return (owner, attribute, missing) of a spelling; missing: full name of what this torch lacks, or ""."""
     module, _, path = spelling.partition(":")
     *parents, attribute = path.split(".")
     try:

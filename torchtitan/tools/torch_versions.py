@@ -1,11 +1,11 @@
-"""The versions of torch that the tests pass with: `scripts/run_torch_versions.sh`."""
+"""The versions of torch that the tests pass with; `scripts/run_torch_versions.sh` runs them."""
 
 import os
 
 from torchtitan.tools.logging import logger, warn_once
 
-# torch, oldest first -> the Triton version of torch's CUDA builds; inductor's code needs exactly this
-# version. scripts/setup_env.sh reads these lines.
+# Version of torch, oldest first -> the Triton version that inductor needs in its CUDA builds.
+# scripts/setup_env.sh reads these lines.
 TESTED = {
     "2.11.0": "3.6.0",
     "2.12.1": "3.7.1",
@@ -27,5 +27,5 @@ def warn_if_newer(version: str) -> None:
     if found > known and os.environ.get("RANK", "0") == "0":
         warn_once(
             logger,
-            f"torch {version} is newer than {newest}, the newest this version was tested with",
+            f"torch {version} is newer than {newest}, the newest that torchtitan was tested with",
         )

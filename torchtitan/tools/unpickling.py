@@ -45,7 +45,7 @@ class _Unpickler(pickle.Unpickler):
         except KeyError:
             raise pickle.UnpicklingError(refusal(f"{module}.{name}")) from None
 
-    def persistent_load(self, pid: Any) -> Any:  # a reference to a storage beside the pickle
+    def persistent_load(self, pid: Any) -> Any:  # refers to a tensor's storage outside the pickle
         return pid
 
 
@@ -59,7 +59,7 @@ def read_pickle(file: IO[bytes], names: Names, what: str) -> Any:
     before = [dict(vars(cls)) for cls in classes]
     try:
         return _Unpickler(file, names).load()
-    except Exception as error:  # a damaged pickle may raise any type
+    except Exception as error:  # a damaged pickle may raise any exception
         raise ValueError(f"{what} cannot be read: {error or type(error).__name__}") from error
     finally:
         for cls, attributes in zip(classes, before, strict=True):

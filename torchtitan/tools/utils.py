@@ -23,8 +23,8 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-# A test or a client can set a device type here. None: look for a device on each use. Not on import,
-# because that would start the CUDA driver even for a program that only needs a config.
+# A test or a client can set a device type here. None: look for a device on each use. Looking on import
+# would start the CUDA driver even for a program that only needs a config.
 device_type: str | None = None
 
 
@@ -102,7 +102,7 @@ class GarbageCollection:
     """Collects Python garbage on chosen steps, at the same time on every rank.
 
     Automatic collection is off from construction until `close()`. Every 20th collection also returns
-    the C library's free memory to the system, because resident memory would grow for thousands of steps.
+    the C library's free memory to the system; otherwise resident memory grows for thousands of steps.
     """
 
     def __init__(self, gc_freq: int = 1000, debug: bool = False) -> None:

@@ -365,17 +365,17 @@ def test_bad_setting_is_refused_in_one_sentence(case):
 
 BAD_NAMES = {
     "unknown target": ("llama3", ["--lora.target_modules=q_porj"],
-        "lora.target_modules holds parts of layers' names (output, w1, w2, w3, wk, wo, wq, wv, and"),
+        "lora.target_modules takes parts of layers' names (output, w1, w2, w3, wk, wo, wq, wv, and"),
     "the output of tied weights": ("qwen3, tied", ["--lora.target_modules=lm_head"],
         "names the output projection, whose weight is tied to the embedding's in this model"),
     "pattern of no target": ("llama3", ["--lora.target_modules=wq", "--lora.rank_pattern=wk=2"],
-        "lora.rank_pattern holds parts of layers' names (wq, and PEFT's names for them), got 'wk'"),
+        "lora.rank_pattern takes parts of layers' names (wq, and PEFT's names for them), got 'wk'"),
     "adapter of what trains whole": ("llama3", ["--lora.also_train=wq"],
-        "lora.also_train names 'wq', which is layers.0.attention.wq, and that has an adapter"),
+        "lora.also_train names 'wq', but the layer layers.0.attention.wq has an adapter"),
     "experts of gpt-oss": ("gpt_oss", [],
         "experts of GptOssGroupedExperts cannot have adapters; name other layers"),
     "rows that are no whole blocks": ("qwen3 MoE", ["--lora.base_format=nf4"],
-        "needs rows of a multiple of 64 numbers, got [8, 64, 32] in layers.0.moe.experts.w2"),
+        "needs weights whose rows have a multiple of 64 elements, got [8, 64, 32] in layers.0.moe.experts.w2"),
 }  # fmt: skip
 
 
@@ -404,7 +404,7 @@ BAD_FILES = {
     "another rank": ({"tensors": lambda t: cut(cut(t, "lora_A", 2, 999), "lora_B", 999, 2)},
         "has rank 2 in the file and 4 in the model; set lora.rank"),
     "base of another width": ({"tensors": lambda t: cut(t, "q_proj.lora_A", 4, 32)},
-        "is [4, 32] in the file and [4, 64] in the model: the adapters are of another base model"),
+        "is [4, 32] in the file and [4, 64] in the model: the adapters belong to another base model"),
     "another scale": ({"config": {"lora_alpha": 5}}, "set lora.alpha = 5 and lora.use_rslora"),
     "more layers": ({"tensors": lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}},
         "the model has no model.layers.7.mlp.down_proj.lora_A.weight"),

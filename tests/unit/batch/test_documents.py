@@ -151,7 +151,7 @@ def test_explicit_boundaries_win_over_the_mask_type():
         (
             "block_causal",
             None,
-            "the tokenizer is None .*set the `tokenizer` of an engine.*position_b",
+            "the tokenizer is None .*set `engine.tokenizer`.*position_b",
         ),
         ("blok", EOS, "model.attn_mask_type must be one of causal.*'blok'"),
     ],

@@ -94,7 +94,7 @@ def test_plain_causal_attention_is_checked_for_causality_and_says_so_once(tmp_pa
 def test_leak_behind_the_layers_is_told_from_one_in_them(tmp_path):
     trainer = make_trainer(tmp_path, "flex", *short_documents(tmp_path), STEPS, PROBE)
     trainer.model_parts[0].norm.forward = lambda x: x / x.square().mean().sqrt()
-    with pytest.raises(RuntimeError, match="no layer's output changed, so the leak is behind"):
+    with pytest.raises(RuntimeError, match="no layer's output changed, so the leak is after"):
         trainer.train()
 
 

@@ -258,7 +258,7 @@ def test_accelerator_memory_is_read_from_the_allocator(monkeypatch, caplog):
     assert cuda.calls == ["empty_cache", "reset_peak_memory_stats"]
     assert (monitor.device_index, monitor.device_capacity_gib) == (3, 80)
     assert monitor.get_peak_stats() == DeviceMemStats(20, 25, 40, 50, 2, -1)
-    assert "try again 2 times" in caplog.text
+    assert "retry 2 times" in caplog.text
     assert DeviceMemoryMonitor("cuda:1").device_index == 1
 
 

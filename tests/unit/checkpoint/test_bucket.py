@@ -210,7 +210,7 @@ def test_base_of_untrained_parts_that_is_gone_is_told_at_the_start_and_fails_no_
         run.manager.load()
     run.manager.save_hf(str(tmp_path / "out"))
     assert (tmp_path / "out/model.safetensors.index.json").exists()
-    assert "no copy of parts that are not trained" in caplog.text
+    assert "lacks the parts that are not trained" in caplog.text
 
 
 def test_last_step_in_hugging_face_format_goes_to_the_bucket(bucket, tmp_path):

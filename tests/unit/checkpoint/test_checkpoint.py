@@ -504,7 +504,7 @@ def test_pinned_mode_without_accelerator_saves_as_async(tmp_path, caplog):
     run.manager.save(1)
     run.manager.maybe_wait_for_staging()
     run.manager.close()
-    assert 'saving as with "async"' in caplog.text and steps_in(tmp_path) == [1]
+    assert 'using "async" instead' in caplog.text and steps_in(tmp_path) == [1]
 
 
 def test_calls_of_dcp_are_those_that_the_reference_tests_replace(tmp_path, monkeypatch):
@@ -744,7 +744,7 @@ def test_checkpoint_with_holes_is_not_loaded_whatever_its_hashes_say(tmp_path, n
     assert run.manager.load()
     assert run.counter.step == 1 and "step-2: it is damaged" in caplog.text
     before = run.everything()
-    message = f"{len(half)} chunks of {name} do not cover every number"
+    message = f"{len(half)} chunks of {name} do not cover every element"
     for load in (
         lambda: run.manager.load(2),
         lambda: run.manager.load(path=str(step), model_only=True),

@@ -194,7 +194,7 @@ def test_source_is_never_written_to(folders, tmp_path, direction, way):
     function, more = {"from": (convert_from_hf, ()), "to": (convert_to_hf, (None, "float32"))}[
         direction
     ]
-    with pytest.raises(ValueError, match="one is in the other"):
+    with pytest.raises(ValueError, match="one is inside the other"):
         function(str(source), str(target), *MODEL, *more, overwrite=True)
     assert contents(source) == before
 

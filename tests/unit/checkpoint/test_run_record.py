@@ -37,10 +37,18 @@ ALL = ("optimizer", "lr_scheduler", "dataloader")
     ("loaded", "changes", "told"),
     [
         (ALL, {}, []),
-        (["optimizer"], {"optimizer__beta1": 0.8}, ["beta1 was 0.9 when .* now: the saved one is"]),
-        (["dataloader"], {"optimizer__beta1": 0.8}, ["beta1 was 0.9 .* is 0.8 now: this run's is"]),
-        (["lr_scheduler"], {"optimizer__lr": 1.0}, ["optimizer.lr was .* the saved one is used"]),
-        (["optimizer"], {"optimizer__lr": 1.0}, ["optimizer.lr was .* this run's is used"]),
+        (
+            ["optimizer"],
+            {"optimizer__beta1": 0.8},
+            ["beta1 was 0.9 when .* now: the saved value is"],
+        ),
+        (
+            ["dataloader"],
+            {"optimizer__beta1": 0.8},
+            ["beta1 was 0.9 .* is 0.8 now: this run's value is"],
+        ),
+        (["lr_scheduler"], {"optimizer__lr": 1.0}, ["optimizer.lr was .* the saved value is used"]),
+        (["optimizer"], {"optimizer__lr": 1.0}, ["optimizer.lr was .* this run's value is used"]),
         (
             ALL,
             {"lr_scheduler__warmup_steps": 7, "training__steps": 5, "training__dtype": "bfloat16"},
@@ -173,7 +181,10 @@ def test_other_task_of_rl_is_refused(tmp_path, caplog):
     (tmp_path / "moved").write_text("a")
     free = {"task__path": str(tmp_path / "moved"), "task__reward_processes": 2, "eval_every": 5}
     compare_with_saved(saved, record(**free), "step-4", (), ())
-    assert "rl.eval_every was 0 when it was saved and is 5 now: this run's is used" in caplog.text
+    assert (
+        "rl.eval_every was 0 when it was saved and is 5 now: this run's value is used"
+        in caplog.text
+    )
     for key, changed in {
         "content of rl.task.path": record(task__path=str(tmp_path / "b")),
         "content of rl.task.chat_template": record("{{ b }}"),

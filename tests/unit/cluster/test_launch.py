@@ -262,11 +262,11 @@ def test_plan_adds_the_flags_of_the_fastest_layout(job, monkeypatch):
         (
             "kubernetes",
             [*PODS, "--servers=1"],
-            "--servers starts vLLM .*got kubernetes .* without .rl",
+            "--servers needs .*got kubernetes .* without .rl",
         ),
         ("slurm", ["--env=A"], "--env must be NAME=VALUE, got 'A'"),
         ("torchrun", [], "torchrun needs --head"),
-        ("ray", [], "ray runs a job in a copy of its folder.*got './outputs'"),
+        ("ray", [], "ray copies the working folder.*got './outputs'"),
         ("slurm", ["--config=none.toml"], "--config must be the job's TOML file, got 'none.toml'"),
     ],
 )

@@ -188,7 +188,7 @@ MISTAKES = """
 2: training.local_batch_size=4; training.global_batch_size=10
     training.global_batch_size must be a multiple … got 10 with 4 * 2; the nearest that fits is 8
 2: enable_async_tensor_parallel=true; compile.components=["loss"]
-    enable_async_tensor_parallel is … ['loss']; set compile.enable = true
+    enable_async_tensor_parallel needs … ['loss']; set compile.enable = true
 6: enable_async_tensor_parallel=true; tensor_parallel_degree=2; context_parallel_degree=3; training.seq_len=32; compile.enable=true
     training.seq_len … got 32 with 6; choose a multiple
 2: tensor_parallel_degree=2; model.converters=["quantize.grouped_mm.float8"]
@@ -232,7 +232,7 @@ MISTAKES = """
 2: pipeline_parallel_degree=2; pipeline_parallel_layers_per_stage=3; pipeline_parallel_schedule="LoopedBFS"
     must be a multiple of parallelism.pipeline_parallel_degree … give 3 stages … change
 2: pipeline_parallel_degree=2; pipeline_parallel_schedule="PipelineScheduleMulti"
-    'PipelineScheduleMulti' has no order of its own; set pipeline_parallel_schedule_csv
+    'PipelineScheduleMulti' reads its schedule from a CSV file; set pipeline_parallel_schedule_csv
 2: pipeline_parallel_degree=2; pipeline_parallel_schedule_csv="no.csv"
     pipeline_parallel_schedule_csv = 'no.csv' cannot be read … No such file
 2: pipeline_parallel_degree=2; pipeline_parallel_microbatch_size=3

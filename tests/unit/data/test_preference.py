@@ -189,7 +189,10 @@ def test_numbers_of_the_reference_are_needed_where_they_are_named(tokenizer, tmp
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["training.packing=concat"], "'concat' tears preference pairs; set it to 'fit'"),
+        (
+            ["training.packing=concat"],
+            "'concat' splits preference pairs over rows; set it to 'fit'",
+        ),
         (["loss.name="], "training.dataset = 'preference' does not go with loss.name = ''"),
         (["training.dataset=chat"], "training.dataset = 'chat' does not go with loss.name = 'dpo'"),
         (
@@ -198,7 +201,7 @@ def test_numbers_of_the_reference_are_needed_where_they_are_named(tokenizer, tmp
         ),
         (["loss.reference=nowhere"], "must be initial, .* or a folder .* got 'nowhere'"),
         (["loss.reference=adapters_off"], "'adapters_off' needs adapters"),
-        (["loss.reference=precomputed", "training.too_long=cut"], "'cut' changes answers"),
+        (["loss.reference=precomputed", "training.too_long=cut"], "'cut' truncates answers"),
         (["checkpoint.enable"], "'initial' with random weights, .* needs debug.seed, got None"),
     ],
 )

@@ -325,7 +325,7 @@ def test_copies_are_bounded_and_pinned_ones_stay(tmp_path):
             learn(client)
             samplers.append(client.save_weights_and_get_sampling_client().result())
         assert len(client._snapshots._copies) == 1 + 2
-        with pytest.raises(ValueError, match="kept of the last 2 .* raise rl.generator.max_snap"):
+        with pytest.raises(ValueError, match="more than 2 later .* raise rl.generator.max_snap"):
             samplers[0].compute_logprobs(PROBE).result()
         samplers[1].compute_logprobs(PROBE).result()
         assert first.compute_logprobs(PROBE).result() == scored

@@ -278,7 +278,9 @@ def test_model_beyond_the_limit_is_refused_with_the_setting(url):
     status, answer = late.create_model(rank=1)
     assert status == 429
     assert "4 models of 0." in (told := answer["detail"])
-    assert "MiB train on this server, the limit by rl.serve.max_models, or by max_device" in told
+    assert (
+        "MiB train on this server, the limit set by rl.serve.max_models, or by max_device" in told
+    )
     for client in clients:
         client.finish()
     late.start_model(rank=1)

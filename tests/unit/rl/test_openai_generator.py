@@ -395,7 +395,7 @@ def test_run_whose_server_lost_weights_without_files_ends(tmp_path, server, star
     controller = start(*SHORT, *flags_of_transfer(server))
     server.die()
     with served(StandIn(tmp_path / "again", port=server.server_port)) as again:
-        with pytest.raises(RunError, match="was started again.*leaves no files"):
+        with pytest.raises(RunError, match="was restarted.*leaves no files"):
             controller.train_step()
         assert not again.requests
 
@@ -409,7 +409,7 @@ def test_idle_connection_that_a_proxy_closes_is_no_restart(server, start):
         assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
     server.cut()
     server.started = "1764409999.5"
-    with pytest.raises(RunError, match="was started again.*leaves no files"):
+    with pytest.raises(RunError, match="was restarted.*leaves no files"):
         controller.train_step()
 
 

@@ -158,7 +158,7 @@ def test_task_may_grade_with_a_number_or_a_dict_and_scalars_of_libraries_are_num
         {"total": 1, 3: 1},
     ):
         with pytest.raises(
-            ValueError, match="must be a finite number|must have texts as keys, got 3"
+            ValueError, match="must be a finite number|must have strings as keys, got 3"
         ):
             task.grade_all([(task.prompt(0), "abc")])
 

@@ -53,7 +53,7 @@ def test_receiver_that_lacks_an_update_refuses_the_next():
     versions = [torch.arange(100.0) + (torch.arange(100) == i) for i in (1, 2, 3)]
     sender, receiver = WeightChanges(), WeightChanges()
     first, second, third = (next(iter(sender.packed([("w", w)]))) for w in versions)
-    message = "changes of w since the update before, and this receiver does not have that update"
+    message = "only the changes of w since the previous update, which this receiver does not have"
     for received in ([second], [first, third]):
         with pytest.raises(RunError, match=message):
             list(WeightChanges().unpacked((name, x.clone()) for name, x in received))

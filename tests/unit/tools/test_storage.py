@@ -163,7 +163,7 @@ def test_listing_of_something_else_is_refused(bucket, monkeypatch):
 
 def test_full_disk_and_missing_credentials_are_told_at_once(monkeypatch):
     for error, message in (
-        (OSError(errno.ENOSPC, "full"), "no room for its copy"),
+        (OSError(errno.ENOSPC, "full"), "no room for a copy"),
         (RuntimeError("Unable to locate credentials"), "the store refuses.*check"),
     ):
         store = Store(error, error)

@@ -123,7 +123,7 @@ def test_torch_newer_than_the_tested_ones_is_named_once_on_one_rank(
     caplog, monkeypatch, version, newer
 ):
     monkeypatch.setattr(torch_versions, "TESTED", {"2.9.0": "", "2.15.0": ""})
-    line = f"torch {version} is newer than 2.15, the newest this version was tested with"
+    line = f"torch {version} is newer than 2.15, the newest that torchtitan was tested with"
     monkeypatch.setenv("RANK", "1")
     torch_versions.warn_if_newer(version)
     assert not caplog.messages

@@ -199,7 +199,7 @@ def test_checkpoint_that_does_not_cover_a_tensor_is_refused(folder, name):
     ):
         saved_shapes_in(str(folder))
     wanted = emptied(contents())
-    with pytest.raises(ValueError, match="chunks of weight do not cover every number"):
+    with pytest.raises(ValueError, match="chunks of weight do not cover every element"):
         dcp.load(wanted, checkpoint_id=str(folder))
     assert same(wanted, emptied(contents()))  # no byte was loaded
 

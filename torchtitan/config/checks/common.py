@@ -25,7 +25,7 @@ DEGREES = (
 
 
 def refuse(*problems: Iterable[str]) -> None:
-    """Raise ConfigError with the first message, if any; rules after this message do not run."""
+    """Raise ConfigError with the first message, if any; later rules do not run."""
     for problem in chain(*problems):
         raise ConfigError(problem)
 
@@ -94,14 +94,14 @@ def needs(config: JobConfig, key: str, needed: str) -> Iterator[str]:
 
 
 def clash(key: str, reason: str, others: dict[str, Any]) -> Iterator[str]:
-    """Rule: with `key` on, all settings `others` (key -> value) must be off. reason: why."""
+    """Rule: with `key` on, all settings `others` (key -> value) must be off. reason: why, for the message."""
     for other, value in others.items():
         if value:
             yield f"{key} {reason}, got {other} = {value!r}; change one of the two"
 
 
 def no_effect(config: JobConfig, keys: tuple[str, ...], why: str) -> Iterator[str]:
-    """Rule: settings whose keys begin with `keys` must have their defaults. why: why nothing reads them."""
+    """Rule: settings whose keys begin with `keys` must have their defaults. why: the end of the message."""
     for setting in settings_of(config):
         if setting.key.startswith(keys) and setting.value != setting.default:
             yield f"{setting.key} = {setting.value!r} has no effect {why}, or remove it"
@@ -139,7 +139,7 @@ def compiled_model(job_config: JobConfig, key: str) -> Iterator[str]:
     """Rule: the model must be compiled, because `key` is on."""
     if not job_config.compile.applies_to("model"):
         yield (
-            f"{key} is carried out by the compiler, got {compile_settings(job_config)}; set "
+            f"{key} needs a compiled model, got {compile_settings(job_config)}; set "
             "compile.enable = true with 'model' among its components, or turn it off"
         )
 

@@ -25,7 +25,7 @@ from torchtitan.tools.files import find_shipped
 _READ_A_PATH = ("local", "tokens", "chat", "preference")
 
 
-# Settings that also take an address (see `storage`); the data of a mixture are in a list.
+# Beginnings of the keys that also take an address (see `storage`), such as training.mixture[0].dataset_path.
 _TAKE_AN_ADDRESS = (
     *("job.config_file", "checkpoint.folder", "checkpoint.initial_load_path", "lora.adapter_path"),
     *("training.dataset_path", "training.mixture", "validation.dataset_path"),
@@ -33,7 +33,7 @@ _TAKE_AN_ADDRESS = (
 
 
 def addresses(job_config: JobConfig) -> Iterator[str]:
-    """An address needs a package that opens it, and a setting that takes one."""
+    """An address such as s3://... needs a package that opens it, and a setting that takes addresses."""
     for key, value, *_ in settings_of(job_config, in_lists=True):
         if not (is_path(key) and isinstance(value, str) and storage.is_address(value)):
             continue
@@ -69,7 +69,7 @@ def checkpoint_ranks(job_config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
-    """builds_data: False for an engine without a trainer, which may write nothing."""
+    """builds_data: False for an engine without a trainer, which writes files only if set to."""
     # A relative path must stay in the dump folder, because other folders may hold another job's files.
     for key in (
         "checkpoint.folder",
@@ -170,11 +170,11 @@ def preference_pairs(job_config: JobConfig) -> Iterator[str]:
                 "'preference' pairs, and other losses cannot use them; change one of the two"
             )
     if loss.name == "dpo" and training.packing == "concat":
-        yield "training.packing = 'concat' tears preference pairs; set it to 'fit' or 'none'"
+        yield "training.packing = 'concat' splits preference pairs over rows; set it to 'fit' or 'none'"
     if loss.reference == "precomputed" and training.too_long == "cut":
         yield (
-            "training.too_long = 'cut' changes answers whose log-probs loss.reference = 'precomputed' takes "
-            "from the data; set it to 'skip' or 'error'"
+            "training.too_long = 'cut' truncates answers, but loss.reference = 'precomputed' takes log-probs of "
+            "whole answers from the data; set it to 'skip' or 'error'"
         )
 
 
@@ -202,7 +202,7 @@ def _datasets(job_config: JobConfig) -> dict[str, Any]:
 def _is_there(path: str | None) -> bool:
     """True if the path is a file, a folder, a pair of token files (without their endings), or an address."""
     if path is None or storage.is_address(path):
-        return path is not None  # reading an address reports that nothing is there
+        return path is not None  # an address without data fails when it is read
     return os.path.exists(path) or os.path.exists(f"{path}.idx")
 
 
@@ -213,9 +213,9 @@ def _checkpoint_folder(job_config: JobConfig) -> str:
 
 
 def _own_steps(job_config: JobConfig) -> list[str]:
-    """Return the names of this run's step folders, on its disk and uploaded."""
+    """Return the names of this run's step folders, on disk and at the address they are uploaded to."""
     (folder, bucket), names = job_config.checkpoint.places(), []
-    with suppress(OSError):  # the check that the address can be written to reports this
+    with suppress(OSError):  # `_unwritable` reports this
         names = [name for name in storage.names_in(bucket) if name.startswith("step-")]
     return names + glob.glob("step-*", root_dir=os.path.join(job_config.job.dump_folder, folder))
 

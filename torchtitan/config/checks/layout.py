@@ -76,7 +76,7 @@ def ranks_for_experts(job_config: JobConfig, world_size: int) -> Iterator[str]:
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     dp_shard = shard_degree(job_config, world_size)
     ranks = dp_shard * cp * tp
-    # Without expert parallelism, another degree has no effect.
+    # Without expert parallelism, expert_tensor_parallel_degree has no effect.
     if (ep > 1 and etp not in (1, tp)) or ranks % etp:
         yield (
             f"parallelism.expert_tensor_parallel_degree must be 1 or equal tensor_parallel_degree, "
@@ -180,8 +180,8 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
         yield from one_of("parallelism.pipeline_parallel_schedule", name, SCHEDULES)
     if is_one_of(name, CSV_SCHEDULES) and not csv_path:
         yield (
-            f"parallelism.pipeline_parallel_schedule = {name!r} has no order of its own; set "
-            f"pipeline_parallel_schedule_csv to a file with one, or choose another schedule"
+            f"parallelism.pipeline_parallel_schedule = {name!r} reads its schedule from a CSV file; set "
+            f"pipeline_parallel_schedule_csv to its path, or choose another schedule"
         )
     if csv_path:
         yield from _csv_file(csv_path, parallelism.pipeline_parallel_degree)
@@ -213,7 +213,7 @@ def _csv_file(path: str, n_ranks: int) -> Iterator[str]:
     for number, row in enumerate(rows, start=1):
         for cell in row:
             if not _CELL.fullmatch(cell):
-                yield f"{key}, line {number}: {cell[:80]!r} is no action; {remedy}"
+                yield f"{key}, line {number}: {cell[:80]!r} is not an action; {remedy}"
     if len(rows) != n_ranks:
         yield (
             f"{key} has {len(rows)} lines, and parallelism.pipeline_parallel_degree is {n_ranks}; {remedy}"

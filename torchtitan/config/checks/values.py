@@ -40,7 +40,7 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
-    """Hugging Face files hold only a model's weights."""
+    """Check [checkpoint] by itself. Hugging Face files hold only a model's weights."""
     mode: Any = str(checkpoint.async_mode).lower()  # as `CheckpointManager` reads it
     yield from single_values(replace(checkpoint, async_mode=mode), "checkpoint.")
     config = JobConfig(checkpoint=checkpoint)
@@ -111,8 +111,8 @@ def data(job_config: JobConfig) -> Iterator[str]:
         )
         if validation.enable and validation.dataset is None:
             yield (
-                "validation.dataset must be named beside [[training.mixture]], which has no held-out "
-                "part, got None; set it and validation.dataset_path"
+                "validation.dataset must be set, because [[training.mixture]] has no held-out part, "
+                "got None; set it and validation.dataset_path"
             )
     if validation.enable and (validation.seq_len or 0) > training.seq_len:
         yield (

@@ -20,7 +20,7 @@ for _info in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl."):
     if "." not in _name:
         globals()[_name] = _module
 
-# `actors` and `unified` have no other content, so this package also serves as both.
+# `actors` and `unified` have no other content, so both names stand for this package.
 actors = unified = sys.modules[__name__]
 for _folder in _FOLDERS[1:]:
     sys.modules[f"{__name__}.{_folder}".rstrip(".")] = actors

@@ -1,4 +1,4 @@
-"""Prompts of an RL task with correct answers, for training before RL."""
+"""Prompts of an RL task with correct answers, for supervised training before RL."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from torchtitan.rl.tasks import build_task
 
 
 class SolvedExamples(BaseDataLoader):
-    """Batches of one example per row, the same for any number of ranks; loss on answer and end token."""
+    """Batches of one example per row, the same for any number of ranks; only answer and end have labels."""
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: None = None):
         if not hasattr(job_config, "rl"):

@@ -41,7 +41,7 @@ class CharTokenizer(BaseTokenizer):
 
 
 class CharTask(Task):
-    """Random problems that are spelled in a few characters; the reward is 1 for the answer, else 0."""
+    """Random problems that are spelled in a few characters; the reward is 1 for the right answer, else 0."""
 
     def __init__(self, characters: str, seed: int) -> None:
         super().__init__(CharTokenizer(characters))

@@ -91,7 +91,7 @@ class LocalTrainingClient(AsyncNames):
         self._pushed: WeightsKey | None = None  # key of the weights in the generator
         self._failure: Exception | None = None  # raised by a forward_backward of this step
         self._thread = CallThread(engine.device)
-        # Cached, because collecting the weights takes as long as exchanging them.
+        # Cached, because finding the trained weights takes as long as exchanging them.
         self._trained = list(changing_weights(engine))
         # Weights, gradients, and AdamW's two moments.
         own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
@@ -105,12 +105,12 @@ class LocalTrainingClient(AsyncNames):
             if self.shares_passes:
                 avoid_onednn()
             for reason in reasons[:1]:
-                logger.info("models with adapters cannot share a base-model forward: %s", reason)
+                logger.info("models with adapters cannot share forward passes: %s", reason)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str = "cross_entropy"
     ) -> ClientFuture[ForwardBackwardOutput]:
-        """Return the targets' log-probs, without gradients; loss_fn is only checked."""
+        """Return the targets' log-probs, without gradients; loss_fn is only validated."""
         loss_of(loss_fn, {})
         data = list(data)
         return self._thread.submit(lambda: output_of(self._logprobs(data), {}))
@@ -395,7 +395,7 @@ class LocalTrainingClient(AsyncNames):
             if len(sample) > self._batcher.seq_len:
                 raise ValueError(
                     f"every Datum must fit into a row of {self._batcher.seq_len} tokens, got "
-                    f"{len(sample)} in number {number}; raise training.seq_len, or shorten it"
+                    f"{len(sample)} in Datum {number}; raise training.seq_len, or shorten it"
                 )
             check_ids("the tokens of samples", sample.token_ids, self.vocab_size)
             check_ids("labels", sample.labels, self.vocab_size)

@@ -1,6 +1,6 @@
 """An HTTP/1.1 server on asyncio that limits each client's memory, time and connections.
 
-ASGI servers have not all of these limits: uvicorn waits without end for a client's headers, hypercorn takes
+ASGI servers lack some of these limits: uvicorn waits forever for a client's headers, and hypercorn accepts
 any number of connections. Nothing in a request is executed or unpickled.
 """
 
@@ -35,7 +35,7 @@ REACHED_AT = contextvars.ContextVar("REACHED_AT", default="")
 
 _MAX_CONNECTIONS = 512
 _MAX_HEADER_BYTES = 2**16
-_MAX_BYTES_DROPPED = 2**16  # of a refused request's body
+_MAX_BYTES_DROPPED = 2**16  # largest body of a refused request that is read
 # Timeout for a request's headers; longer than the 10 s between a client's heartbeats.
 _SECONDS_IDLE = 15
 _SECONDS_PER_REQUEST = 60  # timeout to read a request's body, and to send each part of the answer
@@ -157,7 +157,7 @@ class HttpServer:
         return keeps
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, Any, bytes]:
-        """Return method, path, headers and body. Raises Refused for a request that is not read."""
+        """Return method, path, headers and body. Raises Refused for a request that breaks a rule."""
         try:
             async with asyncio.timeout(_SECONDS_IDLE):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -183,7 +183,7 @@ class HttpServer:
             self._access.check(headers, path)
             if size > self._max_bytes:
                 got = f"got {size}; send less at once, or raise rl.serve.max_request_mib"
-                raise Refused(f"requests may have {self._max_bytes} bytes, {got}", 413)
+                raise Refused(f"requests may have at most {self._max_bytes} bytes, {got}", 413)
             if headers.get("Content-Encoding", "identity") != "identity":
                 raise Refused("requests must not be compressed", 415)
         except Refused:

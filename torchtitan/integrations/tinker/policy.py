@@ -55,14 +55,14 @@ class Policy:
         base = client.save_weights_and_get_sampling_client(pinned=True).result()
         self._samplers: dict[str, LocalSamplingClient] = {BASE: base}
         self._passes = SharedPasses(client) if client.shares_passes else None
-        self._model = ""  # the model in the policy; "" has the weights that the server started with
+        self._model = ""  # the model that the policy holds; "" has the initial weights
         self._ranks: dict[str, int] = {}  # model -> LoRA rank
         folder = os.path.join(job_config.job.dump_folder, "waiting_models")
         self._waiting = WaitingStates(client.limits, folder)
         self.close = self._waiting.close
 
     def _use(self, model: str) -> None:
-        """Load a model's saved state into the policy, and keep the state of the model that was in it."""
+        """Swap a model's waiting state into the policy; the state of the policy's previous model waits."""
         if model == self._model:
             return
         self._check_waits(model)
@@ -73,7 +73,7 @@ class Policy:
 
     def _check_waits(self, model: str) -> None:
         if model not in self._waiting:
-            raise ValueError(f"model {model} was dropped after its session ended; make another")
+            raise ValueError(f"model {model} was dropped after its session ended; create another")
 
     @contextlib.contextmanager
     def _replacing(self, model: str, rank: int | None) -> Iterator[None]:
@@ -185,7 +185,7 @@ class CommandLoop:
     def __init__(self, policy: Policy, job_config: JobConfig):
         self._policy, self._config = policy, job_config
         self._waiting = RequestQueue(job_config.rl.serve.max_datums_per_pass)
-        self._changed = threading.Condition()  # of `_waiting` and `_is_stopping`
+        self._changed = threading.Condition()  # guards `_waiting` and `_is_stopping`
         self._is_stopping = False
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -266,7 +266,7 @@ class CommandLoop:
 
 
 def drop_oldest(entries: dict[str, Any], most: int) -> None:
-    """Keep the newest entries of a dict that threads share, and BASE."""
+    """Keep BASE and the newest `most` entries of a dict that threads share."""
     for name in list(entries)[:-most]:
         if name != BASE:
             entries.pop(name, None)

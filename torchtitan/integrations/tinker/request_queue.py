@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_SECONDS_RECENT = 1.0  # a lane whose last command is younger than this is expected to send more
+_SECONDS_RECENT = 1.0  # a lane with a command younger than this is expected to send more
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torchtitan.integrations.tinker.requests import Answer, Refused, take
 
 _MAX_WAITING = 8192  # requests without a result
 _SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
-# Results stay until they take too much memory, because a client may lose the connection while it fetches
-# one; fetched results go first. Ids are kept longer, so a request that is sent twice does not run twice.
+# A fetched result is kept while memory lasts, because the client may have lost the connection; fetched
+# results are dropped first. Ids are kept longer, so a request that is sent twice does not run twice.
 _MAX_BYTES = 2**30  # of results
 _MAX_KNOWN = 2**16  # requests whose ids are kept
 
@@ -66,8 +66,8 @@ class Results:
         request = self._all.get(request_id)
         if request is not None and request.digest != _digest(content):
             raise Refused(
-                f"request {request_id} was accepted before with other content, as if another program "
-                "trained this model, or drew from this sampler, too; make a client for each program"
+                f"request {request_id} was accepted before with other content: another program "
+                "may use the same model or sampler; make a client for each program"
             )
         return None if request is None else request.accepted
 
@@ -84,7 +84,7 @@ class Results:
         """Queue a request's command; `write` converts the command's result to an answer.
 
         content: the request as sent, or its JSON values. undo: called if the request is refused or the
-        command fails. extra: entries of the answer besides the id.
+        command fails. extra: further entries of the answer.
         """
         answer = Answer({"request_id": request_id} | extra)
         request = _Request(request_id, _digest(content), channel, answer)

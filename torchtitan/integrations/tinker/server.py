@@ -74,7 +74,7 @@ class Server:
         if not key and not ipaddress.ip_address(http.host).is_loopback:
             logger.warning(
                 "rl.serve.host = %r lets every machine that reaches it train and sample; set "
-                "rl.serve.api_key_file to require a key of clients",
+                "rl.serve.api_key_file to require a key from clients",
                 config.host,
             )
         if key and (mode := os.stat(config.api_key_file).st_mode & 0o777) & 0o077:

@@ -170,7 +170,7 @@ class Service:
         if self._lora is not None:
             trained, advice = f"adapters of ranks up to {self._lora.rank}", ""
             if not has_output_adapter(self._lora):
-                advice = "; the output projection has none, whatever train_unembed"
+                advice = "; the output projection has no adapter, and train_unembed has no effect"
         message = f"this server trains {trained} of {model.name} {model.flavor}{advice}"
         session = {"session_id": self._sessions.create(), "info_message": message}
         return Answer({"type": "create_session"} | session)
@@ -191,7 +191,7 @@ class Service:
         result: dict[str, Any],
         rank: int = 0,
     ) -> Answer:
-        """Submit the command that starts a session's new model. rank: LoRA rank, if it has adapters."""
+        """Submit the command that starts a session's new model. rank: LoRA rank; ignored without adapters."""
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
         if (answer := self._results.known(request_id, values)) is not None:  # a repeated request

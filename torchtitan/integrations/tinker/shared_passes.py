@@ -26,7 +26,7 @@ from torchtitan.rl.types import LossInputs, TrainingSample
 
 
 class Call(NamedTuple):
-    """A request of a model, and the model's state, which must not be in the policy."""
+    """A request for a model, and the model's state, which the policy must not hold now."""
 
     state: TrainingState
     request: ForwardBackwardRequest
@@ -69,7 +69,7 @@ class LossesOfModels:
         return LossOutput(total, metrics)
 
     def of_model(self, i: int, metrics: Mapping[str, float], num_tokens: int) -> dict[str, float]:
-        """Return model i's metrics. metrics: sums over the batch. num_tokens: of model i."""
+        """Return model i's metrics. metrics: sums over the batch. num_tokens: model i's."""
         own = {name: metrics[f"{i}/{name}"] for name in self._losses[i].metric_names}
         return {"loss:sum": metrics[f"{i}/{_SUM}"], **finalize_metrics(own, num_tokens)}
 

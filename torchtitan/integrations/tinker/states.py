@@ -85,7 +85,7 @@ class Limits:
         n_places = n_device + n_host + n_file
         n_models = max(1, min(serve.max_models, n_places))
         full = (
-            f"{n_models} models of {state_bytes / 2**20:.1f} MiB train on this server, the limit by "
+            f"{n_models} models of {state_bytes / 2**20:.1f} MiB train on this server, the limit set by "
             "rl.serve.max_models, or by max_device_mib, max_host_mib and max_file_mib together; close "
             "the ServiceClient of one of them"
         )

@@ -26,7 +26,7 @@ _FLOAT32 = 1
 _DTYPES = {_FLOAT32: "<f4", 2: "<i8", 3: "<i4"}  # DType number in messages -> numpy dtype
 _STOP_REASONS = {"stop": 0, "length": 1}
 _EMPTY_CELL = 0, -99999.0  # token id and log-prob
-# Limit for the fields of one request and of its Datums, which are chunks and loss inputs.
+# Limit for the number of fields of a request and of its Datums (chunks and loss inputs) together.
 MOST_ENTRIES = 2**18
 
 # Message -> its fields, numbered from 1; "*" marks a repeated field. Map entries are messages, as in protobuf.

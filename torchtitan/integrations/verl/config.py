@@ -74,7 +74,7 @@ class EngineConfig(TorchtitanEngineConfig):
 
     data_parallel_shard_size: -1 means world size / product of the other sizes.
     job: key of `JobConfig`, dotted or nested -> value. These values override verl's fields.
-    share_prefixes: samples of a microbatch that begin alike share the computation of these tokens.
+    share_prefixes: samples of a microbatch with a common prefix share its computation.
     """
 
     data_parallel_shard_size: int = -1
@@ -111,8 +111,8 @@ def job_config_of(
     spec = dataclasses.replace(
         get_train_spec(match.family),
         model_args={FLAVOR: match.model_args},
-        # This function adds no load-balancing hook: its expert biases would make the trainer choose
-        # other experts than a rollout with the same weights.
+        # `build_optimizers` adds no hook for load balancing, whose expert biases would make the trainer
+        # choose other experts than a rollout with the same weights.
         build_optimizers_fn=build_optimizers,
     )
     job = JobConfig()
@@ -152,7 +152,7 @@ def job_config_of(
 
 
 def has_adapters(model_config: Any) -> bool:
-    """True if verl's `HFModelConfig` asks for LoRA."""
+    """True if verl's `HFModelConfig` requests LoRA."""
     return model_config.lora_rank > 0 or model_config.lora_adapter_path is not None
 
 
@@ -246,8 +246,8 @@ def _engine_problems(config: Any) -> Iterator[str]:
     data_parallel = num_ranks() // max(others * config.context_parallel_size, 1)
     if config.data_parallel_size not in (1, data_parallel):
         yield (
-            f"engine.data_parallel_size must be 1, which does not set it, or {data_parallel}, the number "
-            f"of processes that read different data, got {config.data_parallel_size}; correct it"
+            f"engine.data_parallel_size must be 1 (unset) or {data_parallel}, the number of "
+            f"processes that read different data, got {config.data_parallel_size}; correct it"
         )
 
 

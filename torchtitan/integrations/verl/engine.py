@@ -158,7 +158,7 @@ class VerlEngine(BaseEngine):
         """
         replays = self.engine_config.router_replay.mode == "R3"
         samples.check(data, forward_only, replays)
-        # Entries that verl's split into microbatches and its losses read.
+        # Entries that verl's microbatch split and verl's losses read.
         settings = {"sp_size": self.layout.parallel_dims.cp, "dp_size": self.layout.dp_size}
         if "loss_mask" in data.keys():
             mask = data["loss_mask"]

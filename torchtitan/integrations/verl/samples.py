@@ -52,8 +52,8 @@ def check(data: TensorDict, forward_only: bool, replays: bool) -> None:
     in_streams = positions.is_nested and positions.dim() == 3
     if in_streams and (positions.values() != positions.values()[:1]).any():
         raise ValueError(
-            "torchtitan's engine trains models of text only, got position_ids whose rows differ, as those of "
-            "images do; leave images and videos out, or use another engine"
+            "torchtitan's engine trains models of text only, got position_ids whose rows differ, as for "
+            "images; leave images and videos out, or use another engine"
         )
     for name in ("input_ids", *["position_ids"] * (not in_streams)):
         tensor = data[name]
@@ -79,7 +79,7 @@ def check(data: TensorDict, forward_only: bool, replays: bool) -> None:
         )
     if setting(data, "enable_routing_replay", replays) and not replays:
         raise ValueError(
-            "the batch asks for routing replay, got engine.router_replay.mode = 'disabled'; set it to "
+            "the batch requests routing replay, got engine.router_replay.mode = 'disabled'; set it to "
             "'R3'"
         )
 
@@ -100,8 +100,8 @@ def pack(
     """Return one row of all samples, with labels [1, N]; a sample's last token has no label.
 
     index: the microbatch's index, stored in the row. replays: store the recorded experts from the
-        microbatch's `routed_experts`, jagged [S, j, L, k], in the row. shares_prefixes: samples that begin
-        alike are a tree and share slots; for `unpack` the microbatch gets the slot of each token.
+        microbatch's `routed_experts`, jagged [S, j, L, k], in the row. shares_prefixes: samples with a
+        common prefix form a tree and share slots; `microbatch` gets each token's slot, for `unpack`.
     """
     input_ids = microbatch["input_ids"]
     tokens, offsets = input_ids.values(), input_ids.offsets()
@@ -129,7 +129,7 @@ def pack(
 
 
 def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (the slot of each token [N], the row with the entries of trees) for a row of all tokens."""
+    """Return (slot of each token [N], the row packed as prefix trees). row: all tokens of the samples."""
     split = {name: of_tokens.cpu().split(lengths) for name, of_tokens in row.items()}
     # Losses read all scores of a sample, so a sample's last token, which has no label, shares no slot.
     labels = [of_sample.masked_fill(of_sample == IGNORE_INDEX, -1) for of_sample in split["labels"]]
@@ -140,7 +140,7 @@ def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str
     of_samples = columns_of(trees, lengths)
     of_tokens = torch.cat([of_samples[sample] for sample in range(len(lengths))])
     token = torch.empty(sum(tree.size for tree in trees), dtype=torch.int64)
-    token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))  # any of those that share the slot
+    token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))  # one of the slot's tokens
     depths = torch.cat([torch.arange(n) for n in lengths])[token]
     (ids,), (parents,) = ids_of_branches(depths[None])
     values = {name: x[token.to(x.device)] for name, x in row.items()}
@@ -149,7 +149,7 @@ def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str
 
 
 def unpack(values: Tensor, microbatch: TensorDict) -> Tensor:
-    """Convert values [1, >= N] of a row to a jagged tensor [S, j]; entries after the row's are padding."""
+    """Convert values [1, >= N] of a row to a jagged tensor [S, j]; values after the row's tokens are padding."""
     offsets = microbatch["input_ids"].offsets().to(values.device)
     of_tokens = values[0, : microbatch["input_ids"].values().shape[0]]
     if _SLOTS in microbatch.keys():
