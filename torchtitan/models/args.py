@@ -22,7 +22,7 @@ class DecoderArgs(BaseModelArgs):
     fp32_head: compute the output projection in fp32, even under autocast or FSDP's casts.
     norm_kind: see `numerics.norm`. norm_placement: see `TransformerBlock`.
     hidden_act: the activation of dense feed-forwards, a key of `feed_forward.ACTIVATIONS`.
-    layer_scale: each block has a factor on its hidden states, which is saved and not trained.
+    layer_scale: each block multiplies its result by a factor that is saved and not trained.
     embedding_scale, residual_scale: factors on embeddings, and on the results of attention and
         feed-forward. logits_divisor: divides the logits. logits_cap: c, for logits c * tanh(logits / c).
     """

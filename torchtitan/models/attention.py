@@ -64,7 +64,7 @@ def get_document_mask_mod(
     """A query sees its own document, later tokens included; combine this with a causal mask.
 
     Documents are read from document_ids, else positions, else batch and eos_id, each [B, T] or one row
-    [T], as by `read_document_ids`. Raises ValueError if none is given, or only tokens without eos_id.
+    [T], as in `read_document_ids`. Raises ValueError if none is given, or only `batch` without eos_id.
     """
     sources = {"input": batch, "positions": positions, "document_ids": document_ids}
     sources = {name: torch.atleast_2d(x) for name, x in sources.items() if x is not None}
@@ -163,7 +163,7 @@ _compiled_create_block_mask = compiled_on_first_call(load_flex_attention, "creat
 def _tiles(
     forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]
 ) -> dict[str, int]:
-    """Return flex attention's options. forward, backward: (queries, keys of a tile, stages, warps)."""
+    """Return flex attention's options. forward, backward: (tile size in queries, in keys, stages, warps)."""
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
     options = {f"fwd_{name}": value for name, value in zip(names, forward, strict=True)}
     queries, keys, stages, warps = backward
@@ -188,7 +188,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
-    batch_invariant = False  # in all wrappers; True: sum as `numerics.batch_invariant` does
+    batch_invariant = False  # of every wrapper; True: sum as in `numerics.batch_invariant`
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -240,7 +240,7 @@ class FlexAttentionWrapper(nn.Module):
     batch_invariant = False
     # Read from the class, never from an instance: `set_determinism` replaces it there.
     _compiled_flex_attn: ClassVar[Callable[..., Any]] = _compiled_flex_attention
-    # Used inside compiled blocks, where no kernel is tuned: (size of query, of value) -> options.
+    # (query head size, value head size) -> options in compiled blocks, where no kernel is tuned.
     kernel_options: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType({})
 
     def forward(
@@ -384,7 +384,7 @@ def _pack(x: Tensor) -> Tensor:
 
 
 def _packed(lengths: VarlenMetadata | NeededKeys, *qkv: Tensor) -> list[Tensor]:
-    """Return q, k and v packed; on trees, the keys and values of each stretch of queries."""
+    """Return q, k and v packed; with `NeededKeys`, keys and values are gathered for each stretch of queries."""
     q, *keys = map(_pack, qkv)
     if isinstance(lengths, NeededKeys):
         keys = [x.index_select(0, lengths.index) for x in keys]
@@ -423,7 +423,7 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
 
-    mask: an argument of `DocumentMask.from_mask`. If it has a `part`, the T tokens are this rank's
+    mask: an argument of `DocumentMask.from_mask`. If the mask has a `part`, the T tokens are this rank's
         tokens of rows that context-parallel ranks share.
     window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
         flex ignores it, because a BlockMask contains the window.
@@ -446,7 +446,7 @@ def attend(
         q, k, v = (part.tokens_to_heads(x) for x in (q, k, v))
         rows = (q.shape[0], q.shape[2])
     attn_type = inner_attention.attn_type
-    # `Decoder.forward` has lowered its masks already; this is for other callers.
+    # `Decoder.forward` has lowered its masks already; other callers may not have.
     options = _kernel_options(attn_type, mask.lower(attn_type), window, return_lse)
     if attn_type == "varlen":
         results = inner_attention(q, k, v, scale=scale, **options)
@@ -486,8 +486,8 @@ def _kernel_options(
         options = {"block_mask": lowered, "return_lse": return_lse}
     if not fits:
         raise TypeError(
-            f"attn_type {attn_type!r} takes {expected}, got {type(lowered).__name__}; give such a "
-            "mask (a model's get_attention_masks makes those of flex and varlen), or change "
+            f"attn_type {attn_type!r} takes {expected}, got {type(lowered).__name__}; give a mask of "
+            "this type (the model's get_attention_masks returns masks for flex and varlen), or change "
             "model.attn_type"
         )
     return options

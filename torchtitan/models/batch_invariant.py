@@ -13,7 +13,7 @@ from torchtitan.tools.errors import ConfigError
 
 
 def use_batch_invariant(parts: Sequence[nn.Module]) -> None:
-    """Have all products, attention and activations of a model's parts computed by `numerics.batch_invariant`.
+    """Replace a model's matrix products, attention and activations by those of `numerics.batch_invariant`.
 
     Gradients stay those of the ordinary operations. Raises ConfigError for a module without a
     batch-invariant form, such as a mixture of experts.
@@ -21,7 +21,7 @@ def use_batch_invariant(parts: Sequence[nn.Module]) -> None:
     for part in parts:
         if not isinstance(part, Decoder):
             raise ConfigError(
-                "rl.generator.exact is for models on torchtitan.models.decoder.Decoder, got "
+                "rl.generator.exact needs a subclass of torchtitan.models.decoder.Decoder, got "
                 f"{type(part).__name__}; turn it off"
             )
         for block in part.layers.values():
@@ -29,7 +29,7 @@ def use_batch_invariant(parts: Sequence[nn.Module]) -> None:
             for module, kind in ((block.attention, Attention), (feed_forward, FeedForward)):
                 if type(module).forward is not kind.forward or not _has_form(module):
                     raise ConfigError(
-                        f"rl.generator.exact needs layers of {kind.__name__} as Llama's, got another "
+                        f"rl.generator.exact needs Llama's form of {kind.__name__}, got a different "
                         f"{type(module).__name__} in {type(part).__name__}; turn it off, or choose a "
                         "dense llama3 or qwen3"
                     )

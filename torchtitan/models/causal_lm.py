@@ -1,7 +1,7 @@
-"""A decoder that is told by facts: its args say how each kind of layer differs from Llama's.
+"""A decoder that is defined by its args alone: they set how each kind of layer differs from Llama's.
 
-A family of Hugging Face's that needs no other formula is a table of args; see `models.families`. RoPE pairs
-the numbers of a head by halves. B rows, T tokens, M model dim, H query heads, K key/value heads, D head size.
+A Hugging Face family without formulas of its own is a table of args; see `models.families`. RoPE pairs the
+dimensions of a head by halves. B rows, T tokens, M model dim, H query heads, K key/value heads, D head size.
 """
 
 import functools
@@ -32,11 +32,11 @@ from torchtitan.numerics.delta_rule import multiplications_per_token
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the layers of one kind have in common.
+    """The args that all layers of one kind share.
 
     rope: None for layers without RoPE. window: a token sees itself and the window - 1 tokens before it.
     mixer: "gated_delta" for linear attention, see `models.gated_delta`.
-    head_dim, n_kv_heads: sizes of attention; None: the model's. values_from_keys: see `Attention`.
+    head_dim, n_kv_heads: None: those of `CausalLMArgs`. values_from_keys: see `Attention`.
     """
 
     rope: RoPEArgs | None = RoPEArgs()
@@ -52,19 +52,19 @@ FULL_ATTENTION = "full_attention"
 
 @dataclass
 class CausalLMArgs(MoEDecoderArgs):
-    """The facts of a model; the defaults are Llama's.
+    """The args of a `CausalLM`; the defaults are Llama's.
 
     hidden_dim, moe_inter_dim: hidden size of a dense feed-forward, and of one expert.
     qkv_bias, output_bias, mlp_bias: biases in wq, wk and wv, in wo, and in dense feed-forwards.
-    qk_norm: normalise each head of queries and keys before RoPE, or "whole": all heads at once.
+    qk_norm: True: normalise each head of queries and keys before RoPE; "whole": all heads at once.
     v_norm: normalise each head of values, without weights.
     softmax_scale: the factor on attention scores; None: head_dim ** -0.5.
     attention_gate: see `Attention.has_gate`.
     query_scale, query_scale_length: multiply the query at position p of its document by
         1 + query_scale * ln(1 + floor(p / query_scale_length)), after RoPE.
-    layer_kinds: name -> facts of a kind of layer. layer_types: the name of each layer's kind; empty: all
-        layers are of the first kind.
-    linear_*: sizes of `GatedDeltaNet`, for layers of a kind with this mixer.
+    layer_kinds: name -> `LayerKind`. layer_types: the name of each layer's kind; empty: all layers are of
+        the first kind.
+    linear_*: sizes of `GatedDeltaNet`, for layer kinds with mixer "gated_delta".
     moe_enabled: layers have experts, except the `dense_layers`.
     hf_type: model_type in Hugging Face's config.json.
     """
@@ -94,7 +94,7 @@ class CausalLMArgs(MoEDecoderArgs):
     hf_type: str = ""
 
     def kind_of(self, layer_id: int) -> tuple[str, LayerKind]:
-        """Return the name and the facts of a layer's kind."""
+        """Return the kind of a layer: its name and its `LayerKind`."""
         name = self.layer_types[layer_id] if self.layer_types else next(iter(self.layer_kinds))
         return name, self.layer_kinds[name]
 
@@ -103,7 +103,7 @@ class CausalLMArgs(MoEDecoderArgs):
 
     @property
     def all_kv_heads(self) -> int:
-        """The largest number that divides the key/value heads of every kind of layer."""
+        """The greatest common divisor of all layer kinds' numbers of key/value heads."""
         return math.gcd(*(k.n_kv_heads or self.n_kv_heads for k in self.layer_kinds.values()))
 
     @property
@@ -121,16 +121,16 @@ class CausalLMArgs(MoEDecoderArgs):
         return get_moe_model_nparams_and_flops(self, model, self.head_dims, seq_len, products)
 
     def check(self) -> None:
-        """Raise ValueError for layer types that don't fit, and a kernel that the windows don't work with."""
+        """Raise ValueError for layer_types or n_kv_heads that don't fit, and for sliding windows with sdpa."""
         if self.layer_types and len(self.layer_types) != self.n_layers:
             raise ValueError(
                 f"layer_types must name the kind of each of the {self.n_layers} layers, got "
-                f"{len(self.layer_types)} names; correct one of the two"
+                f"{len(self.layer_types)} names; correct layer_types or n_layers"
             )
         if unknown := {*self.layer_types} - {*self.layer_kinds}:
             raise ValueError(
-                f"layer_types has {', '.join(sorted(unknown))}, and layer_kinds only "
-                f"{', '.join(self.layer_kinds)}; add the kind"
+                f"layer_types has {', '.join(sorted(unknown))}, but layer_kinds has only "
+                f"{', '.join(self.layer_kinds)}; add the kind to layer_kinds"
             )
         if self.n_heads % self.all_kv_heads:
             raise ValueError(
@@ -146,9 +146,9 @@ class CausalLMArgs(MoEDecoderArgs):
 class CausalLM(Decoder):
     """The decoder of `CausalLMArgs`. Raises ValueError like `CausalLMArgs.check`.
 
-    The RoPE table fp32 [L, ...] has the columns of each kind of layer side by side, and at the end the
-    queries' factor at each position, if there is a query_scale. Masks are a dict, by the kinds' names, if a
-    kind has a window.
+    The RoPE table fp32 [L, ...] has the columns of each kind of layer side by side. With a query_scale, the
+    last column is the queries' factor at each position. If a kind has a window, masks are a dict: the name
+    of a kind -> its mask.
     """
 
     model_args: CausalLMArgs
@@ -160,7 +160,7 @@ class CausalLM(Decoder):
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
-        """See `optim.groups`. Weight decay would pull states to another decay, and offset norms to scale 1."""
+        """See `optim.groups`. Weight decay would change the decay of states, and pull offset norms to scale 1."""
         if not self.model_args.n_linear_layers:
             return ()
         return (
@@ -212,14 +212,14 @@ class CausalLM(Decoder):
         columns, query_scale = self._rope_columns(), self.model_args.query_scale
         first, size = columns.get(name, (0, None))
         if len(columns) == 1 and size == self.model_args.head_dim_of(kind) and not query_scale:
-            return apply_rotary_emb_to_halves  # the whole table
+            return apply_rotary_emb_to_halves  # uses all columns of the table
         if size is None and not query_scale:
             return None
         scale_column = -1 if query_scale else None
         return functools.partial(rotate_columns, first=first, size=size, scale_column=scale_column)
 
     def _rope_columns(self) -> dict[str, tuple[int, int]]:
-        """Return kind -> (its first column in the RoPE table, R), for the kinds of layers with RoPE."""
+        """Return kind -> (its first column in the RoPE table, the `RoPEArgs.size` R), for kinds with RoPE."""
         columns, first = {}, 0
         for name, kind in self.model_args.layer_kinds.items():
             if kind.rope is not None:
@@ -248,8 +248,8 @@ class CausalLM(Decoder):
         of_rows = [DocumentMask.from_mask(m) for m in masks if m is not None]
         if any(m.depths is not None or m.boundaries(row_len) is None for m in of_rows):
             raise ValueError(
-                "linear attention needs the boundaries of documents, which a mask of trees or of your own does "
-                "not have; give a mask from the model's get_attention_masks"
+                "linear attention needs document boundaries, which a mask of trees or a custom mask does not "
+                "have; give a mask from the model's get_attention_masks"
             )
 
     def layer_masks(self, documents: DocumentMask) -> Masks:

@@ -1,7 +1,7 @@
 """The decoder that all families share: embedding, blocks of attention and feed-forward, norm, and
 output or score.
 
-A family is a dataclass of args, and a subclass whose methods say how its blocks differ from Llama's.
+A family is a dataclass of args and a `Decoder` subclass, whose methods define how blocks differ from Llama's.
 Checkpoints depend on the names and the order of the modules, so neither may change.
 
 B rows, T tokens, M model dim, H query heads, K key/value heads, D head size, V vocabulary,
@@ -61,15 +61,15 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key/value heads.
 
-    qk_norm: (number of heads, D) -> the norm of queries or keys before RoPE; None: no norm. It gets each
-        head [..., D], or with the attribute `spans_heads` all heads at once [..., heads * D].
+    qk_norm: (number of heads, D) -> the norm of queries or keys before RoPE; None: no norm. The norm gets
+        each head [..., D], or all heads at once [..., heads * D] if it has the attribute `spans_heads`.
     values_from_keys: the values are the keys before their norm and RoPE.
     apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
     mask_name: the key of this layer's mask, if the model's masks are a dict.
     softmax_scale: the factor on the scores; None: D ** -0.5.
     window: a query sees itself and the window - 1 tokens before it; kept here, too, because varlen's
         metadata holds no window.
-    has_gate: each number of the result is multiplied by a sigmoid of its own linear map of x, `wg`.
+    has_gate: the heads' result is multiplied elementwise by sigmoid(wg(x)), before wo.
     v_norm: the norm of each head [..., D] of values, without parameters; None: no norm.
     """
 
@@ -141,11 +141,11 @@ class Attention(nn.Module):
         return heads, self._heads(keys if self.wv is None else self.wv(x), self.v_norm)
 
     def _heads(self, numbers: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """[B, T, heads * D] -> [B, T, heads, D]."""
+        """Split [B, T, heads * D] into heads [B, T, heads, D], and apply the norm, if any."""
         sizes = (-1, self.head_dim)  # under tensor parallelism a rank holds only some of the heads
         if norm is None:
             return numbers.unflatten(-1, sizes)
-        # On CUDA autocast runs the norm in fp32 (torch 2.13), but not the varlen kernel: cast back.
+        # On CUDA, autocast runs the norm in fp32 (torch 2.13) and casts nothing for varlen: cast back.
         if getattr(norm, "spans_heads", False):
             return norm(numbers).to(numbers.dtype).unflatten(-1, sizes)
         return norm(numbers.unflatten(-1, sizes)).to(numbers.dtype)
@@ -170,10 +170,10 @@ class TransformerBlock(nn.Module):
     """Residual block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     With `norm_placement` "after" the norms are applied to the results of attention and feed-forward
-    instead, with "both" to inputs and results. At the end the hidden states are multiplied by `layer_scale`
-    [1], if the args say so.
+    instead, with "both" to inputs and results. If the args set `layer_scale`, the block's result is
+    multiplied by the buffer `layer_scale` [1].
     Under tensor parallelism x holds this rank's tokens; attention and feed-forward get the tokens of
-    all ranks, and return this rank's summand of the result.
+    all ranks, and return this rank's partial sum of the result.
     """
 
     sequence: WholeSequence | SequenceShards = WholeSequence()
@@ -216,7 +216,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """x: [B, T, M]; rope: the table's rows [1 or B, T, ...]. Returns [B, T, M].
 
-        routed_experts: [B, T, k], for a mixture of experts, in place of its router's choice.
+        routed_experts: expert indices [B, T, k] that replace the router's choice in a mixture of experts.
         """
         h = self._input(x, self.attention_norm, rope.shape[1])
         x = self._add(x, self.attention(h, rope, attention_masks), self.attention_post_norm)
@@ -248,16 +248,16 @@ class TransformerBlock(nn.Module):
 
 
 class OutputProjection(Linear):
-    """Hidden states [B, T, M] -> logits [B, T, V], or the result of a head, which is called here because
-    FSDP has gathered the weight.
+    """Hidden states [B, T, M] -> logits [B, T, V], or the result of a head. This module calls the head,
+    because FSDP gathers the weight for this module's forward.
 
     in_fp32: compute with fp32 copies of weight and hidden states. cap: c, for logits c * tanh(logits / c);
-        a head gets it by this name.
+        a head gets c as the keyword argument `cap`.
     """
 
     in_fp32: bool = False
     cap: float | None = None
-    reads_local_parameters = True  # tensor parallelism replaces this class by its own
+    reads_local_parameters = True  # tensor parallelism changes the class to VocabularyOutput
 
     def forward(self, h: Tensor, head: Callable[..., Any] | None = None) -> Any:
         low_rank = None if self.low_rank is None else functools.partial(self.low_rank, self)
@@ -283,10 +283,10 @@ class ValueHead(nn.Linear):
 class Decoder(ModelProtocol):
     """A decoder-only transformer.
 
-    rope_buffer_name: the RoPE table's name; "rope_cache" rotates pairs of a head's halves, "freqs_cis"
-        neighbouring pairs.
+    rope_buffer_name: the RoPE table's buffer, which also selects the pairs: "rope_cache" rotates pairs of a
+        head's halves, "freqs_cis" neighbouring pairs.
 
-    The norm is followed by `output`, or by `score` if the args set `value_head`; the other
+    The norm is followed by `output`, or by `score` if the args set `value_head`; the unused
     attribute is None. A pipeline stage sets the modules it does not hold to None and drops the
     layers of other stages. Raises ValueError for a mask type that the kernel cannot apply.
     """
@@ -303,7 +303,7 @@ class Decoder(ModelProtocol):
         self.max_seq_len = model_args.max_seq_len
         self.enable_weight_tying = model_args.enable_weight_tying
 
-        # `from_pretrained` draws no weights; drawing on the meta device would load torch's compiler.
+        # `from_pretrained` samples no weights; sampling on the meta device would load torch's compiler.
         self.tok_embeddings = nn.Embedding.from_pretrained(
             torch.empty(model_args.vocab_size, model_args.dim), freeze=False
         )
@@ -371,7 +371,7 @@ class Decoder(ModelProtocol):
         return build(args.attention_head_dim, length, args.rope_theta, self.rope_scaling)
 
     def check_rows(self, attention_masks: Any, row_len: int) -> None:
-        """Raise ValueError for rows that the model cannot take. row_len: the tokens of whole rows."""
+        """Raise ValueError for rows that the model cannot take. row_len: tokens of a row, over all cp ranks."""
 
     # ---- the same for all families ----
 
@@ -385,14 +385,14 @@ class Decoder(ModelProtocol):
     ) -> Any:
         """Return logits [B, T, V], or with a value head values [B, T, 1], for token ids [B, T].
 
-        attention_masks: the result of `get_attention_masks`, a mask of the caller's, or a
-            `DocumentMask`; None for sdpa. Or a padding mask [B, T], see `get_padding_masks`.
+        attention_masks: the result of `get_attention_masks`, the caller's own mask, a `DocumentMask`, or
+            a padding mask [B, T] as in `get_padding_masks`; None for sdpa.
         positions: [1, T] or [B, T] int, the place of each token in its document, for RoPE only; None
             means 0..T-1. Under context parallelism positions of whole rows are also accepted.
         head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
             projection; its result is returned. `loss.logprobs` has heads. Under tensor
             parallelism weight is this rank's [V/tp, M] and group the ranks that hold the other parts.
-        routed_experts: [B, T, L, k], see `check_routed_experts`, which is not called here.
+        routed_experts: [B, T, L, k] as in `check_routed_experts`; forward does not check them.
         A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage before
         the last returns them. With a parallel loss, logits are a DTensor split along V.
         """
@@ -423,8 +423,8 @@ class Decoder(ModelProtocol):
         if self.score is not None:
             if head is not None:
                 raise ValueError(
-                    "a head needs an output projection, and a model with a value head has none; "
-                    "call it without head, for values [B, T, 1]"
+                    "the argument head needs an output projection, and a model with a value head has "
+                    "none; call the model without head, which returns values [B, T, 1]"
                 )
             # Under tensor parallelism each rank scores its own tokens. `join` returns a view, so clone:
             # a loss that changes a view in place would remove FSDP's hooks.
@@ -433,7 +433,7 @@ class Decoder(ModelProtocol):
             return sequence.join(h, seq_len)
         h = sequence.gather(h, seq_len)
         if (divisor := self.model_args.logits_divisor) != 1:
-            h = h / divisor  # in place of the logits, which a head does not store
+            h = h / divisor  # instead of the logits, which a head does not store
         return self.output(h) if head is None else self.output(h, head)
 
     @functools.cached_property
@@ -444,8 +444,8 @@ class Decoder(ModelProtocol):
     def check_routed_experts(self, tokens: Tensor, routed_experts: Tensor) -> None:
         """Raise ValueError for experts that this model's routers cannot take for `tokens` [B, T].
 
-        routed_experts: integers [B, T, L, k]: the k experts of each token, in each mixture of experts
-            or in each layer; k times -1 for a token whose experts the router chooses. Values on an
+        routed_experts: the indices [B, T, L, k] of each token's k experts, or -1 in all k places to let the
+            router choose. L is the number of mixtures of experts, or of all layers. Values on an
             accelerator are not read.
         """
         n_moe = len(self.moe_layers)
@@ -462,8 +462,8 @@ class Decoder(ModelProtocol):
         return routed_experts[:, :, slot]
 
     def _new_rope_table(self) -> Tensor:
-        """Return `build_rope_table` for the args; on the meta device, where arange would load torch's
-        compiler, only its shape."""
+        """Return the RoPE table for max_seq_len. On the meta device only its shape is computed, because
+        arange would load torch's compiler there."""
         length = self.model_args.max_seq_len
         if torch.get_default_device().type != "meta":
             return self.build_rope_table(length)
@@ -474,8 +474,8 @@ class Decoder(ModelProtocol):
     def _rope_table(self, positions: Tensor | None, row_len: int) -> Tensor:
         """Return the RoPE table; replace it by a longer table if positions go beyond its end.
 
-        row_len: T of whole rows. On an accelerator positions are read, which waits for the device, only
-        if rows are longer than the table.
+        row_len: tokens of a row, over all cp ranks. Positions on an accelerator are read, which waits for the
+        device, only if rows are longer than the table.
         """
         table = getattr(self, self.rope_buffer_name)
         length = row_len
@@ -496,10 +496,10 @@ class Decoder(ModelProtocol):
         tokenizer: "BaseTokenizer | None",
         extra_inputs: dict[str, Any] | None = None,
     ) -> AttentionMasksType:
-        """Return the kernel's own form of `document_masks`: the method of torchtitan 0.2.x.
+        """Return `document_masks` in the kernel's own form, as torchtitan 0.2.x's method does.
 
-        input_batch: token ids [B, T]. extra_inputs: the batch's other entries; explicit boundaries
-        there (`document_ids`, `seq_lens`, `cu_seqlens`) replace the source that the mask type names, and
+        input_batch: token ids [B, T]. extra_inputs: the batch's other entries. Explicit boundaries
+        (`document_ids`, `seq_lens`, `cu_seqlens`) override those that the mask type would read, and
         `parent_ids` make the documents branches of trees.
         """
         args = self.model_args
@@ -517,7 +517,7 @@ class Decoder(ModelProtocol):
 
     @property
     def makes_document_masks(self) -> bool:
-        """True unless a client overrides `get_attention_masks`, which then replaces `document_masks`."""
+        """True unless a client overrides `get_attention_masks`; the override then replaces `document_masks`."""
         return type(self).get_attention_masks is Decoder.get_attention_masks
 
     def document_masks(
@@ -539,7 +539,7 @@ class Decoder(ModelProtocol):
         return self._lowered_masks(DocumentMask.from_rows(*tokens.shape, tokens.device))
 
     def get_padding_masks(self, padding_mask: Tensor) -> Masks:
-        """Return `document_masks` for rows of one document and padding, whatever the `attn_mask_type`.
+        """Return masks for rows that each hold one document and padding; `attn_mask_type` is ignored.
 
         padding_mask: [B, T], zero at padding tokens, each of which attends only to itself. Raises
         ValueError for padding between tokens.
@@ -570,7 +570,7 @@ class Decoder(ModelProtocol):
         self._tie_weights()
         embedding, output = self.tok_embeddings, self.output
         if self.enable_weight_tying:
-            # A tied weight is drawn twice below, also if two pipeline stages hold copies.
+            # A tied weight is filled twice below, as embedding and as output, on each stage with a copy.
             embedding = output = embedding or output
         if embedding is not None:
             nn.init.normal_(embedding.weight)

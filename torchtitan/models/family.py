@@ -1,4 +1,4 @@
-"""The train spec of a family of decoders, and the import paths that torchtitan 0.2.x has for it."""
+"""The train spec of a decoder family, and the family's import paths of torchtitan 0.2.x."""
 
 import sys
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def build_decoder_train_spec(
     )
 
 
-# Names of 0.2.x's `infra` of any family -> our module.
+# Names in the `infra` packages of torchtitan 0.2.x's families -> our module.
 _PLAN, _PARALLELIZE = "torchtitan.models.tp_plan", "torchtitan.models.parallelize"
 _FSDP = "torchtitan.distributed.fsdp"
 _INFRA = {
@@ -64,7 +64,7 @@ _INFRA = {
 
 
 def add_old_paths(family: str) -> None:
-    """Make the submodules of torchtitan 0.2.x of a family's module importable; `infra` loads at access."""
+    """Make torchtitan 0.2.x's submodules of a family importable; names in `infra` load on first access."""
     own = sys.modules[family]
     parallelize = {name: family for name in vars(own) if name.startswith("parallelize_")}
     infra = ModuleType(f"{family}.infra.parallelize", "The import path in torchtitan 0.2.x.")

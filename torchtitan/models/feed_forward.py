@@ -10,7 +10,7 @@ from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.numerics.linear import Linear
 
 PROJECTION_STD = 0.02
-# By their names in Hugging Face's configs.
+# Name in Hugging Face's configs -> activation function.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),

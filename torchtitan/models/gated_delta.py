@@ -23,10 +23,10 @@ from torchtitan.numerics.norm import RMSNorm
 
 
 class Decay(nn.Module):
-    """The parameters of the state's decay: per value head, fp32 whatever the dtype of other parameters.
+    """The parameters of the state's decay, one per value head, in fp32 even if other parameters are in bf16.
 
-    A last bit of A_log in bf16 changes the decay by up to 0.8 %, and small updates would be lost. A module of its
-    own, because FSDP casts the parameters of a unit to one dtype.
+    In bf16 the last bit of A_log changes the decay by up to 0.8 %, and small updates would be lost. These
+    parameters are a module of their own, because FSDP casts the parameters of a unit to one dtype.
     """
 
     reads_local_parameters: ClassVar[bool] = True
@@ -44,9 +44,9 @@ class Decay(nn.Module):
 
 
 class DeltaRule(nn.Module):
-    """What mixes tokens in a `GatedDeltaNet`: the convolution and the delta rule of whole rows.
+    """The part of a `GatedDeltaNet` that mixes tokens: convolution, then delta rule, on whole rows.
 
-    `generation.kv_cache` replaces it, as it replaces the kernels of attention.
+    `generation.kv_cache` replaces this module, as it replaces the kernels of attention.
     """
 
     def forward(
@@ -60,8 +60,8 @@ class DeltaRule(nn.Module):
     ) -> Tensor:
         """Return [B, T, Hv, Dv].
 
-        inputs: queries, keys and values before the convolution, [B, T, heads * D]. taps: their weights,
-        [heads * D, W]. g, beta: [B, T, Hv].
+        inputs: queries, keys and values before the convolution, [B, T, heads * D]. taps: the weights of their
+        convolutions, [heads * D, W]. g, beta: [B, T, Hv], as in `numerics.delta_rule`.
         """
         starts = mask.starts_of_rows(*g.shape[:2], g.device)
         mixed = [document_conv(x, w, starts) for x, w in zip(inputs, taps, strict=True)]
@@ -71,7 +71,7 @@ class DeltaRule(nn.Module):
 
 
 def in_heads(mixed: list[Tensor], key_dim: int, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys [B, T, Hk, Dk] and values [B, T, Hv, Dv] of [B, T, heads * D]."""
+    """Split queries, keys and values [B, T, heads * D] into heads: [B, T, Hk, Dk] twice, [B, T, Hv, Dv]."""
     q, k, v = mixed
     keys = (-1, key_dim)
     return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (g.shape[-1], -1))
@@ -116,7 +116,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, rope: Any, attention_masks: Masks | None = None) -> Tensor:
         """x: [B, T, M]; rope is ignored. Returns [B, T, M]."""
-        if isinstance(attention_masks, dict):  # they differ in windows
+        if isinstance(attention_masks, dict):  # the masks differ only in windows
             attention_masks = next(iter(attention_masks.values()))
         mask = DocumentMask.from_mask(attention_masks)
         inputs = [linear(x) for linear in (self.wq, self.wk, self.wv, self.wb, self.wa)]
@@ -124,7 +124,7 @@ class GatedDeltaNet(nn.Module):
         weights = [*convolutions, self.decay.A_log, self.decay.dt_bias]
         weights = [local_parameter(weight) for weight in weights]
         if (part := mask.part) is not None:
-            # One exchange for all: per key head its numbers in each of the inputs.
+            # One exchange for all inputs: concatenate each key head's columns of every input.
             n_key_heads = inputs[0].shape[-1] // self.key_dim
             each = [y.unflatten(-1, (n_key_heads, -1)) for y in inputs]
             exchanged = part.tokens_to_heads(torch.cat(each, dim=-1).transpose(1, 2))

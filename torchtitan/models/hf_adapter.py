@@ -49,7 +49,7 @@ HF_NORMS = {
 class Fused(NamedTuple):
     """One HF tensor that joins the rows of one or more of our tensors [..., R, C].
 
-    rows: the proportions of the tensors' numbers of rows; empty: all have the same number.
+    rows: the proportions of the tensors' row counts; empty: all tensors have equally many rows.
     n_groups: see `join_rows`. has_middle: HF's tensor is [R, 1, C], as a convolution's weight.
     rotated_heads: number of heads, if HF's rows have the order of the other RoPE convention.
     """
@@ -110,7 +110,7 @@ HF_EXPERTS: HFKeyMap = {
 
 
 def block_hf_key_map(names: Mapping[str, str], *kinds: str) -> HFKeyMap:
-    """Return the table for modules in every block. names: HF's module -> ours. kinds: "weight" unless given."""
+    """Return the table for modules of every block. names: HF's -> ours. kinds: default "weight"."""
     return {
         f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}"
         for kind in kinds or ("weight",)
@@ -119,14 +119,14 @@ def block_hf_key_map(names: Mapping[str, str], *kinds: str) -> HFKeyMap:
 
 
 def feed_forward_names(hf: str, ours: str) -> dict[str, str]:
-    """Return HF's linear layers of a gated feed-forward -> ours."""
+    """Return HF's name -> ours for the three linear layers of a gated feed-forward."""
     return {
         f"{hf}.{a}_proj": f"{ours}.{b}" for a, b in {"gate": "w1", "up": "w3", "down": "w2"}.items()
     }
 
 
 def hf_key_map(args: Any) -> HFKeyMap:
-    """Return the table of a decoder with Llama's names, from the facts in its args."""
+    """Return the table of a decoder whose HF names follow Llama's, computed from the decoder's args."""
 
     def fact(name: str) -> Any:
         return getattr(args, name, False)
@@ -160,7 +160,7 @@ def hf_key_map(args: Any) -> HFKeyMap:
         return table
     table |= HF_EXPERTS
     if args.moe_args.num_shared_experts:
-        has_gate = args.moe_args.shared_expert_gate  # Qwen's; these have another name
+        has_gate = args.moe_args.shared_expert_gate  # Qwen's files use the singular
         module = "mlp.shared_expert" if has_gate else "mlp.shared_experts"
         table |= block_hf_key_map(feed_forward_names(module, "moe.shared_experts"))
         if has_gate:
@@ -181,8 +181,8 @@ class KeyMapAdapter(StateDictAdapter):
 
     optional: our templates that HF files may lack; these tensors then keep their values on reading.
     ignored_hf_keys: regular expressions that match the start of HF names of parts that our model lacks,
-        such as vision towers. Layers for multi-token prediction are recognised by their `eh_proj`.
-    text_prefixes: what names of multimodal files begin with, see `name_text_model`.
+        such as vision towers. Layers for multi-token prediction, found by their `eh_proj`, are ignored, too.
+    text_prefixes: prefixes of the text model's names in multimodal files, see `name_text_model`.
     rotated_heads: our template -> number of heads, for queries and keys whose rows HF stores in the
         order of the other RoPE convention.
     quantized_format: format of the family's published files; see `build_quantized_reader`.
@@ -207,10 +207,10 @@ class KeyMapAdapter(StateDictAdapter):
         self._mtp_layers: tuple[str, ...] = ()  # like ignored_hf_keys
 
     def name_text_model(self, table: HFKeyMap) -> None:
-        """Read all spellings of a multimodal model's files; write the one in the index file, if any.
+        """Accept names with each of the `text_prefixes`; write names with the prefix in the index file, if any.
 
-        table: of files of the text model alone. A prefix "model.x." replaces "model."; another is put in front
-        of all names.
+        table: the table for files of the text model alone. A prefix "model.x." replaces "model."; any other
+        prefix is put in front of all names.
         """
         self._text_map = table
         self._prefer(self._prefix_of(self.fqn_to_index_mapping or ()))
@@ -252,7 +252,7 @@ class KeyMapAdapter(StateDictAdapter):
     _is_tied = property(lambda self: getattr(self.model_args, "enable_weight_tying", False))
 
     def _to_hf_map(self) -> dict[str, str]:
-        """Return our template -> the HF template to write: if there are several, one in the files read."""
+        """Return our template -> the HF template to write; of several, one that the files to read contain."""
         chosen: dict[str, str] = {}
         in_files = self._hf_templates
         for hf, entry in self.from_hf_map.items():
@@ -321,7 +321,10 @@ class KeyMapAdapter(StateDictAdapter):
             if len(parts[hf_name]) == len(entry.ours):
                 hf_state_dict[hf_name] = entry.join(parts.pop(hf_name))
         if parts:
-            raise ValueError(f"The model's state dict has only a part of {', '.join(parts)}")
+            raise ValueError(
+                f"The model's state dict has only some of the tensors that Hugging Face joins in "
+                f"{', '.join(parts)}; give all of them"
+            )
         return hf_state_dict
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -363,7 +366,7 @@ class KeyMapAdapter(StateDictAdapter):
 
 
 class HFAdapter(KeyMapAdapter):
-    """The adapter of a decoder whose names follow from its args, after the family's `own_names`."""
+    """The adapter of a decoder whose HF names follow from its args; the family's `own_names` take precedence."""
 
     own_names: HFKeyMap = {}
 
@@ -373,7 +376,7 @@ class HFAdapter(KeyMapAdapter):
 
 
 def _mtp_layers(hf_names: Iterable[str]) -> tuple[str, ...]:
-    """Return a pattern for the names of each layer that only predicts a second token."""
+    """Return patterns that match the names of layers for multi-token prediction, one per layer."""
     ends = "eh_proj.weight"
     return tuple(
         re.escape(name.removesuffix(ends)) for name in hf_names if name.endswith(f".{ends}")

@@ -1,4 +1,4 @@
-"""Hugging Face's (HF) side of `CausalLMArgs`: kinds of layers in config.json, and names of weights."""
+"""Translates `CausalLMArgs` from and to Hugging Face (HF): layer kinds in config.json, names of weights."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from torchtitan.models.rope import LongRoPE, RoPEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
 SLIDING_ATTENTION, LINEAR_ATTENTION = "sliding_attention", "linear_attention"
-NO_ROPE = ", no RoPE"  # ends the names of kinds of layers
+NO_ROPE = ", no RoPE"  # suffix of the names of layer kinds without RoPE
 
 HEAD_DIM = Field(
     "head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]
@@ -45,9 +45,9 @@ DENSE: tuple[Row, ...] = (KV_HEADS, HEAD_DIM, Field("intermediate_size", "hidden
 def every(
     n: int, field: str | None = None, others: str = SLIDING_ATTENTION
 ) -> Callable[[Config], list[str]]:
-    """Return the function for `Layers.types` of which each n-th layer has full attention.
+    """Return a function for `Layers.types`: every n-th layer has full attention.
 
-    field: HF's field with another n. others: the type of the other layers.
+    field: the HF field that overrides n. others: the type of all other layers.
     """
 
     def types(config: Config) -> list[str]:
@@ -67,13 +67,13 @@ def has_rope(config: Config) -> list[int]:
 
 
 def _dense_layers(config: Config) -> tuple[int, ...]:
-    """Return the layers without experts by Qwen's rule."""
+    """Return the indices of the layers without experts, by Qwen's rule."""
     only, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config["num_hidden_layers"])
     return tuple(n for n in layers if n in only or (n + 1) % step != 0)
 
 
-# Rows for `dense_layers`, by the number of first layers, and by Qwen's rule.
+# Rows for `dense_layers`: the first n layers are dense, or the dense layers follow Qwen's rule.
 FIRST_DENSE = Field(
     "first_k_dense_replace",
     "dense_layers",
@@ -102,16 +102,16 @@ QWEN_EXPERTS: tuple[Row, ...] = (
 
 @dataclass(frozen=True)
 class Layers(Row):
-    """The row of `layer_types`, `layer_kinds` and `rope_theta`: HF's types of layers, windows and RoPE.
+    """The row from HF's layer types, windows and RoPE to `layer_types`, `layer_kinds` and `rope_theta`.
 
-    types: function from a config to its layer_types, if it lacks them; None: the type has no such field, and
-        all layers share a window. window: if a config lacks sliding_window.
-    is_switched: windows hold only if use_sliding_window is true.
-    lacks_rope: no_rope_layers may take RoPE from some layers.
-    theta, share: if a config lacks rope_theta or partial_rotary_factor; share may be a function of it.
-    thetas: of a family with a RoPE table for each type of layers: type -> theta if a config lacks it. A table
-        in the older field rope_scaling is that of layers with full attention.
-    has_query_scale: the RoPE table has the numbers of `query_scale`, too.
+    types: function from a config without layer_types to its layer_types. None: the model_type has no such
+        field, and all layers share one window. window: the value if a config lacks sliding_window.
+    is_switched: windows are used only if use_sliding_window is true.
+    lacks_rope: the field no_rope_layers may turn RoPE off in some layers.
+    theta, share: values if a config lacks rope_theta or partial_rotary_factor; share may be a function of it.
+    thetas: layer type -> theta if a config lacks it, in a family with one RoPE table per layer type. A table in
+        the older field rope_scaling is for layers with full attention.
+    has_query_scale: the RoPE table also has the fields of `query_scale`.
     """
 
     types: Callable[[Config], list[str]] | None = None
@@ -160,7 +160,7 @@ class Layers(Row):
         head_dim = HEAD_DIM.read(config)["head_dim"]
         if any(rope.size(head_dim) % 2 for rope in ropes.values()):
             name = "partial_rotary_factor"
-            raise refusal(config, name, f"it must turn an even part of a head's {head_dim} numbers")
+            raise refusal(config, name, f"it must turn an even number of a head's {head_dim} dims")
         theta = ropes[FULL_ATTENTION].theta
         kinds, names = {}, []
         rotations = has_rope(config) if self.lacks_rope else [1] * n_layers
@@ -188,7 +188,7 @@ class Layers(Row):
         return values
 
     def _tables(self, config: Config) -> dict[str, Config]:
-        """Return type of layers -> its RoPE table, with theta."""
+        """Return layer type -> its RoPE table, which always has rope_theta."""
         name = next((n for n in ("rope_parameters", "rope_scaling") if config.get(n)), "")
         given = config.get(name) or {}
         is_nested = isinstance(given, Mapping) and any(
@@ -204,17 +204,15 @@ class Layers(Row):
                 for name, theta in self.thetas.items()
             }
             for table in tables.values():
-                if table["rope_type"] == "default":  # which turns whole heads in transformers, too
-                    require(
-                        table, "partial_rotary_factor", [1], "heads of these layers turn wholly"
-                    )
+                if table["rope_type"] == "default":  # transformers also rotates whole heads
+                    require(table, "partial_rotary_factor", [1], "default RoPE turns whole heads")
             return tables
-        if name == "rope_parameters":  # which transformers does not read
+        if name == "rope_parameters":  # transformers does not read one table for all types
             raise refusal(config, name, f"it must have tables for {' and '.join(self.thetas)}")
         full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
         local = self.thetas[SLIDING_ATTENTION]
         if local == self.thetas[FULL_ATTENTION] != full["rope_theta"]:
-            kinds = " and ".join(self.thetas)  # transformers 5 takes it for full attention only
+            kinds = " and ".join(self.thetas)  # transformers 5 uses it for full attention only
             raise refusal(config, "rope_theta", f"rope_parameters must have tables for {kinds}")
         local = config.get("rope_local_base_freq", local)
         return {
@@ -256,7 +254,7 @@ class Layers(Row):
         return config | {"rope_theta": theta, "rope_scaling": scaling}
 
 
-# Spellings of the text model's names in multimodal files, and names of the other parts there.
+# Prefixes of the text model's names in multimodal files, and patterns for names of vision parts.
 MULTIMODAL = ("model.language_model.", "language_model.")
 VISION = (r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\.",)
 _BLOCK_SPARSE = "model.layers.{}.block_sparse_moe"
@@ -271,7 +269,7 @@ BLOCK_SPARSE_MOE: HFKeyMap = {
 
 
 class CausalLMAdapter(HFAdapter):
-    """The names that follow from the args, and those of the args' `hf_type`."""
+    """The adapter of `CausalLMArgs`: names that follow from the args, and the names of their `HFType`."""
 
     def __init__(self, model_args: CausalLMArgs, hf_assets_path: str | None):
         _, hf_type = hf_types()[model_args.hf_type]
@@ -289,7 +287,7 @@ class CausalLMAdapter(HFAdapter):
 def sizes(
     dim: int, n_layers: int, hidden_dim: int, n_heads: int, n_kv_heads: int, **others: Any
 ) -> dict[str, Any]:
-    """Return the fields of a config.json with these sizes, and the others."""
+    """Return the config.json fields of these sizes, and the fields in `others`."""
     return {
         "hidden_size": dim,
         "num_hidden_layers": n_layers,
@@ -300,7 +298,7 @@ def sizes(
     }
 
 
-SMALL: dict[str, Any] = {"vocab_size": 2048, "head_dim": 32}  # of flavors for tests
+SMALL: dict[str, Any] = {"vocab_size": 2048, "head_dim": 32}  # sizes of test flavors
 
 
 def train_spec_of(

@@ -80,7 +80,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
         warn_once(
             logger,
             f"The config.json of a {model_type} has fields that are not read: {', '.join(unknown)}; "
-            "the model here is right only if they change nothing",
+            "the model here is right only if these fields change nothing",
         )
     same = [name for name, args in flavors.items() if not differing(args, model_args)]
     return HFMatch(family, same[0] if same else None, model_args)
@@ -116,7 +116,7 @@ def args_of(config: Config, hf_type: HFType, args_cls: type[Args]) -> Args:
 
 
 def hf_types() -> dict[str, tuple[str, HFType]]:
-    """Return model_type -> (our family, the rows of its config.json)."""
+    """Return model_type -> (our family, its `HFType`)."""
     return {
         model_type: (family, hf_type)
         for family, path in models.module_paths.items()
@@ -125,7 +125,7 @@ def hf_types() -> dict[str, tuple[str, HFType]]:
 
 
 def _text_config(config: Config, types: Mapping[str, tuple[str, HFType]]) -> dict[str, Any]:
-    """Return the config of a multimodal model's text model; other configs as they are."""
+    """Return the config of a multimodal model's text model; return other configs unchanged."""
     kind = config.get("model_type")
     inner = [name for name, (_, hf_type) in types.items() if kind in hf_type.inside]
     if not inner:
@@ -138,7 +138,7 @@ def _text_config(config: Config, types: Mapping[str, tuple[str, HFType]]) -> dic
 
 
 def to_hf_config(model_args: Any) -> dict[str, Any]:
-    """Return the content of a config.json for these args. It has no token ids.
+    """Return the content of a config.json for these args, without ids of special tokens.
 
     Raises ValueError if Hugging Face has no model with these args.
     """
@@ -162,7 +162,7 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
         "architectures": [hf_type.name + head],
         "model_type": model_type,
         "initializer_range": 0.02,
-        "pad_token_id": None,  # the default of some types is beyond a small vocabulary
+        "pad_token_id": None,  # some types' default is outside a small vocabulary
         **give(model_args, (*ALL_TYPES, *hf_type.rows)),
     }
     if model_args.value_head:
@@ -172,15 +172,17 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"Hugging Face has no model with these args: {error}") from error
     if different := differing(model_args, described):
-        pairs = [f"{name} = {ours}, not {theirs}" for name, (ours, theirs) in different.items()]
+        pairs = [
+            f"{name} = {ours} (must be {theirs})" for name, (ours, theirs) in different.items()
+        ]
         raise ValueError(
-            f"Hugging Face's {model_type} cannot have {', '.join(pairs)}; choose a flavor with "
-            "values that it can have"
+            f"Hugging Face's {model_type} cannot express {', '.join(pairs)}; choose a flavor with "
+            "values that it can express"
         )
     return config
 
 
-_ON_BOTH_LEVELS = ("tie_word_embeddings", "eos_token_id")  # the text model's own values come first
+_ON_BOTH_LEVELS = ("tie_word_embeddings", "eos_token_id")  # values in text_config take precedence
 # Fields that do not change what our models compute.
 NOT_READ = frozenset(
     "model_type architectures initializer_range transformers_version dtype torch_dtype use_cache "
@@ -207,9 +209,9 @@ def _has_value_head(config: Config) -> bool:
 
 
 def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (a's value, b's) for fields that differ and affect the weights or the result."""
+    """Return name -> (a's value, b's value) of fields that differ and affect the weights or the result."""
     scalings = [getattr(args, "rope_scaling_args", None) for args in (a, b)]
-    if all(scalings):  # equal frequencies count as equal, even if expressed for other lengths
+    if all(scalings):  # the same frequencies can be written with different original lengths
         shortest = [dataclasses.astuple(scaling.shortened(1)) for scaling in scalings]
         if shortest[0] == shortest[1]:
             b = dataclasses.replace(b, rope_scaling_args=scalings[0])
@@ -221,7 +223,7 @@ def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
 
 
 def names_of_choices(table: Mapping[str, Any]) -> set[str]:
-    """Return the names that `differing` uses for the fields in `table`, a table of model args."""
+    """Return all names under which `differing` may report the fields of `table`, the config's `model.args`."""
     tables = {name: value for name, value in table.items() if isinstance(value, Mapping)}
     names = {*table, *(f"{name}.{field}" for name, value in tables.items() for field in value)}
     return names | {derived for derived, fields in DERIVED.items() if names & {*fields}}
@@ -287,7 +289,7 @@ def main() -> None:
         return
     flavors = get_train_spec(family).model_args
     nearest = min(flavors, key=lambda name: len(differing(flavors[name], args)))
-    print(f"flavor: none has these numbers; the nearest is {nearest}, which differs in")
+    print(f"flavor: none matches the config; the nearest is {nearest}, which differs in")
     for name, (flavor_has, config_has) in differing(flavors[nearest], args).items():
         print(f"  {name}: {flavor_has} in {nearest}, {config_has} in the config")
 

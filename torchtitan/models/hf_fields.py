@@ -1,6 +1,6 @@
-"""Rows that pair fields of Hugging Face's (HF) config.json with our args; each is read and written.
+"""Rows that translate fields of Hugging Face's (HF) config.json to fields of our model args, and back.
 
-A family's module has `hf_types`: model_type -> `HFType`, a table of these rows.
+A family's module has a dict `hf_types`: model_type -> `HFType`, which holds the rows of that model_type.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ from torchtitan.models.rope import (
 
 Config = Mapping[str, Any]
 
-# Property that is compared -> the fields that it is computed from, which are not compared.
+# A property that `differing` compares -> the fields it is computed from, which are not compared.
 DERIVED = {
     "ffn_hidden_dim": ["hidden_dim", "multiple_of", "ffn_dim_multiplier"],
     "expert_hidden_dim": ["moe_inter_dim", "auto_scale_hidden_dim"],
     "attention_head_dim": ["head_dim"],
 }
-# Our field that may be None -> the property that then computes the value.
+# Our field that may be None -> the property that computes its value.
 _COMPUTED = {fields[0]: derived for derived, fields in DERIVED.items()}
 
 MOE = "moe_args."  # prefix of the fields of MoEArgs
 
 # Allowed values: a range of integers, one of the types float, bool and str, or None for any value.
-# Larger sizes must be mistakes; they are refused before memory is allocated.
+# Sizes above 2**24 must be mistakes; they are refused before memory is allocated.
 Kind = range | type | None
 SIZE, COUNT = range(1, 2**24 + 1), range(2**24 + 1)
 _REQUIRED = object()
@@ -44,8 +44,8 @@ _SAME_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 class Row:
     """Fields of HF's config and of our args that determine each other.
 
-    fields: names of the HF fields. `write` is the inverse of `read`; `check` compares a config with the
-    args that were read from it.
+    fields: names of the HF fields. `read` returns our field -> value; `write` returns HF field -> value.
+    `check` raises ValueError if a config contradicts the args that were read from it.
     """
 
     fields: Collection[str]
@@ -64,7 +64,7 @@ class Row:
 class Field(Row):
     """A field of HF's config, and the field of our args with the same value.
 
-    default: the value if a config lacks the field, or a function from the config to that value.
+    default: our value if a config lacks the field, or a function from the config to our value.
     from_hf: function from (value, config) to our value, if the values differ.
     to_hf: function from our args to the HF value, if it differs.
     also: other HF fields that `default` or `from_hf` reads.
@@ -80,7 +80,7 @@ class Field(Row):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that HF has for this field."""
+        """All HF names of this field; `hf` is the name for export."""
         return _SAME_FIELDS if self.hf in _SAME_FIELDS else (self.hf,)
 
     @property
@@ -106,10 +106,10 @@ class Field(Row):
 
 @dataclass(frozen=True)
 class Must(Row):
-    """A field that has one value in all models like ours: `value`, or what this function of our args returns.
+    """An HF field that must have one value, given our args: `value`, or the result of the function value(args).
 
-    reason: ends the sentence that refuses other values. default: the value if a config lacks the field.
-    is_written: exports have the field.
+    reason: the end of the error message for other values. default: the value if a config lacks the field.
+    is_written: exports contain the field.
     """
 
     hf: str
@@ -136,14 +136,15 @@ class Must(Row):
 
 
 class HFType(NamedTuple):
-    """A model_type of Hugging Face.
+    """How configs and weights of one Hugging Face model_type map to ours.
 
-    name: prefix of HF's class names. rows: in addition to `ALL_TYPES`.
-    args: our field -> value in all models of this type.
-    defaults: HF field -> the value if a config lacks it, where rows have none.
-    inside: model_types of multimodal configs whose text_config has this type. aliases: of the same model.
-    names, prefixes, left_out: for `CausalLMAdapter`: names of weights that do not follow from the args, or a
-        function of the args that returns them, and `text_prefixes` and `ignored_hf_keys` of `KeyMapAdapter`.
+    name: prefix of HF's class names. rows: the type's rows, used in addition to `ALL_TYPES`.
+    args: our field -> its value in all models of this type.
+    defaults: HF field -> its value if a config lacks the field; takes precedence over a row's default.
+    inside: model_types of multimodal configs whose text_config has this type.
+    aliases: other model_types that are read as this type.
+    names: the table of HF names that do not follow from the args, or a function from the args to it.
+    prefixes, left_out: the `text_prefixes` and `ignored_hf_keys` of the `CausalLMAdapter`.
     """
 
     name: str
@@ -197,7 +198,7 @@ ROUTER_GROUPS = (
 
 
 def each_layer(value: Callable[[Any, int], Any]) -> Callable[[Any], list[Any]]:
-    """Return the function for `Must.value` that gives a list: value(our args, index) of each layer."""
+    """Return a function for `Must.value`: our args -> the list of value(our args, index) for every layer."""
     return lambda args: [value(args, n) for n in range(args.n_layers)]
 
 
@@ -239,7 +240,7 @@ def refusal(config: Config, name: str, reason: str) -> ValueError:
 
 
 def is_given(config: Config, name: str) -> bool:
-    """Return False for null and an empty list, too, which stand for the default in HF's configs."""
+    """Return True if a config has the field. null and [] count as missing: HF uses them for the default."""
     return config.get(name) is not None and config[name] != []
 
 
@@ -247,7 +248,7 @@ def is_given(config: Config, name: str) -> bool:
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 _max_length = operator.itemgetter("max_position_embeddings")
-# rope_type -> our class, and the rows of its numbers.
+# rope_type -> our class, and the rows of the fields of this class.
 _SCALINGS: dict[str, tuple[type, tuple[Row, ...]]] = {
     "linear": (LinearRoPE, (Field("factor", "factor", float),)),
     "llama3": (
@@ -281,7 +282,7 @@ _SCALINGS: dict[str, tuple[type, tuple[Row, ...]]] = {
 
 
 def rope_table(config: Config) -> dict[str, Any]:
-    """Return rope_parameters from either spelling; ValueError if a config has both and they differ.
+    """Return the RoPE table in rope_parameters or rope_scaling; ValueError if both exist and differ.
 
     transformers 5 reads rope_scaling and then ignores rope_theta; transformers 4 reads only rope_scaling.
     """
@@ -303,7 +304,7 @@ def rope_table(config: Config) -> dict[str, Any]:
         raise refusal(
             config,
             "rope_scaling",
-            "rope_parameters says otherwise; keep rope_parameters and remove rope_scaling",
+            "rope_parameters differs; keep rope_parameters and remove rope_scaling",
         )
     if theta is not None and first.get("rope_theta") != theta:
         raise refusal(config, "rope_theta", f"the RoPE table has {first['rope_theta']}")
@@ -311,14 +312,15 @@ def rope_table(config: Config) -> dict[str, Any]:
 
 
 def read_rope(table: Config, config: Config, share: float = 1.0) -> RoPEArgs:
-    """Return the RoPE of a `rope_table`. share: if nothing says how much of a head turns.
+    """Return the `RoPEArgs` of a `rope_table`. share: the default of partial_rotary_factor.
 
-    Raises ValueError for another rope_type, as "dynamic", whose frequencies depend on the batch.
+    Raises ValueError for an unsupported rope_type, such as "dynamic", whose frequencies depend on the batch.
     """
     table = {"max_position_embeddings": config["max_position_embeddings"]} | dict(table)
-    if config.get(ORIGINAL_LENGTH) is not None:  # which transformers prefers, too
+    if config.get(ORIGINAL_LENGTH) is not None:  # transformers prefers this value, too
         table[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
-    kind = "longrope" if "short_factor" in table else table["rope_type"]  # older: "su", "yarn"
+    # Older LongRoPE configs have the rope_type "su" or "yarn".
+    kind = "longrope" if "short_factor" in table else table["rope_type"]
     for place in (config, table):
         if place.get("partial_rotary_factor") is not None:
             check_kind(place, "partial_rotary_factor", float)
@@ -338,7 +340,7 @@ def read_rope(table: Config, config: Config, share: float = 1.0) -> RoPEArgs:
 
 
 def write_rope(rope: RoPEArgs, theta: float, max_length: int, **more: Any) -> dict[str, Any]:
-    """Return the table. theta: if `rope` has none. more: of the table's fields."""
+    """Return the RoPE table. theta: used if rope.theta is None. more: further fields of a table with scaling."""
     table: dict[str, Any] = {"rope_type": "proportional" if rope.proportional else "default"}
     for kind, (cls, rows) in _SCALINGS.items():
         if isinstance(rope.scaling, cls):
@@ -349,7 +351,7 @@ def write_rope(rope: RoPEArgs, theta: float, max_length: int, **more: Any) -> di
 
 
 def _magnitude(table: Config, scaling: Any) -> float:
-    """Return the factor on cosines and sines of a table that does not name it."""
+    """Return the factor on cosines and sines for a table without attention_factor."""
     if isinstance(scaling, YaRNArgs):
         mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
         if mscale and of_all:
@@ -366,10 +368,10 @@ def _magnitude(table: Config, scaling: Any) -> float:
 class RoPE(Row):
     """The row of RoPE for args without `layer_kinds`.
 
-    of: function from our args to their RoPE. kind: the only rope_type besides "default".
-    ours: our field for each field of the scaling, or our field that holds the scaling.
-    unscaled: our fields and their values without scaling. rows: of further fields of the table.
-    theta: if a config lacks it.
+    of: function from our args to their `RoPEArgs`. kind: the only rope_type accepted besides "default".
+    ours: field of the scaling class -> our field, or the name of our field that holds the whole scaling.
+    unscaled: our field -> its value without scaling. rows: rows of the RoPE table's further fields.
+    theta: the value if a config lacks rope_theta.
     """
 
     of: Callable[[Any], RoPEArgs] = lambda _: RoPEArgs()
@@ -412,7 +414,7 @@ class RoPE(Row):
         rope, length, scaling = self.of(args), args.max_seq_len, None
         if isinstance(
             rope.scaling, RoPEScalingArgs
-        ):  # transformers warns of longer original lengths
+        ):  # transformers warns if the original length is not below max_position_embeddings
             rope = dataclasses.replace(rope, scaling=rope.scaling.shortened(length))
         if any(getattr(args, name) != value for name, value in self.unscaled.items()):
             scaling = write_rope(rope, args.rope_theta, length, **give(args, self.rows))

@@ -66,12 +66,12 @@ def unstack(stacked: Tensor) -> tuple[dict[int, Tensor], StackLayout | None]:
 
 
 def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> Tensor:
-    """The inverse of `unstack`; returns a view if the entries are views. ValueError if some are missing."""
+    """The inverse of `unstack`; returns a view if the entries are views. ValueError if entries are missing."""
     numbers = sorted(entries)
     is_sharded = layout is not None and numbers == list(layout.rows)
     if not is_sharded and numbers != list(range(len(numbers))):
         missing = sorted(set(range(numbers[-1])) - set(numbers))
-        raise ValueError(f"{name} is stacked from numbered tensors, of which {missing} are missing")
+        raise ValueError(f"{name} is stacked from numbered tensors, but {missing} are missing")
     tensors = [entries[n] for n in numbers]
     if not is_sharded:
         return _stack_plain(tensors)
@@ -87,7 +87,7 @@ def stack(entries: dict[int, Tensor], layout: StackLayout | None, name: str) -> 
 def join_rows(tensors: Sequence[Tensor], n_groups: int = 1) -> Tensor:
     """Join tensors [..., R, C] into [..., sum of R, C]; a copy, unless there is only one tensor.
 
-    n_groups: the first of so many parts of each tensor's rows come first, then the second of each.
+    n_groups: each tensor's rows are cut into n_groups parts; part 0 of all tensors precedes part 1, ...
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -103,7 +103,7 @@ def join_rows(tensors: Sequence[Tensor], n_groups: int = 1) -> Tensor:
 def split_rows(joined: Tensor, rows: Sequence[int], n_groups: int = 1) -> list[Tensor]:
     """The inverse of `join_rows`; returns views, unless the rows are sharded or in groups.
 
-    rows: the proportions of the tensors' numbers of rows.
+    rows: the proportions of the tensors' row counts.
     """
     if len(rows) == 1:
         return [joined]

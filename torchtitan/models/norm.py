@@ -30,7 +30,7 @@ def whole_norm(args: DecoderArgs, n_heads: int, head_dim: int) -> "WholeNorm":
 class WholeNorm(RMSNorm):
     """An RMS norm of all heads of queries or keys at once, [..., heads * D].
 
-    Under tensor parallelism each rank has some of the heads, and the mean is over the heads of all ranks.
+    Under tensor parallelism each rank holds some heads; an all-reduce sums the squares of all heads.
     """
 
     spans_heads: ClassVar[bool] = True

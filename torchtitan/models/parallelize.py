@@ -5,7 +5,7 @@ On the meta device, in this order, because each step depends on the one before:
     expert, tensor parallel            replaces parameters
     activation checkpointing           wraps blocks
     compile                            traces a block with its checkpointing
-    FSDP/HSDP, or DDP                  hooks around compiled blocks; compile must not trace them
+    FSDP/HSDP, or DDP                  hooks around compiled blocks; compile must not trace hooks
 """
 
 from typing import Any
@@ -85,7 +85,7 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     products = torch_parts.members("low_precision_products")
     saved |= {packet.default for packet in products + torch_parts.members("costly_operators")}
     if not compile_blocks:
-        # The operator of flex attention, which is compiled by itself. A compiled block contains no such
+        # The operator that flex attention becomes when compiled on its own. A compiled block has no such
         # operator, and dynamo cannot trace a policy that names it.
         saved.add(ops.higher_order.inductor_compiled_code)
     if get_device_type() != "cpu":
@@ -121,7 +121,7 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
         if moe is None or (moe.experts.use_grouped_mm and not ep_enabled):
             model.layers.register_module(name, torch.compile(block, **options))
             continue
-        # Not the norms, which are one kernel each without compiling.
+        # Norms are left out: each is one kernel without compiling.
         for piece in (block.attention, moe.router, moe.shared_experts):
             # Private: `Module.compile` stores the compiled call here (torch 2.13), and a second
             # `compile` would compile again.

@@ -22,8 +22,8 @@ from torchtitan.tools.torch_parts import assert_on_device
 class RoPEScalingArgs:
     """Llama 3.1's scaling of low frequencies for longer contexts.
 
-    Wavelengths longer than original_max_position_embeddings / low_freq_factor are stretched by
-    scaling_factor, wavelengths shorter than .../ high_freq_factor stay, and those between are blended.
+    With L = original_max_position_embeddings, wavelengths longer than L / low_freq_factor are stretched by
+    scaling_factor, wavelengths shorter than L / high_freq_factor stay, and wavelengths between are blended.
     """
 
     scaling_factor: float = 8.0
@@ -32,10 +32,10 @@ class RoPEScalingArgs:
     original_max_position_embeddings: int = 8192
 
     def shortened(self, most: int) -> Self:
-        """Return equal frequencies with halved original_max_position_embeddings, if possible below `most`."""
+        """Return args of equal frequencies, with an even original length halved until it is below `most`."""
         n, share = self.original_max_position_embeddings, 1.0
         while n >= most and n % 2 == 0:
-            n, share = n // 2, share / 2  # powers of two round no frequency
+            n, share = n // 2, share / 2  # halving is exact in floating point
         return replace(
             self,
             low_freq_factor=self.low_freq_factor * share,
@@ -60,8 +60,8 @@ class YaRNArgs:
     """YaRN's scaling for longer contexts (Peng et al. 2023, arXiv:2309.00071, section 3.2).
 
     A dimension pair that rotates beta_fast times or more within original_seq_len tokens keeps its
-    frequency; at beta_slow times or fewer the frequency is divided by `factor`; between, the two are
-    interpolated linearly. truncate: round the bounds to whole pairs, as in DeepSeek's models.
+    frequency. At beta_slow times or fewer the frequency is divided by `factor`. Between these bounds the two
+    frequencies are interpolated linearly. truncate: round the bounds to whole pairs, as in DeepSeek's models.
     """
 
     factor: float
@@ -108,7 +108,7 @@ class LongRoPE:
     """Each frequency divided by a factor of its own (Ding et al. 2024, arXiv:2402.13753).
 
     short_factors, long_factors: [D/2], for rows of up to original_seq_len tokens, and for longer rows. The
-    model's max_seq_len decides, which is training.seq_len, so that no frequency depends on a batch.
+    model's max_seq_len (training.seq_len) selects one of them, so no frequency depends on a batch.
     """
 
     short_factors: tuple[float, ...]
@@ -116,14 +116,14 @@ class LongRoPE:
     original_seq_len: int
 
     def for_length(self, length: int) -> "LongRoPE":
-        """Return the scaling whose `short_factors` are those for rows of this length."""
+        """Return the scaling with the factors for rows of this length in `short_factors`."""
         is_long = length > self.original_seq_len
         return replace(self, short_factors=self.long_factors) if is_long else self
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
         factors = torch.tensor(self.short_factors, dtype=torch.float32)
         exponents = torch.arange(0, 2 * len(factors), 2, dtype=torch.float32) / (2 * len(factors))
-        return 1.0 / (factors * theta**exponents)  # in this order, as the published models
+        return 1.0 / (factors * theta**exponents)  # rounds like published models
 
 
 RoPEScaling = RoPEScalingArgs | YaRNArgs | LinearRoPE | LongRoPE
@@ -131,10 +131,10 @@ RoPEScaling = RoPEScalingArgs | YaRNArgs | LinearRoPE | LongRoPE
 
 @dataclass(frozen=True)
 class RoPEArgs:
-    """How the layers of one kind rotate heads, whose numbers are paired by halves.
+    """How the layers of one kind rotate heads, whose dimensions are paired by halves.
 
-    theta: None means the model's rope_theta. share: the share of a head's numbers that turn, the first ones.
-    proportional: whole heads are paired, and the first `share` of the pairs turn (Gemma 4).
+    theta: None means the model's rope_theta. share: only this first part of a head's dimensions is rotated.
+    proportional: pairs span the whole head, and only the first `share` of the pairs is rotated (Gemma 4).
     magnitude: multiplies cosines and sines.
     """
 
@@ -145,13 +145,13 @@ class RoPEArgs:
     magnitude: float = 1.0
 
     def size(self, head_dim: int) -> int:
-        """Return the number R of a head's numbers that the table is for."""
+        """Return R, the number of a head's dimensions that the table covers."""
         return head_dim if self.proportional else int(head_dim * self.share)
 
     def table(self, head_dim: int, length: int, theta: float, max_seq_len: int) -> Tensor:
         """Return the table fp32 [length, 2 R] for `apply_rotary_emb_to_halves`.
 
-        theta, max_seq_len: the model's. The table may be longer than max_seq_len.
+        theta, max_seq_len: the model's rope_theta and max_seq_len, which may be less than `length`.
         """
         size, scaling = self.size(head_dim), self.scaling
         if isinstance(scaling, LongRoPE):
@@ -167,7 +167,7 @@ class RoPEArgs:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor (equation 22) for queries and keys; a softmax scale takes its square instead."""
+    """Return YaRN's factor (equation 22) on queries and keys; on a softmax scale the factor is its square."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -231,7 +231,7 @@ def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None
 
 
 def _rotate_neighbours(x: Tensor, rows: Tensor) -> Tensor:
-    """x: [B, T, heads, D]; rows: complex [1 or B, T, 1, D/2]. fp32 inside, x's dtype out."""
+    """x: [B, T, heads, D]; rows: complex [1 or B, T, 1, D/2]. Computes in fp32, returns x's dtype."""
     if torch.compiler.is_compiling():  # inductor has no complex kernels
         return _rotate_by_real_numbers(x, rows)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
@@ -264,7 +264,7 @@ def precompute_rope_cache(
     scaling_args: RoPEScaling | None = None,
     magnitude: float = 1.0,
 ) -> Tensor:
-    """Return the table fp32 [max_seq_len, 2 * dim] of two halves, times `magnitude`."""
+    """Return the table fp32 [max_seq_len, 2 * dim] for pairs of halves: (cosines, sines) * `magnitude`."""
     angles = _angles(dim, max_seq_len, base, scaling_args)
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos, sin, sin), dim=-1)
@@ -296,10 +296,10 @@ def rotate_columns(
     size: int | None,
     scale_column: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `apply_rotary_emb_to_halves`, by the columns [first, first + 2 size) of a table of several parts.
+    """As `apply_rotary_emb_to_halves`, with the columns [first, first + 2 size) of the table `rows`.
 
-    size: R; the numbers of a head after the first R pass unchanged. None: nothing turns.
-    scale_column: the column with the factor of the queries at each position.
+    size: R; dimensions of a head after the first R pass unchanged. None: no rotation.
+    scale_column: the column of `rows` with the queries' factor at each position; None: no factor.
     """
     if size is not None:
         columns = rows[..., first : first + 2 * size]
@@ -319,7 +319,7 @@ def query_factors(positions: Tensor, scale: float, step: float) -> Tensor:
     return torch.log1p(steps).mul(scale).add(1)[:, None]
 
 
-# ---- for `numerics.batch_invariant`: operations that round a number alike at every place of a tensor ----
+# ---- for `numerics.batch_invariant`: operations whose rounding does not depend on the place in a tensor ----
 
 
 def _batch_invariant_neighbours(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torchtitan.distributed import expert_parallel as styles
 from torchtitan.distributed.tensor_parallel import distribute_modules, maybe_enable_async_tp
 from torchtitan.tools.logging import logger
 
-# Parameter -> the dimension it is split along; None: every rank has it whole.
-# Each rank computes some of a Linear's outputs, sums over some of its inputs, or computes it all.
+# Parameter -> the dimension it is split along; None: every rank holds the whole parameter.
+# Each rank computes some outputs of a Linear, sums over some inputs, or computes the whole Linear.
 _OUTPUTS = {"weight": 0, "bias": 0, "lora_a": None, "lora_b": 0}
 _INPUTS = {"weight": 1, "bias": None, "lora_a": 1, "lora_b": None}
 _ALIKE = {"weight": None, "bias": None, "lora_a": None, "lora_b": None}
@@ -62,7 +62,7 @@ GptossExpertTensorParallel = partial(styles.ExpertTensorParallel, _EXPERTS)
 
 
 def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Split the decoder as the config says, in place: experts first, then everything else."""
+    """Apply the config's expert and tensor parallelism in place: experts first, then everything else."""
     if parallel_dims.ep_enabled:
         apply_moe_ep_tp(
             model,
@@ -72,7 +72,7 @@ def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: 
             ep_etp_mesh=parallel_dims.get_optional_mesh(["ep", "etp"]),
         )
         logger.info(
-            "expert parallelism: %d ranks share the experts, and %d ranks share each of them",
+            "expert parallelism: experts are distributed over %d ranks, each expert is split over %d",
             parallel_dims.ep,
             parallel_dims.etp,
         )
@@ -84,7 +84,7 @@ def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: 
             model,
             mesh,
             loss_parallel=not job_config.parallelism.disable_loss_parallel,
-            # An adapter reads hidden states in high precision.
+            # A LoRA adapter reads hidden states in high precision, so gather no float8.
             enable_float8_tensorwise_tp="quantize.linear.float8" in job_config.model.converters
             and "lora" not in job_config.model.converters
             and recipe in (None, "tensorwise"),

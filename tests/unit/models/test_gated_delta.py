@@ -112,7 +112,7 @@ def test_mask_without_boundaries_is_refused():
     mask = create_attention_mask(get_causal_mask_mod(), 2, None, 12, 12)
     with pytest.raises(
         ValueError,
-        match="boundaries of documents, which a mask of trees or of your own does not have",
+        match="document boundaries, which a mask of trees or a custom mask does not have",
     ):
         model(TOKENS, attention_masks=mask)
 

@@ -117,7 +117,7 @@ def test_joined_and_transposed_tensors_go_there_and_back():
 def test_half_of_a_fused_tensor_is_an_error():
     ours = weights()
     del ours["layers.11.moe.experts.w3"]
-    with pytest.raises(ValueError, match=r"only a part of prefix\.layers\.11\.gate_up"):
+    with pytest.raises(ValueError, match=r"joins in prefix\.layers\.11\.gate_up"):
         FusedExperts(None, None).to_hf(ours)
 
 

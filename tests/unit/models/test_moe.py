@@ -243,7 +243,7 @@ def test_reorderer_sorts_by_expert_and_keeps_the_order_of_tokens():
         ({"num_expert_groups": 3}, ValueError, "num_limited_groups = None"),
         ({"num_expert_groups": 3, "num_limited_groups": 4}, ValueError, "num_limited_groups = 4"),
         ({"num_expert_groups": 4, "num_limited_groups": 1}, ValueError, "= 4 must divide"),
-        ({"num_expert_groups": 6, "num_limited_groups": 1}, ValueError, "groups of two or more"),
+        ({"num_expert_groups": 6, "num_limited_groups": 1}, ValueError, "groups of 2 or more"),
         (
             {"num_expert_groups": 3, "num_limited_groups": 1, "group_score": "mean"},
             ValueError,

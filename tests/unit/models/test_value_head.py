@@ -208,7 +208,7 @@ def test_default_loss_and_heads_are_refused_and_the_engine_goes_on(tmp_path):
         with pytest.raises(ValueError, match="leave head out"):
             engine.forward_step([{"input": TOKENS, "labels": TOKENS}], head=TokenLogProbs())
         assert step(engine, loss_fn=squared) > 0
-        with pytest.raises(ValueError, match="call it without head"):
+        with pytest.raises(ValueError, match="call the model without head"):
             engine.model_parts[0](TOKENS, head=TokenLogProbs())
 
 

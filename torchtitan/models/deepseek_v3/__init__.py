@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: multi-head latent attention; a few dense layers, then layers of experts.
 
-B rows, T tokens, M model dim, H heads, N and R the sizes of a query or key head's parts without and
-with RoPE, V the size of a value head.
+B rows, T tokens, M model dim, H heads, V value head size. A query or key head has N dimensions without
+RoPE and R dimensions with RoPE.
 """
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
@@ -99,8 +99,8 @@ def _rope(args: DeepSeekV3ModelArgs) -> RoPEArgs:
 class Attention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    The keys and values of all heads are projected from one latent per token. RoPE turns R extra
-    numbers of each query head, and one key of R numbers that all heads share.
+    The keys and values of all heads are projected from one latent per token. RoPE rotates R extra
+    dimensions of each query head, and one key of R dimensions that all heads share.
     """
 
     def __init__(self, model_args: DeepSeekV3ModelArgs):
@@ -254,14 +254,14 @@ _ROWS = (
     *hf.ROUTER_GROUPS,
     hf.SILU,
     hf.Must("num_key_value_heads", lambda args: args.n_heads),
-    # transformers takes it for the size of the part with RoPE; published files lack it.
+    # transformers reads head_dim as qk_rope_head_dim; published files lack head_dim.
     hf.Must("head_dim", lambda args: args.qk_rope_head_dim, is_written=False),
     hf.Must("mlp_bias", False, "its feed-forwards have no biases", is_written=False),
     hf.Field("attention_bias", "attention_bias", bool, False),
     hf.Must("rope_interleave", True, "pairs that turn together must be neighbours"),
     hf.Must("moe_layer_freq", 1, "every layer above the dense ones has experts"),
     hf.RoPE(
-        # Without a magnitude: if mscale and mscale_all_dim differ, HF also scales cos and sin.
+        # If mscale and mscale_all_dim differ, HF also scales cosines and sines: see rope_mscale.
         _rope,
         kind="yarn",
         ours={name: name for name in ("original_seq_len", "beta_fast", "beta_slow")}
@@ -283,7 +283,7 @@ _ROWS = (
 
 
 def _router(norm_topk_prob: bool, scoring_func: str, method: Any) -> tuple[hf.Row, ...]:
-    """Return the router's rows. The arguments are the values if a config lacks them, and the only method."""
+    """Return the router's rows. method: the only topk_method; the others: values if a config lacks them."""
     return (
         hf.Field("norm_topk_prob", "moe_args.route_norm", bool, norm_topk_prob),
         hf.Field("scoring_func", "moe_args.score_func", str, scoring_func),

@@ -1,1 +1,1 @@
-"""Families that are a table of facts about the decoder: each file is one `model.name`."""
+"""Families that are defined by a table of `CausalLMArgs`: each file is one `model.name`."""

@@ -10,7 +10,7 @@ from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION
 GELU = "gelu_pytorch_tanh"
 _ARGS: dict[str, Any] = {"norm_kind": "offset", "norm_placement": "both", "qk_norm": True}
 _ARGS |= {"hidden_act": GELU}
-# Those of Gemma 4, too.
+# Gemma 4 has these rows, too.
 SHARED_ROWS = (
     *hf_lm.DENSE,
     *hf_lm.BIASES,
@@ -34,7 +34,7 @@ _ROWS = (
         thetas={SLIDING_ATTENTION: 1e4, FULL_ATTENTION: 1e6},
     ),
 )
-# Published files leave these out.
+# Published files leave these fields out.
 _DEFAULTS = dict(
     vocab_size=262208,
     num_attention_heads=8,

@@ -1,4 +1,4 @@
-"""Gemma 4's text model without experts, inputs for each layer, and shared keys: 31B."""
+"""Gemma 4's text model (31B), for configs without experts, per-layer inputs and shared keys."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ _GLOBAL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 
 @dataclass(frozen=True)
 class _Layers(Layers):
-    """Layers of which those with full attention, always with the last, have heads of their own sizes."""
+    """`Layers` whose full-attention layers, always including the last layer, have their own head sizes."""
 
     @property
     def fields(self) -> Iterable[str]:
@@ -44,12 +44,12 @@ class _Layers(Layers):
             sizes = next(iter(by_layer.values()), {})
             given = {str(layer): own for layer, own in by_layer.items()}
             if given != dict.fromkeys(full_layers, sizes) or not {*sizes} <= {*_SIZES}:
-                reason = f"only layers {', '.join(full_layers)} may have {' and '.join(_SIZES)}"
-                raise hf.refusal(config, "per_layer_config", f"{reason} of their own, all the same")
+                reason = f"only layers {', '.join(full_layers)} may have own {' and '.join(_SIZES)}"
+                raise hf.refusal(config, "per_layer_config", f"{reason}, with the same values")
         for name in sizes:
             hf.check_kind(sizes, name, hf.SIZE)
         if sizes.get("head_dim", 0) % 2:
-            raise hf.refusal(sizes, "head_dim", "RoPE turns an even part of a head's numbers")
+            raise hf.refusal(sizes, "head_dim", "RoPE turns an even number of a head's dims")
         facts = {_SIZES[name]: size for name, size in sizes.items() if size != config[name]}
         full = values["layer_kinds"][FULL_ATTENTION]
         values["layer_kinds"][FULL_ATTENTION] = dataclasses.replace(
@@ -78,7 +78,7 @@ _ROWS = (
     hf.Must("use_bidirectional_attention", "vision", "text is causal here", is_written=False),
     _Layers(types=hf_lm.every(6), window=512, thetas=_THETAS),
 )
-# Published files leave these out.
+# Published files leave these fields out.
 _DEFAULTS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, global_head_dim=512)
 _DEFAULTS |= dict(vocab_size=262144, hidden_size_per_layer_input=256, attention_k_eq_v=False)
 _DEFAULTS |= dict(rms_norm_eps=1e-6, max_position_embeddings=131072, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""GLM 4.5, 4.6 and 4.7; GLM-4.7-Flash has the shape of DeepSeek V3, and stands there."""
+"""GLM 4.5, 4.6 and 4.7; GLM-4.7-Flash has DeepSeek V3's architecture, so `deepseek_v3` has its rows."""
 
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf

@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: Llama, whose files join queries, keys and values, and gate and up."""
+"""Phi-3, 3.5 and 4: Llama with files that join the weights of wq, wk and wv, and of w1 and w3."""
 
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
@@ -7,7 +7,7 @@ from torchtitan.models.hf_adapter import Fused, HFKeyMap
 
 
 def _names(args: CausalLMArgs) -> HFKeyMap:
-    """Return the names of the joined weights, which come before those of their parts."""
+    """Return the table of the joined weights, which takes precedence over the table of their parts."""
     block, heads = "model.layers.{}", (args.n_heads, args.n_kv_heads, args.n_kv_heads)
     qkv = tuple(f"layers.{{}}.attention.{name}.weight" for name in ("wq", "wk", "wv"))
     gate_up = tuple(f"layers.{{}}.feed_forward.{name}.weight" for name in ("w1", "w3"))

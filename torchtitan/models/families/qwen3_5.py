@@ -12,7 +12,7 @@ from torchtitan.models.hf_causal_lm import LINEAR_ATTENTION, Layers
 
 
 def _names(args: CausalLMArgs) -> HFKeyMap:
-    """Return the names of linear attention; each layer has its own, because wq, wk, wv and wo are others elsewhere."""
+    """Return the table of linear attention, with layer indices: elsewhere wq, wk, wv, wo have other HF names."""
     keys = args.linear_key_heads * args.linear_key_dim
     values = args.linear_value_heads * args.linear_value_dim
     qkv = (keys, keys, values)
@@ -101,7 +101,7 @@ _DEFAULTS: dict[str, Any] = {
 _FILES: dict[str, Any] = {
     "names": _names,
     "prefixes": hf_lm.MULTIMODAL,
-    # The layer that predicts a second token is not trained.
+    # Layers for multi-token prediction are not trained.
     "left_out": (*hf_lm.VISION, r"mtp\."),
 }
 hf_types = {

@@ -6,7 +6,7 @@ from torchtitan.models.causal_lm import FULL_ATTENTION
 
 
 def _windows(config: hf.Config) -> list[str]:
-    """Return the types of layers: windows are on the layers without RoPE, if use_sliding_window is true."""
+    """Return the layers' types: layers without RoPE have a window, if use_sliding_window is true."""
     has_window = [not rotates for rotates in hf_lm.has_rope(config)]
     return [hf_lm.SLIDING_ATTENTION if is_local else FULL_ATTENTION for is_local in has_window]
 

@@ -145,7 +145,7 @@ def precompute_rope_cache(
 
 
 def _yarn(*sizes: Any) -> RoPEArgs:
-    """YaRN that does not round the blend's bounds to whole pairs. sizes: the first of `YaRNArgs`."""
+    """YaRN that does not round the blend's bounds to whole pairs. sizes: the first fields of `YaRNArgs`."""
     return RoPEArgs(scaling=YaRNArgs(*sizes, truncate=False), magnitude=yarn_mscale(sizes[0]))
 
 
@@ -226,7 +226,7 @@ def _expert_names(hf_name: str, name: str) -> HFKeyMap:
     return {
         hf: Fused((f"{ours}_weight",), transposed=True),
         f"{hf}_blocks": f"{ours}_weight",
-        f"{hf}_scales": None,  # the reader has multiplied by them
+        f"{hf}_scales": None,  # the reader has applied the scales
         f"{hf}_bias": f"{ours}_bias",
     }
 

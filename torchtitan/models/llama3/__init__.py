@@ -21,7 +21,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 @dataclass
 class TransformerModelArgs(DecoderArgs):
-    """Llama 3. The last five fields are for other checkpoints of Llama's shape.
+    """Llama 3. The last five fields are for other models with Llama's architecture.
 
     n_kv_heads: None means n_heads.
     multiple_of, ffn_dim_multiplier: the feed-forward's hidden size is 8/3 dim, times

@@ -1,4 +1,4 @@
-"""Llama 4's text model: RoPE layers attend within chunks, other layers within documents; experts.
+"""Llama 4's text model, with experts. RoPE layers attend within chunks, other layers within documents.
 
 B rows, T tokens, H query heads, K key/value heads, D head size.
 """
@@ -47,11 +47,11 @@ class RoPEScalingArgs(rope.RoPEScalingArgs):
 class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
     """Llama 4's text model: Llama 3 plus layers without RoPE, chunks, and experts.
 
-    every_n_layers_nope: in layers n - 1, 2 n - 1, ... (counted from 0) there is no RoPE, and a token
+    every_n_layers_nope: n; the layers of index n - 1, 2 n - 1, ... have no RoPE, and there a token
         attends to its whole document; None: all layers have RoPE.
     fixed_attn_block_size: in layers with RoPE a token attends only to its chunk of this many tokens.
         A document's first chunk begins with the document.
-    interleave_moe_layer_step: layers s - 1, 2 s - 1, ... have experts; 1 means all.
+    interleave_moe_layer_step: s; the layers of index s - 1, 2 s - 1, ... have experts; 1 means all.
     auto_scale_hidden_dim: a token's experts together are as wide as one dense feed-forward.
     moe_inter_dim: the hidden size of an expert; auto_scale_hidden_dim is then ignored.
     use_qk_norm: RMS-normalise each head of queries and keys after RoPE, without weights.
@@ -112,12 +112,12 @@ class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
 
 
 class Transformer(llama3.Transformer):
-    """Llama 4: layers with RoPE see chunks, layers without RoPE see whole documents; experts.
+    """Llama 4, with experts. Layers with RoPE attend within chunks, layers without within documents.
 
     Masks are {"rope": within a chunk, "nope": within a document}. With temperature tuning the RoPE
     table is complex64 [L, D/2 + 1]; the last column is the queries' factor at each position.
 
-    Raises ValueError like `TransformerModelArgs.check_layers`, and forward like `check_chunks`.
+    Raises ValueError like `TransformerModelArgs.check_layers`; forward raises ValueError like `check_chunks`.
     """
 
     model_args: TransformerModelArgs
@@ -186,10 +186,10 @@ _MOE, _HF_MOE = "layers.{}.moe", "model.layers.{}.feed_forward"
 
 
 class Llama4StateDictAdapter(HFAdapter):
-    """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours in ours and in HF's weights.
+    """Renames, and joins w1 and w3 of all experts; RoPE pairs are neighbours in our and in HF's weights.
 
     Reads the names of Llama4ForCausalLM and of the multimodal Llama4ForConditionalGeneration. Reading
-    leaves out the weights for images; an export has the multimodal names only if it also has these.
+    skips image weights; an export has the multimodal names only if it also has the image weights.
     """
 
     ignored_hf_keys = (r"vision_model\.", r"multi_modal_projector\.")

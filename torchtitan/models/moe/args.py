@@ -9,11 +9,11 @@ from torchtitan.models.args import DecoderArgs
 
 @dataclass
 class MoEArgs:
-    """One mixture-of-experts layer.
+    """The args of a mixture-of-experts layer.
 
     num_shared_experts: experts that see every token, stored as one wide feed-forward.
-    shared_expert_dim: hidden size of this feed-forward; None: num_shared_experts times an expert's.
-    shared_expert_gate: its result is multiplied by a sigmoid of its own linear map of the token, [M] -> [1].
+    shared_expert_dim: hidden size of this feed-forward; None: num_shared_experts * an expert's hidden size.
+    shared_expert_gate: multiply the shared experts' result by sigmoid(linear map of the token, [M] -> [1]).
     score_func: turns router logits into scores.
     route_norm: divide the chosen scores by their sum; route_scale multiplies them afterwards.
     score_before_experts: multiply an expert's input by the score, not its output.

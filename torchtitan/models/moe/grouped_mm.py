@@ -41,8 +41,8 @@ def grouped_linear(
 ) -> Tensor:
     """`grouped_mm` with weights laid out like a Linear's, [E, M, K] or stored by `nf4`, and biases [E, M] or None.
 
-    offsets: [E], or [E * n] if n groups, one after the other, have the same weight.
-    Rows past the last group may hold nan; they add nothing to the gradient of a bias.
+    offsets: [E], or [E * n] if n consecutive groups have the same weight.
+    Rows after the last group may hold nan; they add nothing to the gradient of a bias.
     """
     if (n := offsets.shape[0] // weights.shape[0]) > 1:
         offsets = offsets[n - 1 :: n].contiguous()
@@ -58,7 +58,7 @@ def grouped_linear(
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The identity, with a contiguous gradient, because the kernel refuses an expanded one."""
+    """The identity, with a contiguous gradient, because the kernel refuses an expanded gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, offsets)
-        # Skips the "Autograd" kernel, which is this function, so that the call reaches the kernel
-        # of the device.
+        # Skip the "Autograd" kernel, which is this function, so that the operator runs the device's
+        # kernel.
         with torch_parts.below_autograd():
             return torch.ops.torchtitan.grouped_mm(x, weights, offsets)
 

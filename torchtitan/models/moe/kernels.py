@@ -1,4 +1,4 @@
-"""torchtitan 0.2.x's path of the index computation in `torchtitan.distributed.token_groups`."""
+"""torchtitan 0.2.x's import path for the index computation of `torchtitan.distributed.token_groups`."""
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
 from torchtitan.distributed.token_groups import (

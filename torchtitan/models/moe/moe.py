@@ -47,15 +47,15 @@ class StackedExperts(nn.Module):
     def groups(self, selected: Tensor) -> tuple[Tensor, int]:
         """Return the group of each (token, expert) pair of `selected` [T, k], and the number of groups.
 
-        An expert has one group; in a subclass it may have several consecutive groups.
+        Here each expert is one group; a subclass may give each expert several consecutive groups.
         """
         return selected, self.num_experts
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """x: [N, D], sorted by group; num_tokens_per_expert: tokens per group, [E * n] int. Returns [N, D].
 
-        A group is one expert's tokens, or with `MultiLoRA` one expert's tokens of one model: n groups per
-        expert. Under expert parallelism E counts this rank's experts, and groups are padded.
+        A group is one expert's tokens. With `MultiLoRA` each expert has n groups, one for the tokens of each
+        model. Under expert parallelism E counts this rank's experts, and groups are padded.
         """
         parameters = self.local_parameters()
         has_autocast = torch.is_autocast_enabled(x.device.type)
@@ -103,7 +103,7 @@ class GroupedExperts(StackedExperts):
 
 
 def _swiglu(linear: Callable[..., Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """See `run_for_loop`."""
+    """SwiGLU, as a `feed_forward` for `run_for_loop`."""
     return linear(F.silu(linear(x, w1)) * linear(x, w3), w2)
 
 
@@ -112,7 +112,7 @@ def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: 
 
     feed_forward: (linear, x, *parameters) -> out; calls `linear(x, weights, biases=None)`.
     parameters: [E, ...] each, weights laid out like a Linear's; x: [N, D], grouped by expert;
-        counts: rows per expert [E] int. Rows past their sum get zeros.
+        counts: rows per expert [E] int. Rows after the last expert's get zeros.
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     counts = num_tokens_per_expert.tolist()
@@ -125,18 +125,18 @@ def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: 
 def _looped_linear(
     x: Tensor, weights: Tensor, biases: Tensor | None = None, *, counts: Sequence[int]
 ) -> Tensor:
-    """`grouped_linear`, one product for each entry of weights. counts: rows of each group."""
+    """`grouped_linear` as a loop, one product per entry of `weights`. counts: rows of each group."""
     n = len(counts) // len(weights)
     groups = x.split([sum(counts[i : i + n]) for i in range(0, len(counts), n)])
-    # Not by index, because the gradient of indexing is as large as all experts together.
+    # Unbind, because the gradient of one indexed weight is as large as all experts together.
     operands = groups, weights.unbind(), *([] if biases is None else [biases.unbind()])
     return torch.cat([linear(*each) for each in zip(*operands, strict=True)])
 
 
 def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
-    """As `run_for_loop`, with one kernel per weight for all experts and no wait, in the weights' dtype.
+    """As `run_for_loop`, in the weights' dtype, with one kernel per weight and without waiting for the device.
 
-    Rows past the sum of the counts are undefined.
+    Rows after the last expert's are undefined.
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
@@ -219,7 +219,7 @@ def _mm_to_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 class TokenChoiceTopKRouter(nn.Module):
-    """Each token chooses its k best experts; no expert has a limit, and no token is dropped.
+    """Each token chooses its k best experts; experts have no capacity limit, and no token is dropped.
 
     Group-limited choice as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2). Arguments as in `MoEArgs`.
     """
@@ -251,7 +251,7 @@ class TokenChoiceTopKRouter(nn.Module):
             if rest or least is None or group_size < least or not 1 <= limited <= num_expert_groups:
                 raise ValueError(
                     f"num_expert_groups = {num_expert_groups} must divide num_experts = {num_experts} "
-                    f"into groups of two or more (of one with group_score = 'max'), num_limited_groups "
+                    f"into groups of 2 or more experts (1 with group_score = 'max'), num_limited_groups "
                     f"must be 1 to num_expert_groups, and group_score 'top2_sum' or 'max'; got "
                     f"num_limited_groups = {num_limited_groups}, group_score = {group_score!r}"
                 )
@@ -274,8 +274,8 @@ class TokenChoiceTopKRouter(nn.Module):
         """Return (scores [T, k] fp32, experts [T, k] int64, tokens per expert [E] int64).
 
         x: [T, D]. expert_bias: [E], added to the scores only for choosing experts.
-        replayed: experts [T, k] to take in place of the best; -1 lets the router choose. The scores,
-            and so the router's gradient, come from this router in any case.
+        replayed: experts [T, k] that replace the router's choice; -1 lets the router choose. The scores,
+            and so the router's gradient, always come from this router.
         """
         logits = self.gate(x).float()
         scores = logits.sigmoid() if self.score_func == "sigmoid" else logits.softmax(dim=1)
@@ -304,7 +304,7 @@ class TokenChoiceTopKRouter(nn.Module):
 
 
 def count_tokens(selected_experts: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens of each expert without waiting: int64 expert ids of any shape -> [E] int64."""
+    """Count the tokens of each expert on the device: int64 expert ids of any shape -> [E] int64."""
     ids = selected_experts.flatten()
     return ids.new_zeros(num_experts).scatter_add(0, ids, torch.ones_like(ids))
 
@@ -331,7 +331,7 @@ class TokenReorderer(nn.Module):
         """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
 
         Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: the number of groups,
-        if the second input has groups in place of experts.
+        if selected_experts_indices holds groups instead of experts.
         """
         pairs = selected_experts_indices.flatten().argsort(stable=True)
         counts = count_tokens(selected_experts_indices, num_groups or self.num_experts)
@@ -386,8 +386,8 @@ class MoE(nn.Module):
         if replayed is not None:
             replayed = replayed.reshape(-1, self.router.top_k)
         top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias, replayed)
-        # Count training tokens only, not validation. Count before the experts: recomputing a
-        # checkpointed block may stop early after this point, so every token counts exactly twice.
+        # Count training tokens only, not validation. Count before the experts: recomputation of a
+        # checkpointed block may stop early, but after this point, so every token counts exactly twice.
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert.add_(num_tokens_per_expert)
@@ -435,7 +435,7 @@ class MoE(nn.Module):
 
 
 def build_moe(args: MoEArgs, dim: int, hidden_dim: int, moe_impl: str = "standard") -> MoE:
-    """Return the layer for parallelism.expert_parallel_comm_backend = `moe_impl`, which must be "standard"."""
+    """Return the layer. moe_impl: parallelism.expert_parallel_comm_backend, which must be "standard"."""
     if moe_impl != "standard":
         raise ValueError(
             f"parallelism.expert_parallel_comm_backend = {moe_impl!r} is not available; set it "

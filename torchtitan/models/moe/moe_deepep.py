@@ -1,4 +1,4 @@
-"""torchtitan 0.2.x's path of experts with DeepEP's kernels, which are not available."""
+"""torchtitan 0.2.x's import path of `DeepEPMoE`, which only raises: DeepEP's kernels are not available."""
 
 from torchtitan.distributed.deepep import dispatch_tokens
 from torchtitan.models.moe.moe import MoE

@@ -1,4 +1,4 @@
-"""Checks the experts that a generator chose, before training takes them in place of its router's choice."""
+"""Checks a generator's choice of experts, which replaces the router's choice in training."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def check_replay(tokens: Tensor, experts: Tensor, n_moe: int, n_layers: int, arg
         )
     shape, got = (*tokens.shape[:2], n_moe, args.top_k), tuple(experts.shape)
     if got not in (shape, (*shape[:2], n_layers, args.top_k)):
-        layers = "" if n_moe == n_layers else f", or {n_layers} layers of any kind"
+        layers = "" if n_moe == n_layers else f", or have an entry for all {n_layers} layers"
         raise ValueError(
             f"{_NAME} must be [rows, tokens, mixtures of experts, experts per token] = {shape}"
             f"{layers}, got {got}; take them from a generator with the same model and tokens"
@@ -43,5 +43,5 @@ def check_replay(tokens: Tensor, experts: Tensor, n_moe: int, n_layers: int, arg
     if (is_known & is_wrong).any():
         raise ValueError(
             f"{_NAME} must name {args.top_k} different experts for a token, or {args.top_k} times -1, "
-            "got an expert twice or a part of them; mark tokens without known experts by -1"
+            "got an expert twice, or -1 in some places; mark tokens without known experts by -1 in all"
         )

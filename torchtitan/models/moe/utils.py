@@ -32,7 +32,7 @@ def _permute(
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `func(*weights, x, num_tokens_per_expert)` to get each local expert's tokens together and padded.
+    """Wrap `func(*weights, x, num_tokens_per_expert)`: x has each local expert's tokens together and padded.
 
     The padding is removed from func's result. The largest dim 0 of the weights is the number of local experts.
     """
