@@ -151,7 +151,7 @@ def test_policy_moves_to_its_teacher_on_its_own_samples(folder, tmp_path):
         ),
         (
             ["--rl.batch.skip_zero_advantage"],
-            "with their other terms of the loss, got rl.teacher.folder",
+            "although their other loss terms are not, got rl.teacher.folder",
         ),
         (["--loss.name=dpo"], "loss.name = 'dpo' is for a trainer with data; leave it out"),
     ],

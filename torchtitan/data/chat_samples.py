@@ -1,4 +1,4 @@
-"""The form of samples with chats: their keys and roles, by other names where `training.chat_keys` says so."""
+"""Reads and checks samples with chats; `training.chat_keys` may rename their keys and roles."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,12 +19,12 @@ _MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
 
 
 def load_chats(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
-    """Return the chats in local files, as they stand there. keys: see `renamed`."""
+    """Return the unchanged chats in local files. keys: see `renamed`."""
     return load_local_documents(path, (*_COLUMNS, *(keys or ())))
 
 
 def load_pairs(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
-    """Return the preference pairs in local files, as they stand there. keys: see `renamed`."""
+    """Return the unchanged preference pairs in local files. keys: see `renamed`."""
     return load_local_documents(path, (*_PAIR_COLUMNS, *(keys or ())))
 
 
@@ -44,9 +44,9 @@ def parse_keys(entries: Sequence[str]) -> dict[str, str]:
 def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
     """Return a sample with its keys, its messages' keys and its roles renamed to ours.
 
-    keys: name in the files -> our name. If our name is a role, the value is the text of a turn (texts of
-        one role are joined by a blank line) before `messages`, or before the `prompt` of a pair, which
-        must be lists of messages then; else ValueError.
+    keys: name in the files -> our name. If our name is a role, the value becomes a turn of that role before
+        `messages`, or before the `prompt` of a pair; texts of one role are joined by a blank line.
+        Raises ValueError if such turns stand before a text instead of a list of messages.
     """
     if not keys or not isinstance(sample, Mapping):
         return sample
@@ -69,8 +69,8 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
         rest = result.get(name) or []
         if not isinstance(rest, list):
             raise ValueError(
-                f"training.chat_keys puts the turns of {', '.join(turns)} before {name!r}, which must be a list "
-                f"of messages then, got {rest!r:.80}; leave out one of the two, or name the role of "
+                f"training.chat_keys puts the turns of {', '.join(turns)} before {name!r}, which must "
+                f"then be a list of messages, got {rest!r:.80}; leave out one of the two, or name the role of "
                 f'{name!r} too, as in "{name}=user"'
             )
         result[name] = first + rest
@@ -96,7 +96,7 @@ def check_chat(sample: Any) -> None:
 
 
 def checked_messages(messages: Any, key: str) -> list[Message]:
-    """Return messages without None values; reasoning gets the keys `thinking` and `reasoning_content`."""
+    """Return messages without None values; reasoning is under `thinking` and `reasoning_content`."""
     if not is_list_of(dict, messages) or not messages:
         raise ValueError(
             f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "

@@ -1,7 +1,7 @@
 """Finds the assistant's turns in a rendered chat: the character spans to train on.
 
-They are found by the template's {% generation %} marks or, without marks, by rendering the chat up to the
-start and the end of each turn. A chat is refused if its turns cannot be found in either way.
+The template's {% generation %} marks give the spans. Without marks, the chat is rendered up to the start
+and up to the end of each turn. A chat whose turns cannot be found is refused.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Chat:
             reason = error.reason
             remedy = "correct the chat, or set training.chat_template to a file"
             if "dict" in reason and any(isinstance(x, dict) for x in self.arguments()):
-                remedy = "the template joins a tool call's 'arguments' to a text: give them as a text of JSON"
+                remedy = "the template joins a tool call's 'arguments' to a text: give 'arguments' as a JSON string"
             if "strftime_now" in reason:
                 remedy = "set training.chat_template to a copy of the template with a fixed date"
             raise ValueError(
@@ -93,7 +93,7 @@ class Chat:
         if n_prompt:
             if not all(map(self._is_trained, range(n_prompt, n))):
                 raise ValueError(
-                    "a message of the completion is left out of the loss; write the sample with 'messages'"
+                    "only samples with 'messages' may leave a message out of the loss; write the sample so"
                 )
             return text, [self._span_of_completion(text)]
         is_trained = [self._is_trained(turn) for turn in turns]
@@ -103,7 +103,7 @@ class Chat:
         elif not all(is_trained) and len(spans) != len(turns):
             raise ValueError(
                 f"{self.template.name} has {len(spans)} marked parts for {len(turns)} turns of the "
-                "assistant, so it is unknown which of them is left out of the loss; leave out the chat"
+                "assistant, so it is unknown which part to leave out of the loss; leave out the chat"
             )
         if len(spans) == len(turns):
             spans = [span for span, trained in zip(spans, is_trained, strict=True) if trained]
@@ -123,14 +123,14 @@ class Chat:
     def _with_stop_tokens(
         self, text: str, spans: list[Span], turns: list[int]
     ) -> tuple[str, list[Span]]:
-        """Extend each turn without a closing token by the next turn's first token, as its stop token."""
+        """Extend each turn that has no closing token by the next turn's first token, as its stop token."""
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
             if self.template.token_at_end(text[begin:end]):
                 continue
-            if turn + 1 == len(self.messages):  # the user's next turn
+            if turn + 1 == len(self.messages):  # the chat ends: render a next question
                 rest = ""
-                with contextlib.suppress(ValueError):  # a template may refuse the turn
+                with contextlib.suppress(ValueError):  # a template may refuse the question
                     rest = self._rest_before_question(text, turn)
             elif self.messages[turn + 1]["role"] == "assistant":
                 continue
@@ -172,23 +172,23 @@ class Chat:
         ]
 
     def _rendered(self, messages: list[dict[str, Any]], header: bool = False) -> str:
-        """Return the text of messages. header: with the header of the next turn."""
+        """Return messages as text. header: append the header of the assistant's next turn."""
         try:
             return self.template.render(messages, add_generation_prompt=header, **self._options)
         except CannotRenderError as error:
             raise ValueError(
-                f"{self.template.name} has no {{% generation %}} marks, and cannot render the chat through "
+                f"{self.template.name} has no {{% generation %}} marks, and cannot render the chat up to "
                 f"message {len(messages)} ({error.reason}), so the assistant's tokens are unknown; {MARK_IT}"
             ) from None
 
     def _span_of_turn(self, text: str, turn: int) -> Span:
-        """Return the span of an assistant's turn, from behind its header to its closing token.
+        """Return the span from the end of an assistant turn's header to the end of its closing token.
 
-        Two renderings should be prefixes of the chat's text: the messages before the turn with the turn's
-        header, and the messages through the turn. The second is no prefix if the template drops reasoning
-        from earlier turns. Then the turn is rendered with another content to find the text after its content,
-        in the chat and as the last turn; both must begin with the same closing tokens. Raises ValueError if
-        the span cannot be found.
+        Two renderings should be prefixes of the chat's text: the messages before the turn plus the turn's
+        header, and the messages up to and including the turn. The second is no prefix if the template drops
+        reasoning from earlier turns. Then `_behind` finds the text after the turn's content, in the whole
+        chat and in a chat that ends with the turn; these two texts must begin with the same closing tokens.
+        Raises ValueError if the span cannot be found.
         """
         before = _header_in(text, self._rendered(self.messages[:turn], header=True))
         through = self._rendered(self.messages[: turn + 1])
@@ -210,8 +210,8 @@ class Chat:
         )
 
     def _behind(self, turn: int, text: str, messages: list[dict[str, Any]]) -> str:
-        """Return what is behind a turn's content in the messages' text: the same with another content."""
-        message = messages[turn]  # its replacement must differ, also in the last character
+        """Return the text after a turn's content: what `text` and a rendering with other content end with."""
+        message = messages[turn]  # the other content must differ, also in the last character
         ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
         changed = {**message, "content": f"what the model wrote{ending}"}
         changed = [*messages[:turn], changed, *messages[turn + 1 :]]
@@ -220,19 +220,19 @@ class Chat:
         return text[len(text) - length :]
 
     def _rest_before_question(self, text: str, turn: int) -> str:
-        """Return what follows the chat's text, whose last turn this is, if the user asks something next."""
+        """Return the text behind the chat if a question of the user follows. turn: the chat's last turn."""
         longer = self._rendered([*self.messages, _QUESTION])
         if longer.startswith(text):
             return longer[len(text) :]
-        # The template drops reasoning, or what ends a chat.
+        # The question makes the template drop earlier reasoning, or a token that ends the chat.
         behind = self._behind(turn, text, self.messages)
         rest = self._behind(turn, longer, [*self.messages, _QUESTION])
         return rest.removeprefix(behind) if rest.startswith(behind) else ""
 
     def _common_closing(self, closing: str, rest: str) -> int | None:
-        """Return the length of what ends a turn in both texts; None if they end it in different ways.
+        """Return the length of the turn's end that both texts begin with; None if their ends differ.
 
-        closing: the text behind the turn's content if the chat ends there. rest: if the chat goes on.
+        closing: the text behind the turn's content if the chat ends there. rest: that text in a longer chat.
         """
         if closing and rest.startswith(closing):
             return self.template.end_of_turn(closing)
@@ -246,19 +246,19 @@ class Chat:
         return cut if cut and is_next_token else None
 
 
-# What a header may end with in a prompt, if thinking is on or off, and lack in a chat.
+# Thinking tags that may end the header in a prompt, but be missing in the rendered chat.
 _OPENED_THOUGHT = re.compile(
     r"(<think>\s*(</think>\s*)?|</think>|<\|channel>thought\n<channel\|>)$"
 )
 
 
 def _header_in(text: str, before: str) -> str:
-    """Return `before`, without the beginning of a thought at its end if only then `text` begins with it."""
+    """Return `before`; if `text` does not begin with it, without thinking tags at its end."""
     return before if text.startswith(before) else _OPENED_THOUGHT.sub("", before)
 
 
 def _difference(text: str, prefix: str) -> str:
-    """Describe, for messages, where `text` differs from `prefix`; "" if `text` begins with `prefix`."""
+    """Describe, for error messages, where `text` differs from `prefix`; "" if `text` begins with `prefix`."""
     if text.startswith(prefix):
         return ""
     same = len(os.path.commonprefix([text, prefix]))

@@ -25,7 +25,7 @@ SEAM = "\ufdd0"
 """A mark that splits a text for the tokenizer: the parts on both sides are tokenized separately. This
 character is a Unicode noncharacter, so no ordinary text contains it."""
 
-# Control tokens that end a part of a reply, not the reply.
+# Control tokens that end a part of a reply, not the whole reply.
 _WITHIN_TURNS = ("</think>", "</tool_call>", "</seed:think>", "<channel|>", "<tool_call|>")
 # Placeholders for a model's reply; no template changes their text.
 _WRITTEN = "what the model wrote"
@@ -81,8 +81,8 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """Return the template of a model's folder; None if it has no template.
 
-        path: a template file that replaces the folder's. tools: take the folder's separate template for
-            chats with tools, if it has one. Raises ValueError for a template that cannot be read.
+        path: a file that replaces the folder's template. tools: take the folder's separate template for
+            chats with tools, if there is one. Raises ValueError for a template that cannot be read.
         """
         config, folder = tokenizer.config or {}, Path(tokenizer.tokenizer_path)
         named = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
@@ -167,8 +167,8 @@ class ChatTemplate:
                 plain += part
         if plain != text:
             raise ValueError(
-                f"{self.name} changes text that it has marked with {{% generation %}}; have it change the "
-                "text first, and mark it where it is written"
+                f"{self.name} changes the text of a {{% generation %}} block after the block is written; have it "
+                "change the text before, and write the changed text in the block"
             )
         return text, spans
 
@@ -182,16 +182,16 @@ class ChatTemplate:
         return len(end if end.endswith(self._ends) else text)
 
     def end_of_last_token(self, text: str) -> int:
-        """Return the length of a text through its last control token; 0 if it has none."""
+        """Return the index behind the last control token of a text; 0 if it has none."""
         return max((found.end() for found in self._token.finditer(text)), default=0)
 
     def token_at_end(self, text: str) -> str | None:
-        """Return the token that ends turns at the end of a text, ignoring trailing blanks; None if none."""
+        """Return the turn-ending token at the end of a text, ignoring blanks behind it; None if none."""
         ends = (token for token in self._ends if text.rstrip().endswith(token))
         return max(ends, key=len, default=None)
 
     def leading_token(self, rest: str) -> str:
-        """Return `rest` through its leading control token; "" if it has none."""
+        """Return `rest` up to and including its first control token; "" unless only blanks precede it."""
         found = self._token.match(rest, len(rest) - len(rest.lstrip()))
         return rest[: found.end()] if found else ""
 

@@ -26,13 +26,13 @@ class ChatEncoder:
     `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
     of messages or both texts. Other keys, and keys whose value is None, are ignored. Trained tokens:
 
-    - with `messages`: the text between {% generation %} marks. Without marks: each assistant turn, from
-      behind its header through the control token that ends the turn, or that begins the next turn.
-    - with `prompt` and `completion` as messages: the completion, through its final control token.
+    - with `messages`: the text between {% generation %} marks. Without marks: each assistant turn after its
+      header, including the control token that ends the turn or, if there is none, begins the next turn.
+    - with `prompt` and `completion` as messages: the completion, including its final control token.
     - with `prompt` and `completion` as texts: the completion and an end-of-text id, without a template.
 
     A token that straddles the boundary of a turn is trained, as in `transformers`.
-    template: None if the folder has none; then chats are refused. tool_template: for samples with tools.
+    template: None refuses samples with messages. tool_template: for samples with tools.
     keys: see `renamed`.
     """
 
@@ -69,7 +69,7 @@ class ChatEncoder:
         return cls(tokenizer, plain, with_tools, keys)
 
     def __call__(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Raises ValueError for a bad sample or template, and if the trained tokens are unknown or none."""
+        """Raises ValueError for a bad sample or template, and if no tokens to train are found."""
         return self.encode(renamed(sample, self.keys))
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +147,7 @@ def _warn_of_texts(chat: Chat, text: str) -> None:
             warn_once(
                 logger,
                 f"a message of the role {role!r} has {token!r} in its text, which is encoded as that "
-                "control token, as transformers does; change texts of people who must not end a turn",
+                "control token, as transformers does; change the text if its author must not end a turn",
             )
             break
 
@@ -157,7 +157,7 @@ class ChatTokens:
 
     too_long: "error" raises ValueError for a longer chat, "cut" truncates it, "skip" returns no tokens. A
         chat with no trained token before the truncation is skipped as well.
-    key: identifies all settings but the tokenizer that the tokens depend on. template: the encoder's key.
+    key: identifies the settings, except the tokenizer, that change the tokens. template: the encoder's key.
     """
 
     unit, what, limit = "chat", "the chat", "training.seq_len"  # for messages
@@ -182,8 +182,8 @@ class ChatTokens:
     def _fitted(self, ids: np.ndarray, trained: np.ndarray) -> Tokens:
         if len(ids) > self.seq_len and self._too_long == "error":
             raise ValueError(
-                f"{self.what} has {len(ids)} tokens, and {self.limit} is {self.seq_len}; raise it, or "
-                "set training.too_long to 'cut' or 'skip'"
+                f"{self.what} has {len(ids)} tokens, and {self.limit} is {self.seq_len}; raise seq_len, "
+                "or set training.too_long to 'cut' or 'skip'"
             )
         is_skipped = len(ids) > self.seq_len and self._too_long == "skip"
         n = 0 if is_skipped or not trained[: self.seq_len].any() else self.seq_len
@@ -196,7 +196,7 @@ def _check_template(template: ChatTemplate) -> None:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     try:
         text, spans = Chat(template, {"messages": turns * 2}).text_and_spans()
-    except ValueError:  # the template is made for other chats
+    except ValueError:  # the template cannot render this chat
         return
     marked = "".join(text[begin:end] for begin, end in spans)
     if template.marks_generation and (question in marked or answer not in marked):
@@ -209,7 +209,7 @@ def _check_template(template: ChatTemplate) -> None:
         warn_once(
             logger,
             f"{template.name}: no token that ends the assistant's turn is trained, so the model does not "
-            "learn to stop; set training.chat_template to a copy with {{ eos_token }} behind its text",
+            "learn to stop; set training.chat_template to a copy with {{ eos_token }} behind that turn",
         )
     else:
         ends = " or ".join(sorted(repr(token) for token in tokens))

@@ -41,8 +41,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     """One data-parallel rank's batches; keyword arguments are StatefulDataLoader's.
 
     The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so one checkpoint holds the
-    states of all ranks. A `PackedDataset` resumes on any number of ranks and data workers, another
-    dataset only on the saved numbers, unless it has `can_reshard = True` and `inherit(states)`.
+    states of all ranks. A `PackedDataset` resumes on any number of ranks and data workers. Other datasets
+    resume only on the saved numbers, unless they have `can_reshard = True` and `inherit(states)`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
             )
         if self._rank_id not in state_dict and saved_world_size == self.dp_world_size:
             logger.warning(
-                f"no data position for {self._rank_id} in the checkpoint: it starts over"
+                f"the checkpoint has no data position for {self._rank_id}: this rank reads its data from the start"
             )
             return
         if saved_world_size == self.dp_world_size and not self.needs_all_positions:
@@ -147,13 +147,13 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         missing = [name for name in names if name not in state_dict]
         problem = ""
         if not self.needs_all_positions and not getattr(self.dataset, "can_reshard", False):
-            problem = "that of this dataset does not divide"
+            problem = "the position of this dataset does not divide"
         if missing and saved_world_size != self.dp_world_size:
             problem = f"{', '.join(missing)} are missing"
         if problem:
             raise ValueError(
-                f"the data position was saved by {saved_world_size} data-parallel ranks, and for "
-                f"{self.dp_world_size} with {self.num_workers} data workers {problem}: resume on "
+                f"the data position was saved by {saved_world_size} data-parallel ranks; for "
+                f"{self.dp_world_size} ranks with {self.num_workers} data workers, {problem}: resume on "
                 f"{saved_world_size} ranks with as many data workers as before, or {BEGIN_AGAIN}"
             )
         loader_states = [_read_loader_state(state_dict, n) for n in names if n in state_dict]
@@ -175,7 +175,7 @@ def _read_loader_state(state_dict: dict[str, Any], name: str) -> dict[str, Any]:
     state = read_plain(state_dict[name], f"the data position of {name}")
     if not isinstance(state, dict):
         raise ValueError(
-            f"the data position of {name} is a {type(state).__name__} and no dict: the checkpoint "
+            f"the data position of {name} is a {type(state).__name__}, not a dict: the checkpoint "
             f"is damaged; {BEGIN_AGAIN}"
         )
     return state
@@ -188,7 +188,7 @@ def _one_error_if_damaged() -> Iterator[None]:
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
         reason = (str(error).splitlines() or [""])[-1]
         raise ValueError(
-            f"the data position in the checkpoint is not one of this dataset and dataloader "
+            f"the data position in the checkpoint does not fit this dataset and dataloader "
             f"({type(error).__name__}: {reason}); {BEGIN_AGAIN}"
         ) from error
 

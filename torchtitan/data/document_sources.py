@@ -93,15 +93,15 @@ def _mixed(x: Any) -> Any:
 FeedState = tuple[int, int, list[int]]
 """Position of one of S readers of an indexed source: (base, number of documents taken, pending).
 
-Reader r reads the documents `pending`, which an earlier run left out, and then number base + r,
-base + r + S, and so on.
+Reader r first reads the documents with the numbers `pending`, which an earlier run had not reached, and
+then the numbers base + r, base + r + S, and so on.
 """
 
 
 def deal_again(states: Sequence[FeedState], num_readers: int) -> list[FeedState]:
     """Divide the documents that the readers of `states` did not read among `num_readers` new readers.
 
-    The new base is the next document of the furthest old reader; unread ones below become pending.
+    The new base is the next number of the furthest old reader; unread documents below it become pending.
     """
     num_saved = len(states)
     next_numbers = [first + r + n * num_saved for r, (first, n, _) in enumerate(states)]
@@ -192,7 +192,7 @@ class Source:
             self._separators = []
             logger.warning(
                 f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
-                "that control token and begins no document; remove it if it is text or marks the end (logged once)"
+                "that control token, without starting a new document; remove it if it is text (logged once)"
             )
         return document
 
@@ -221,8 +221,8 @@ class Source:
             return OpenDocument(None, self.tokenizer, text, used=used, source=self.number)
         if isinstance(place, dict) or place[2]:
             raise ValueError(
-                "the data position stands within a long document, as an earlier version saved it, and cannot "
-                f"be read; {BEGIN_AGAIN}"
+                "an earlier version saved the data position inside a long document, which this version cannot "
+                f"read; {BEGIN_AGAIN}"
             )
         _, number, _, used = place
         document = self.read(number)
@@ -234,7 +234,7 @@ class Source:
         if index is None:
             return f"dataset {self.name!r}"
         data = self.data
-        if isinstance(data, Subset):  # of `leave_out`
+        if isinstance(data, Subset):  # made by `leave_out`
             data, index = data.dataset, data.indices[index]
         if hasattr(data, "where"):
             return data.where(index)
@@ -284,8 +284,8 @@ class IndexedFeed:
 class StreamedFeed:
     """Reads one reader's part of a `datasets.IterableDataset`.
 
-    With a seed, each pass shuffles the files, and the documents within each block of `STREAM_BLOCK`. A
-    position has `datasets`' position at the start of the block, and the number of documents taken since.
+    With a seed, each pass shuffles the files, and the documents within each block of `STREAM_BLOCK`. The
+    state is (pass, `datasets`' own state at the start of the block, number of documents taken since).
     """
 
     def __init__(self, source: Source, reader: int, num_readers: int) -> None:
@@ -346,14 +346,14 @@ class StreamedFeed:
 
     def _read_block(self) -> bool:
         """Fill the block with the next documents of the pass; False if there are none."""
-        # Before iteration, `datasets` reports its start instead of the loaded position.
+        # Before the first document, `datasets` reports the start of the data, not the loaded position.
         if self._has_begun:
             self._start = self._data.state_dict()
         self._num_taken = 0
         if self._samples is None:
             self._samples = iter(self._data)
         n = 1 if self.source.seed is None else STREAM_BLOCK
-        # Hides the data worker, by which `datasets` (5.2) would split its stream once more.
+        # Hides the data worker, or `datasets` (5.2) would divide the stream among the workers again.
         with torch_parts.replaced("worker_info", None):
             samples = list(itertools.islice(self._samples, n))
         self._has_begun |= bool(samples)

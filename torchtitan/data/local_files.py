@@ -2,7 +2,7 @@
 
 JSON lines and plain text are read in place. Compressed files, JSON lists and Parquet files (only the
 columns that are needed) are first copied as plain files to the cache, once for all runs of a machine.
-Parquet at an address is read in place, too: by row groups, of which the last few are kept.
+Parquet at an address is read in place, one row group at a time; the last few are kept in memory.
 """
 
 import bz2
@@ -119,7 +119,7 @@ class _Lines(_File):
     def read(self, number: int) -> Any:
         line = self.bytes_at(*self._starts[number : number + 2])
         try:
-            return json.loads(line.rstrip())  # of blank lines, which may have form feeds
+            return json.loads(line.rstrip())  # blank lines may follow it, with form feeds
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.where(number)}: not valid JSON ({error}); every line must be one object"
@@ -133,7 +133,7 @@ class _Lines(_File):
 
 
 class _RowGroup:
-    """The rows of one row group of a Parquet file at an address. first: number of its first row."""
+    """The rows of one row group of a Parquet file at an address. first: index of its first row."""
 
     def __init__(self, name: str, columns: tuple[str, ...], group: int, first: int, n: int) -> None:
         self._key, self.name, self._first, self._n = (name, columns, group), name, first, n
@@ -149,7 +149,7 @@ class _RowGroup:
 
 
 _row_groups: dict[tuple[str, tuple[str, ...], int], list[bytes]] = {}
-"""The rows, as JSON, of the row groups in memory; the last read is the last."""
+"""The rows, as JSON, of the row groups in memory, from the least to the most recently used."""
 
 
 def _row_group(path: str, columns: tuple[str, ...], group: int) -> list[bytes]:
@@ -202,7 +202,7 @@ class _Text(_File):
 def load_local_documents(path: str, columns: tuple[str, ...] = _TEXT) -> JoinedDocuments:
     """Return the documents of a file, or of all files in and below a folder.
 
-    columns: the columns of Parquet files that are read. If others than "text", plain text is refused.
+    columns: the columns to read from Parquet files. If it is not just "text", plain-text files are refused.
     Raises FileNotFoundError if `path` does not exist, ValueError for files of unknown or several kinds.
     """
     known = {*_KINDS.values()} - ({"text"} if columns != _TEXT else set())
@@ -267,7 +267,7 @@ def _open(path: str, columns: tuple[str, ...]) -> Sequence[Any]:
 
 
 def _copy_in_cache(path: str, options: str, content: Iterator[bytes]) -> str:
-    """Return a cached file with this content. Its key is the path, size, time of change and options."""
+    """Return a cached file with this content, keyed by `path`, its size and time of change, and options."""
     found = storage.stat(path)
     key = repr((storage.resolved(path), found.st_size, found.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
@@ -421,7 +421,7 @@ def _without_held_out(paths: list[str], root: str) -> list[str]:
 
 
 def _files_in(root: str) -> dict[str, Any]:
-    """Return path -> stat of a file, or of the files below a folder that are not hidden, by name."""
+    """Return {path: stat} of a file, or of a folder's files at any depth except hidden ones, sorted."""
     if storage.is_address(root):
         found = storage.find(root)
         names = sorted(found, key=lambda name: name.split("/"))
@@ -441,9 +441,10 @@ def _files_in(root: str) -> dict[str, Any]:
 
 
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
-    """Return the number, bytes and SHA-256 digest of the files at `path`; {} if it does not exist.
+    """Return the number of files at `path`, their bytes and a SHA-256 digest; {} without such a path.
 
-    The digest covers names, sizes, times and samples; is_movable: without times, and with samples of at most 128 files.
+    The digest covers names, sizes, times of change and samples of the content. is_movable: without times,
+    so that copies have the same digest, and with samples of at most 128 files.
     """
     if not path or not (storage.is_address(path) or os.path.exists(path)):
         return {}
@@ -462,8 +463,8 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
 
 
 def _read_samples(files: list[tuple[str, Any]]) -> Iterator[bytes]:
-    """Yield samples from the head, the middle and the tail of each file; all of a short file."""
-    for first in range(0, len(files), 128):  # as many at a time, because requests take long
+    """Yield samples of each file, joined: evenly spaced ones of a long file, all of a short file."""
+    for first in range(0, len(files), 128):  # many files at a time, because requests take long
         ranges = [_sampled(path, found.st_size) for path, found in files[first : first + 128]]
         parts = iter(storage.read_ranges([part for of_file in ranges for part in of_file]))
         yield from (b"".join(next(parts) for _ in of_file) for of_file in ranges)

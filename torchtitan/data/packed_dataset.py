@@ -22,9 +22,9 @@ class PackedDataset(IterableDataset):
     `packing` adds, and "sample_ids" [2], the indices of the first and the last document in the row, or
     -1 if unknown. A data worker yields None for the rows that other workers of this rank read.
 
-    rows: number of rows of this rank per step, each with its own row stream; with a
-        `datasets.IterableDataset` there are as many streams as the greatest common divisor of its files
-        and the global batch's rows. None: one row stream for this rank, whatever its batch size.
+    rows: number of rows of this rank per step, each with its own row stream. With a
+        `datasets.IterableDataset`, the number of streams of all ranks is the greatest common divisor of
+        its number of files and the global batch's rows. None: one row stream for this rank.
     infinite: repeat the data without end. Otherwise each iteration reads the data from the start.
     planned: plan rows in which each document occurs as often as its source's limit says. Collective.
     Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
@@ -54,12 +54,12 @@ class PackedDataset(IterableDataset):
         if n % dp_world_size:
             fitting = " or ".join(str(i) for i in range(1, n + 1) if not n % i)
             raise ConfigError(
-                f"{dp_world_size} data-parallel ranks cannot share the stream: its number of files, "
-                f"{' and '.join(map(str, shards))}, and the global batch of {num_rows} rows have the divisor "
-                f"{n} in common; train on {fitting} ranks, or copy the data to this machine"
+                f"{dp_world_size} data-parallel ranks cannot share the streamed files: their number, "
+                f"{' and '.join(map(str, shards))}, and the global batch of {num_rows} rows have the greatest "
+                f"common divisor {n}; train on {fitting} ranks, which divide it, or copy the data to this machine"
             )
         per_rank = n // dp_world_size
-        self._numbers = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)  # of its streams
+        self._numbers = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)  # this rank's streams
         self._first_row = dp_rank * self._rows
         self._plan = Plan(self.sources, packing) if planned else None
         # Row stream number -> row stream that this process reads.
@@ -115,7 +115,7 @@ class PackedDataset(IterableDataset):
             if num_left_out == len(tokens):
                 raise ValueError(
                     f"dataset {name}: every {encode.unit} is left out, because it is longer than "
-                    f"{encode.limit} = {encode.seq_len} or trains nothing before that token; raise it"
+                    f"{encode.limit} = {encode.seq_len} or trains no token within it; raise seq_len"
                 )
             if num_left_out and self._plan is None:  # a plan leaves out empty documents anyway
                 source.leave_out(tokens == 0)
@@ -189,8 +189,8 @@ class PackedDataset(IterableDataset):
     def inherit(self, states: list[dict[str, Any]]) -> None:
         """Resume at the position of other datasets, whose `state_dict`s together hold all row streams.
 
-        With the same global batch size the rows equal those of an uninterrupted run. Otherwise what was
-        not read is divided among the new streams. Call it before iterating, in the dataloader's process.
+        With the same global batch size the rows equal those of an uninterrupted run. Otherwise the unread
+        documents are divided among the new streams. Call it before iterating, in the dataloader's process.
         Raises ValueError if the position belongs to other data or another order.
         """
         for state in states:
@@ -200,8 +200,8 @@ class PackedDataset(IterableDataset):
             )
             if theirs != mine:
                 raise ValueError(
-                    f"the data position is for sources of (documents, data_seed) = {theirs}, and this run's are "
-                    f"{mine}, where None is training.shuffle = False: resume with the same, or {BEGIN_AGAIN}"
+                    f"the data position is for (number of documents, data_seed) = {theirs}, and this run has {mine}; "
+                    f"without training.shuffle data_seed is None: resume with the same, or {BEGIN_AGAIN}"
                 )
         saved: dict[int, Any] = {}
         for state in states:
@@ -223,8 +223,8 @@ class PackedDataset(IterableDataset):
             a != b for a, b in zip(*(x[1] for x in (plan, own) if x), strict=False)
         ):
             raise ValueError(
-                "the data position is for rows of another training.epochs, packing or seq_len, or of other "
-                f"documents: resume with the same, or {BEGIN_AGAIN}"
+                "the data position was saved with another training.epochs, training.packing or "
+                f"training.seq_len, or other documents: resume with those, or {BEGIN_AGAIN}"
             )
         if not plan:
             return saved, num_saved
@@ -238,7 +238,7 @@ class PackedDataset(IterableDataset):
                     "the data position is within a step: resume with the same training.global_batch_size, "
                     f"or {BEGIN_AGAIN}"
                 )
-        # Another global batch size resumes after the last step; more passes resume after the last row.
+        # With another global batch size, resume after the last step; with more passes, after the last row.
         row = min(*places, end)  # beyond `end`, the last step was padding
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 
@@ -251,8 +251,9 @@ class PackedDataset(IterableDataset):
             )
         if not all(source.is_indexed for source in self.sources):
             raise ValueError(
-                f"the data position of a stream cannot go from {num_saved} row streams to {n}: resume on "
-                f"as many ranks with the same training.global_batch_size, or {BEGIN_AGAIN}"
+                f"the data position is split over {num_saved} row streams and this run has {n}, which works "
+                "only for data sets read by index: resume on as many ranks with the same "
+                f"training.global_batch_size, or {BEGIN_AGAIN}"
             )
         logger.info(f"Redistributed the data position of {num_saved} row streams over {n}")
         all_places, all_feeds, all_tokens, *_ = zip(

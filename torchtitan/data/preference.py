@@ -14,9 +14,9 @@ from torchtitan.data.open_document import Tokens, join
 class PairTokens(ChatTokens):
     """Converts a sample to a document of two parts, the prompt with the chosen and the rejected answer.
 
-    A sample has `chosen` and `rejected`, and `prompt`: all are texts, or all are lists of messages. If the
-    answers are whole chats, the messages that they share at their beginning are the prompt; a `prompt`
-    that is a text is ignored then, and one of messages is not repeated. Each part has at most seq_len // 2 tokens; see `ChatEncoder`.
+    A sample has `chosen`, `rejected` and `prompt`: all texts, or all lists of messages. Answers may be whole
+    chats that begin with the messages of `prompt`. Without such a `prompt`, the first messages that the
+    answers share are the prompt (a text is ignored). Each part has at most seq_len // 2 tokens; see `ChatEncoder`.
     has_reference: samples have the reference model's log-probs of both answers, under `REFERENCE_KEYS`.
     """
 

@@ -104,7 +104,7 @@ class StepsAhead:
         if n_duplicates is not None and dist.get_backend() != "fake":
             # A separate group, because the thread may wait in it during collectives of training.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        # The test of torch's Stateful; importing Stateful would load DTensor.
+        # What isinstance(dataloader, Stateful) checks; importing torch's Stateful would load DTensor.
         self.keeps_position = all(
             hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")
         )

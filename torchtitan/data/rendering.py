@@ -15,7 +15,7 @@ _MOST_CHARACTERS = 2**24  # per rendered text; a million tokens need about a qua
 
 
 class _Generation(ext.Extension):
-    """The tag {% generation %}: writes its content between two variables, empty unless the caller sets them."""
+    """The tag {% generation %}: writes two variables around its content; if unset, they are empty."""
 
     tags = {"generation"}
 
@@ -70,7 +70,7 @@ def marks_generation(source: str) -> bool:
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """Return the text that a template makes of its variables; raises whatever its expressions raise."""
+    """Return a template rendered with `variables`; raises whatever its expressions raise."""
     text = _compiled(source).render(variables)
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(

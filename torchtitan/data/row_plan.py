@@ -46,7 +46,7 @@ class Plan:
         self._ends = np.cumsum([len(n) for n in lengths])  # where each source ends in `lengths`
         if not self.lengths.any():
             raise ValueError(
-                f"dataset {sources[0].name!r}: no document gives a token; give it other documents, or "
+                f"dataset {sources[0].name!r}: no document has a token; use other documents, or "
                 "raise training.seq_len if its chats are too long"
             )
         self._number, self._pass = -1, np.empty((4, 0), np.int64)
@@ -179,7 +179,7 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
 
 
 class PlannedStream:
-    """Reads row g of each step from a plan; has the interface of `RowStream`."""
+    """Reads a plan's row g = `number` of each step of `num_lanes` rows; has the interface of `RowStream`."""
 
     def __init__(self, plan: Plan, packing: Packing, number: int, num_lanes: int) -> None:
         self._plan, self._packing = plan, packing

@@ -1,7 +1,7 @@
 """Row streams: each row of the global batch has a stream that reads and packs its own documents.
 
 The global batch has G rows. Stream g fills row g of every step with the documents number g, g + G,
-g + 2 G, ... of each source, so a row depends only on the config and the data, on any layout.
+g + 2 G, ... of each source, so a row depends only on the config and the data, not on the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Packing:
 
     pair_ids: documents are preference pairs, whose parts are two documents of the row. Labels of the row's
     pair k, counted from 1, get k in the chosen part and -k in the rejected part; other labels get 0.
-    ref_logprobs: [T] fp32, the reference's log-prob of an answer at its last label, 0 elsewhere.
+    ref_logprobs: [T] fp32, the reference model's log-prob of an answer at its last label, 0 elsewhere.
     """
 
     method: Literal["concat", "fit", "none"] = "concat"
@@ -139,7 +139,7 @@ class RowStream:
 
     def load(self, state: tuple[Any, ...]) -> None:
         places, feeds, self.num_tokens, *rest = state
-        lengths = iter(rest[0] if rest else [])  # none if the documents were dealt out again
+        lengths = iter(rest[0] if rest else [])  # no lengths after `PackedDataset._dealt_again`
         for feed, saved in zip(self.feeds, feeds, strict=True):
             feed.load(saved)
         self.open = []
@@ -240,9 +240,9 @@ class RowStream:
         """Return the index of the source that is furthest below its share of all tokens.
 
         candidates: source index -> its next document, for each source with a document left.
-        share_of_open: the fraction of an open document's tokens to count; long documents wait longer.
-        Each stream looks ahead by its own phase, up to 2 rows and 1 document of each source, so that the
-        errors of the streams cancel.
+        share_of_open: the fraction of the remaining tokens of open documents to count.
+        Each stream has its own phase between 0 and 1: it adds phase * 2 rows to all tokens, and phase * the
+        next document's length to its source's, so that the errors of the streams cancel.
         """
         if len(self.feeds) == 1:
             return 0

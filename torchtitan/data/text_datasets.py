@@ -113,7 +113,7 @@ def open_source(
     options: Training | None = None,
     **fields: Any,
 ) -> Source:
-    """Return a registered dataset as a `Source`. options: for chats. fields: more fields of `Source`."""
+    """Return a registered dataset as a `Source`. options: settings for chats. fields: more fields of `Source`."""
     options = options or Training()
     name = dataset_name if dataset_name in DATASETS else dataset_name.lower()
     path, loader, _ = _validate_dataset(name, dataset_path)
@@ -184,7 +184,7 @@ def build_text_validation_dataloader(
 ) -> ParallelAwareDataloader:
     """Return a dataloader of the dataset in `[validation]`.
 
-    If it is not set: of `<training.dataset>_validation` or else, with a warning, of the training data.
+    Without `validation.dataset`: of `<training.dataset>_validation`, else, with a warning, of the training data.
     """
     section, training = job_config.validation_data, job_config.training
     held_out = f"{section.dataset}_validation"
@@ -200,7 +200,7 @@ def build_text_validation_dataloader(
 
 _VALIDATION_AGAIN = (
     "validation.steps takes more rows than the validation data have, so some documents count more than "
-    "once in its loss; validation.steps = -1 takes each once"
+    "once in the validation loss; validation.steps = -1 takes each once"
 )
 
 
@@ -262,7 +262,7 @@ def _build(
         rows = training.global_batch_size // dp_world_size
         batch_size = max(n for n in range(1, min(batch_size, rows) + 1) if rows % n == 0)
     elif is_training and dp_world_size > 1 and dp_rank == 0:
-        logger.info("rows follow the number of ranks: training.global_batch_size is not set")
+        logger.info("rows depend on the number of ranks: training.global_batch_size is not set")
     if not is_training and not sources[0].is_indexed:  # one row stream per rank
         rows = None
     dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows, planned)

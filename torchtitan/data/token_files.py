@@ -111,8 +111,8 @@ class TokenDocuments(JoinedDocuments):
         if None not in (written_with, given):
             if written_with != given:
                 raise ValueError(
-                    f"{self._path} was written with another tokenizer, of the hash {written_with}, and that "
-                    f"of this job has {given}; train with that one, or tokenize the text again"
+                    f"{self._path} was written with another tokenizer (hash {written_with}; this job's: "
+                    f"{given}); train with the tokenizer of the files, or tokenize the text again"
                 )
             if self._has_sums:
                 return
@@ -181,16 +181,16 @@ class Pair:
         expected = _HEADER.size + 12 * num_sequences + 8 * num_starts
         problem = None
         if magic != _MAGIC:
-            problem = f"begins with {magic!r}, and an index of Megatron-LM's format with {_MAGIC!r}"
+            problem = f"begins with {magic!r}, but Megatron-LM's format begins with {_MAGIC!r}"
         elif version != _VERSION or code not in _TYPES:
             problem = (
-                f"has version {version}, and the code {code} for the type of its ids, and version {_VERSION} "
-                f"with the codes of integers, {', '.join(map(str, _TYPES))}, is known"
+                f"has version {version} and ids of the type code {code}; known are version {_VERSION} and "
+                f"the codes of integers, {', '.join(map(str, _TYPES))}"
             )
         elif len(index) != expected:
             problem = (
                 f"has {len(index)} bytes, and {expected} are needed for its {num_sequences} sequences and "
-                f"{num_starts - 1} documents (one more for each sequence is its mode, of a corpus of images)"
+                f"{num_starts - 1} documents (a corpus of images has one more byte per sequence, and is not read)"
             )
         else:
             self._type, at = np.dtype(_TYPES[code]), _HEADER.size
@@ -239,7 +239,7 @@ class Pair:
     def lengths(self) -> np.ndarray:
         if (np.diff(self._documents, append=len(self._lengths)) < 0).any():
             raise ValueError(
-                f"{self.prefix}.idx is damaged: a document begins before the last one; {_AGAIN}"
+                f"{self.prefix}.idx is damaged: a document begins before the previous one; {_AGAIN}"
             )
         ends = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         return np.diff(ends[self._documents])
@@ -249,7 +249,7 @@ class Pair:
 
 
 def _mapped(path: str, whole: bool = False) -> Any:
-    """Return a file's bytes, which are read when they are used; whole: those at an address at once."""
+    """Return a file's bytes, read when used. whole: read a file at an address at once."""
     if storage.is_address(path):
         return storage.RangedFile(path)[:] if whole else storage.RangedFile(path)
     with open_file(path, "rb") as file:
@@ -284,7 +284,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
-    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None for other libraries'."""
+    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None for other libraries."""
     backend = getattr(tokenizer, "tokenizer", None)
     if not hasattr(backend, "to_str"):
         return None

@@ -3,7 +3,7 @@
 The tokenizer is tokenizer.json or, for the classes in `_OWN_RULES`, vocab.json and merges.txt.
 tokenizer_config.json (with special_tokens_map.json and added_tokens.json in older folders) adds special
 tokens. For some classes `transformers` uses rules of the class in place of parts of tokenizer.json; a
-folder where they differ, or whose class is unknown here, is refused.
+folder is refused if its tokenizer.json differs from these rules, or if its class is unknown here.
 """
 
 import json
@@ -54,7 +54,7 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
         config = (config or {}) | older
     stated = str((config or {}).get("tokenizer_class") or "").removesuffix("Fast")
     if name is None:
-        # transformers reads the model type for qwen2, and for other models only if no class is stated.
+        # For qwen2, transformers ignores a stated class; other models' type counts only without a class.
         model = (read_json(folder / "config.json") or {}).get("model_type")
         is_qwen = model == "qwen2" or (not stated and model in ("qwen3", "qwen3_moe"))
         name = "Qwen2Tokenizer" if is_qwen else stated

@@ -34,7 +34,7 @@ class AdvantageEstimator:
     def __post_init__(self) -> None:
         if self.name not in ("group_mean", "rloo", "none"):
             raise ValueError(
-                f"rl.advantage.name must be group_mean, rloo or none, got {self.name!r}; GAE is a class"
+                f"rl.advantage.name must be group_mean, rloo or none, got {self.name!r}; for gae, use GAE"
             )
         if self.std and self.name == "none":
             raise ValueError(
@@ -81,7 +81,7 @@ class GAE:
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t = delta_t + gamma lam A_{t+1}
 
-    whiten: normalise a call's advantages to mean 0 and standard deviation 1; equal advantages become 0.
+    whiten: normalise all advantages of a call to mean 0 and standard deviation 1; equal advantages become 0.
     """
 
     gamma: float = 1.0
@@ -124,7 +124,7 @@ class GAE:
 class OverlongPenalty:
     """The penalty for completions near the length limit (Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
-    It grows linearly from 0 at max_tokens - num_tokens tokens to `largest` at max_tokens.
+    The penalty grows linearly from 0 at max_tokens - num_tokens tokens to `largest` at max_tokens.
     """
 
     max_tokens: int

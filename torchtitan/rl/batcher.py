@@ -83,7 +83,7 @@ class Batcher:
         models: for each sample, the index of the model that trains on it. A row has samples of one
             model, and rows of the same model are adjacent.
         A token with a non-finite log-prob is left out of the loss and of its denominator.
-        Samples with `weights` keep them. Without samples, every rank gets one microbatch of padding.
+        Samples with `weights` keep these weights. Without samples, every rank gets one microbatch of padding.
         Raises ValueError if only some samples have an optional tensor.
         """
         has = _optional_fields(samples)
@@ -174,7 +174,7 @@ class Batcher:
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
         """Return (row indices of all ranks, rows per rank, slots per row) of each microbatch.
 
-        row_lengths: tokens of each row. Rank r gets the row indices at r, r + dp_size, ...
+        row_lengths: tokens of each row. Of a microbatch's row indices, rank r gets entries r, r + dp_size, ...
         """
         n_slots = self._rounded(max(row_lengths, default=1))
         if not self.bucketing or not row_lengths:
@@ -250,7 +250,7 @@ class Batcher:
         }
         is_shared = any(any(tree.shared) for tree in trees)
         if is_shared:
-            # A slot gets the values of the sample that scores it; without one, of a sample with a label.
+            # A shared slot gets the values of a sample that has it in the loss, else of one with a label.
             n_tokens = len(slot_of_token)
             rank_of_token = (values["loss_mask"] != 0).long() + (values["labels"] != IGNORE_INDEX)
             order = torch.arange(n_tokens) + n_tokens * rank_of_token
@@ -287,8 +287,8 @@ def _joined_experts(samples: Sequence[TrainingSample]) -> Tensor:
     experts = [sample.routed_experts for sample in samples]
     if len(shapes := {tuple(x.shape[1:]) for x in experts}) > 1:
         raise ValueError(
-            "routed_experts of all samples of a batch must have one number of layers and experts per "
-            f"token, got {sorted(shapes)}; take all samples from one model"
+            "routed_experts of all samples of a batch must have the same numbers of layers and of experts "
+            f"per token, got {sorted(shapes)}; take all samples from one model"
         )
     return torch.cat(experts)
 

@@ -38,7 +38,7 @@ def check_rl_config(job_config: JobConfig) -> None:
 
 
 def check_generator(job_config: JobConfig) -> None:
-    """As `check_rl_config`, for what draws completions. Reads no files of the job."""
+    """As `check_rl_config`, for the keys that a generator reads."""
     refuse(
         _batch_invariance(job_config), _generator(job_config), weights_of_generator(job_config.rl)
     )
@@ -113,7 +113,7 @@ def api_key(serve: RLServe) -> str:
     try:
         if os.path.isfile(path):
             with open_file(path, encoding="ascii") as file:
-                key, problem = file.read(4096).strip(), "another content"
+                key, problem = file.read(4096).strip(), "other content"
     except (OSError, UnicodeDecodeError) as error:
         problem = str(error)
     if not re.fullmatch(r"[!-~]+", key):
@@ -167,7 +167,7 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
         terms = ("loss.kl_coef", "loss.entropy_coef", "teacher.folder")
         yield from clash(
             "rl.batch.skip_zero_advantage",
-            "leaves out samples whose policy loss is 0, with their other terms of the loss",
+            "leaves out samples whose policy loss is 0, although their other loss terms are not",
             {f"rl.{key}": value_of(rl, key) for key in terms},
         )
     if batch.share_prefixes and not batch.packing:
@@ -190,7 +190,7 @@ def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
     degrees = ("tensor_parallel_degree", "context_parallel_degree")
     yield from clash(
         "rl.generator.exact",
-        "has the trainer's own modules generate, uncompiled and unsplit, in the trainer's type",
+        "generates with the trainer's own modules, uncompiled, unsharded and in the trainer's dtype",
         {
             "rl.generator.backend": generator.backend.removeprefix("local"),
             "rl.generator.dtype": generator.dtype,
@@ -320,15 +320,15 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
         yield from _adapters_for_generator(job_config)
     if generator.in_flight and (generator.backend != "local" or not rl.async_steps):
         yield (
-            f"rl.generator.in_flight updates the weights of a local generator while it draws beside "
+            f"rl.generator.in_flight updates the weights of a local generator that draws during "
             f"training, got rl.generator.backend = {generator.backend!r} and rl.async_steps = "
             f"{rl.async_steps}; set them to 'local' and at least 1, or turn in_flight off"
         )
     agrees = rl.redraws > 0 or rl.task.max_turns > 1
     if generator.tensor_parallel_degree > 1 and agrees and rl.async_steps and not generator.ranks:
         yield (
-            "ranks that split one copy of a generator have to exchange redraws and replies, in the process "
-            f"group that the trainer is using, got rl.redraws = {rl.redraws}, rl.task.max_turns = "
+            "tensor-parallel ranks of a generator have to exchange redraws and replies in the process group "
+            f"that the trainer is using, got rl.redraws = {rl.redraws}, rl.task.max_turns = "
             f"{rl.task.max_turns}, rl.async_steps = {rl.async_steps} and rl.generator.tensor_parallel_degree"
             f" = {generator.tensor_parallel_degree}; set rl.generator.ranks, or these to their defaults"
         )
@@ -346,7 +346,7 @@ def _generator(job_config: JobConfig) -> Iterator[str]:
         yield (
             "rl.weight_sync.delta sends changes of whole weights to rl.generator.ranks or by "
             f"weight_transfer = 'gloo', got rl.generator.ranks = {generator.ranks}, weight_transfer = "
-            f"{generator.weight_transfer!r} and adapters = {generator.adapters}; set one, or turn delta off"
+            f"{generator.weight_transfer!r} and adapters = {generator.adapters}; change these, or turn delta off"
         )
 
 
@@ -404,13 +404,13 @@ def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
     others = {f"lora.{name}": getattr(lora, name) for name in names}
     others["rl.generator.reload_url"] = generator.reload_url
     others["rl.generator.backend"] = generator.backend if generator.backend == "local" else ""
-    reason = "sends files of adapters, of one rank and scale, to vLLM"
+    reason = "sends files of adapters with one LoRA rank and scale to vLLM"
     yield from clash("rl.generator.adapters", reason, others)
     own = job_config.model.hf_assets_path
     is_same = os.path.realpath(checkpoint.initial_load_path or own) == os.path.realpath(own)
     if generator.backend == "vllm" and not (checkpoint.initial_load_in_hf and is_same):
         yield (
-            f"rl.generator.adapters has vLLM read the base from {own!r} (model.hf_assets_path), got "
+            f"rl.generator.adapters has vLLM read the base model from {own!r} (model.hf_assets_path), got "
             f"checkpoint.initial_load_in_hf = {checkpoint.initial_load_in_hf} and "
             f"initial_load_path = {checkpoint.initial_load_path!r}; train from that folder, too"
         )
@@ -435,7 +435,7 @@ def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> dict[str, 
 
 
 def weights_of_generator(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
-    """Rules of `rl.weight_sync.mode` and `rl.generator.rescore`; trainer_dtype: as above."""
+    """Rules of `rl.weight_sync.mode` and `rl.generator.rescore`. For trainer_dtype see `reasons_not_to_share`."""
     for key, why in reasons_not_to_share(rl, trainer_dtype).items():
         given = f"rl.{key} = {value_of(rl, key)!r}"
         if rl.weight_sync.mode == "reference":

@@ -52,7 +52,7 @@ class ImportanceCorrection:
 
     @property
     def corrects(self) -> bool:
-        """True if the loss weighs or masks tokens by the ratio of the two policies."""
+        """True if the loss weights or masks tokens by the ratio of trainer and generator."""
         return self.masks or self.correction != "none"
 
     @property

@@ -95,9 +95,9 @@ class LocalDecoder:
         if not fits:
             warn_once(
                 logger,
-                f"generation gathers each layer's weights for each token, which is slow: together they "
+                f"generation gathers each layer's weights for each token, which is slow: all weights "
                 f"take {needed / 2**30:.1f} GiB, more than half of a rank's free memory, here "
-                f"{free / 2**30:.1f} GiB; take more ranks, or tensor parallelism",
+                f"{free / 2**30:.1f} GiB; use more ranks, or tensor parallelism",
             )
         return fits
 
@@ -194,8 +194,8 @@ class _Rows:
     next_version: Callable[[], int]
     on_rows: Callable[[list[int]], None]
     sampling: SamplingConfig
-    # Rows [0, n_begun) have got a slot in the cache. The prompts of rows [0, n_read) have been prefilled, so
-    # rows [n_begun, n_read) wait only for a slot.
+    # Rows [0, n_begun) have got a place in the cache. The prompts of rows [0, n_read) have been prefilled,
+    # so rows [n_begun, n_read) wait only for a place.
     n_begun: int = 0
     n_read: int = 0
 
@@ -205,7 +205,7 @@ class _Rows:
         self._ids: list[list[int]] = [[] for _ in self.prompt_of_row]  # token ids, to find stops
 
     def draw_all(self, uniform: Tensor, n_wanted: int, n_places: int) -> None:
-        """Draw until all rows have ended. n_wanted: rows from this index on are dummies for the forwards.
+        """Draw until all rows have ended. n_wanted: the number of real rows; the later ones are dummies.
 
         Each iteration makes one forward, of prompts or of one token per row in the cache. So all ranks
         of a group make the same number of forwards, although they read prompts at different times.

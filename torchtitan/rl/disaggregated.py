@@ -66,8 +66,8 @@ def join_role(job_config: JobConfig) -> tuple[bool, "Link | None", int]:
     n_apart = job_config.rl.generator.ranks
     if dist.is_initialized():
         raise ConfigError(
-            f"rl.generator.ranks = {n_apart} makes a process group for each role, but one of all ranks "
-            "exists already; start without it"
+            f"rl.generator.ranks = {n_apart} makes a process group for each role, but a group of all "
+            "ranks exists already; do not create that group"
         )
     n_trainers = job_config.trainer_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
@@ -137,7 +137,7 @@ class RemoteGenerator:
         self._weights_sent: Future | None = None
         self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
-        self._answers: dict[int, list[Share]] = {}  # by request, if no wait has taken them yet
+        self._answers: dict[int, list[Share]] = {}  # request number -> not yet taken
         self._failure: Exception | None = None  # once set, nothing is sent or received
 
     def take_policy(self, policy: PolicyModel) -> None:
@@ -179,7 +179,7 @@ class RemoteGenerator:
         return partial(self._episodes, self._n_requests, sent)
 
     def _episodes(self, number: int, sent: Future | None) -> list[Episode]:
-        # A separate collective, with its own timeout: sending the weights before may take long.
+        # A separate collective with its own timeout, because weights may have to be sent first.
         from_rank_zero(lambda: sent.result())
         return from_rank_zero(partial(self._answer, number))
 
@@ -288,7 +288,7 @@ def task_of_job(
 ) -> Task:
     """Return the given task, or build the config's.
 
-    Raises ConfigError if its tokenizer does not fit the model, or max_turns > 1 and it never replies.
+    Raises ConfigError if the task's tokenizer does not fit the model, or max_turns > 1 and it never replies.
     """
     if task is None:
         build_tokenizer = spec.build_tokenizer_fn

@@ -68,7 +68,7 @@ class FunctionPool:
         self._convert, self._what, self._keys = convert, what, keys
         self._threads, self._of_thread = ThreadPoolExecutor(n_processes, "calls"), threading.local()
         self._workers: list[_Worker] = []  # never replaced: the finalizer holds this list
-        # As in multiprocessing's pools: runs before processes get a SIGTERM at exit, and not in forks.
+        # As in multiprocessing's pools: `_kill_all` runs before the SIGTERM at exit, and not in forks.
         Finalize(self, _kill_all, (self._workers,), exitpriority=10)
 
     def call_all(self, calls: Sequence[Call], numbers: Sequence[int] | None = None) -> list[Result]:
@@ -118,7 +118,7 @@ class FunctionPool:
         if worker in self._workers:
             if worker.process.is_alive():
                 return worker
-            self._end(worker)  # what it has left behind
+            self._end(worker)  # kills processes that it left behind
         # Spawn, not fork, because this process has threads and perhaps a device.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()

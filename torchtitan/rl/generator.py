@@ -53,8 +53,8 @@ class Generator(ABC):
 
     is_collective: True if all ranks have to call `generate` together, with the same arguments; then
         every rank gets all completions.
-    ranks_per_copy: number of consecutive ranks that hold one copy of the model and call `generate`
-        together, if it is not collective.
+    ranks_per_copy: number of consecutive ranks over which one copy of the model is sharded; they call
+        `generate` together, if it is not collective.
     """
 
     policy_version: int = -1
@@ -172,7 +172,7 @@ class DecoderGenerator(Generator):
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
         self.check_prompts(prompts, sampling.max_tokens)
-        # A row's random numbers depend neither on the layout nor on the end of other rows.
+        # A row's random numbers depend neither on the layout nor on when other rows end.
         seed = sampling.seed
         rng = self._rng if seed is None else torch.Generator().manual_seed(seed)
         n_rows = max(rows, default=-1) + 1

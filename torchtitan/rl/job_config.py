@@ -158,7 +158,7 @@ class RLGenerator(Section):
     # Sample with this package's model (local), with vLLM, or with an HTTP server that has OpenAI's
     # /v1/completions and returns token ids (openai)
     backend: Literal["local", "vllm", "openai"] = "local"
-    ranks: Count = 0  # The last N ranks of the job only generate; 0: all ranks do both
+    ranks: Count = 0  # The last N ranks of the job only generate; 0: all ranks generate and train
     # Dtype of the generator's weights; None takes the dtype of the trainer's matrix products
     dtype: Literal["bfloat16", "float32"] | None = None
     max_batch_size: Positive = 256  # Completions that a data-parallel rank draws at a time
@@ -169,7 +169,7 @@ class RLGenerator(Section):
     max_snapshots: Count = 4
     # For vllm: share of the device's memory for weights and cache; a trainer on the device needs the rest
     memory_share: Annotated[float, Range(0, 1, excluded=0)] = 0.4
-    tensor_parallel_degree: Positive = 1  # For vllm: ranks that split one copy of the model
+    tensor_parallel_degree: Positive = 1  # For vllm: ranks that split one model
     # For vllm: length limit of a prompt with its completion, in tokens; None takes training.seq_len
     max_seq_len: Annotated[int, Range(2, 10**9)] | None = None
     # For openai: the server's address, such as http://10.0.0.2:8000; several separated by commas; or a file

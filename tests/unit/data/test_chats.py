@@ -199,7 +199,7 @@ BAD_TEMPLATES = [
     (LOOP.replace("BODY", "<{{ m.content }}") + "{% if add_generation_prompt %}<x{% endif %}", [U, X, A],
      UNMARKED + "renders the header of the assistant's turn in message 3 diff", "training.chat_template"),
     ("{{ messages[1].role.upper() }}" + PLAIN, [U, A],
-     UNMARKED + "cannot render the chat through message 1 (", "training.chat_template"),
+     UNMARKED + "cannot render the chat up to message 1 (", "training.chat_template"),
     # A reply has another closing token once the chat goes on.
     (PLAIN.replace("<|im_end|>",
                    "{{ '<|im_start|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}"), [U, A, U],
@@ -208,7 +208,7 @@ BAD_TEMPLATES = [
      "every token of the chat would be trained, because t.jinja writes nothing outside", "writes a header"),
     (LOOP.replace("BODY",
                   "{% set x %}{% generation %} {{ m.content }}{% endgeneration %}{% endset %}{{ x | trim }}"), [A],
-     "t.jinja changes text that it has marked with {% generation %}", "mark it where it is written"),
+     "t.jinja changes the text of a {% generation %} block after", "write the changed text in the block"),
     (LOOP.replace("BODY", "{{ m.content }}{% generation %}{% endgeneration %}"), [U, A], MARKS + "'')", "enclose"),
     (LOOP.replace("BODY", "{% generation %}<{{ m.role }}>{{ m.content }}{% endgeneration %}"), [U, A],
      MARKS + "'<user>what the user asked", "have them enclose"),
@@ -395,7 +395,7 @@ def test_arguments_of_a_tool_call_that_are_quoted_or_refused_are_told(tokenizer,
     )
     call["function"]["arguments"] = {"city": "Paris"}
     joining = PLAIN.replace("{{ m.content }}", write.replace("VERB", "+ ''"))
-    with pytest.raises(ValueError, match="'arguments' to a text: give them as a text of JSON"):
+    with pytest.raises(ValueError, match="to a text: give 'arguments' as a JSON string"):
         encoder_of(tokenizer, joining)(chat)
 
 

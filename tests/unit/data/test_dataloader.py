@@ -170,12 +170,12 @@ def test_one_hostile_position_among_those_of_other_ranks_executes_nothing(tmp_pa
     ("state", "message"),
     [
         (b"", "data position of dp_rank_0 cannot be read: Ran out of input"),
-        (pickle.dumps([1, 2]), "data position of dp_rank_0 is a list and no dict"),
+        (pickle.dumps([1, 2]), "data position of dp_rank_0 is a list, not a dict"),
         (b"(" * 10_000_000, "data position of dp_rank_0 cannot be read"),
-        (b"]" * 100_000 + b"a" * 99_999 + b".", "data position of dp_rank_0 is a list and no dict"),
+        (b"]" * 100_000 + b"a" * 99_999 + b".", "data position of dp_rank_0 is a list, not a dict"),
         ("text", "data position of dp_rank_0 must be bytes, got a str"),
-        (pickle.dumps({"_snapshot": 3}), "not one of this dataset.*exclude_from_loading"),
-        (pickle.dumps({"x": 1}), "not one of this dataset.*exclude_from_loading"),
+        (pickle.dumps({"_snapshot": 3}), "does not fit this dataset.*exclude_from_loading"),
+        (pickle.dumps({"x": 1}), "does not fit this dataset.*exclude_from_loading"),
     ],
     ids=["empty", "list", "marks", "nested", "text", "other", "unknown"],
 )

@@ -264,13 +264,13 @@ def test_shuffled_stream_has_another_order_in_each_pass_and_resumes_in_the_secon
 def test_position_in_other_data_or_of_an_older_version_is_refused():
     state = make_dataset(documents_of([9, 9])).state_dict()
     for n in (1, 3):
-        message = rf"= \[\(2, None\)\], and this run's are \[\({n}, None\)\]"
+        message = rf"= \[\(2, None\)\], and this run has \[\({n}, None\)\]"
         with pytest.raises(ValueError, match=message):
             make_dataset(documents_of([9] * n)).load_state_dict(state)
     old = {"sample_idx": 1, "base": 0, "pending": [], "reader": 0, "num_readers": 1}
     loader = ParallelAwareDataloader(make_dataset(documents_of([7])), 0, 1)
     state = {"dp_rank_0": pickle.dumps({"dataset_state": old}), "world_size": 1}
-    with pytest.raises(ValueError, match="not one of this dataset.*exclude_from_loading"):
+    with pytest.raises(ValueError, match="does not fit this dataset.*exclude_from_loading"):
         loader.load_state_dict(state)
 
 

@@ -352,10 +352,10 @@ DAMAGES = {
     "no index": (lambda f: (f / "a.idx").unlink(), "a.idx: missing"),
     "magic": (
         replace("a.idx", 0, b"TNTIDX\0\0"),
-        "begins with b'TNTIDX\\x00\\x00\\x00', and an index of Megatron-LM's format with b'MMIDIDX",
+        "begins with b'TNTIDX\\x00\\x00\\x00', but Megatron-LM's format begins with b'MMIDIDX",
     ),
-    "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2, and the code 8 for"),
-    "float": (replace("a.idx", 17, b"\6"), "the code 6 for the type of its ids, and version 1 with"),
+    "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2 and ids of the type code 8"),
+    "float": (replace("a.idx", 17, b"\6"), "ids of the type code 6; known are version 1"),
     "cut index": (cut("a.idx", 100), "has 100 bytes, and 146 are needed for its 6 sequences and 4 doc"),
     "documents": (
         replace("a.idx", 138, struct.pack("<q", 5)),

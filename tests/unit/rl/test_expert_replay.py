@@ -177,7 +177,7 @@ def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
     with pytest.raises(ValueError, match="all samples of a batch have routed_experts or none"):
         Batcher(seq_len=16).batch(some)
     other = dataclasses.replace(sample, routed_experts=sample.routed_experts[:, :1])
-    with pytest.raises(ValueError, match=r"one number of layers .* got \[\(1, 2\), \(4, 2\)\]"):
+    with pytest.raises(ValueError, match=r"same numbers of layers .* got \[\(1, 2\), \(4, 2\)\]"):
         Batcher(seq_len=16).batch([sample, other])
     dense = build_engine("qwen3", [], str(tmp_path))
     with pytest.raises(ConfigError, match="this model is dense; set rl.generator.replay_experts"):

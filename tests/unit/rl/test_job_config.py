@@ -108,8 +108,8 @@ BAD_VALUES = [
     ({"weight_sync.delta": True}, "got rl.generator.ranks = 0, weight_transfer = '' and adapters"),
     ({"generator.ranks": 1, SEED: True}, "needs separate ranks .* got checkpoint.create_seed"),
     (VLLM | SPLIT_COPY, "have to exchange redraws and replies"),
-    (FLIES, "while it draws.* 'local' and rl.async_steps = 0; set"),
-    (VLLM | FLIES | {"async_steps": 1}, "while it draws.* = 'vllm' and rl.async_steps = 1; set"),
+    (FLIES, "that draws during.* 'local' and rl.async_steps = 0; set"),
+    (VLLM | FLIES | {"async_steps": 1}, "that draws during.* = 'vllm' and rl.async_steps = 1; set"),
     (VLLM | EXACT, "got rl.generator.backend = 'vllm'; change one"),
     (EXACT | {"generator.rescore": True}, "got rl.generator.rescore = True"),
     (EXACT | {"parallelism.tensor_parallel_degree": 2}, "tensor_parallel_degree = 2; change one"),
@@ -125,9 +125,9 @@ BAD_VALUES = [
     (OPENAI | {"generator.rescore": True}, "rescore would hide how far"),
     (TO_SERVER | {"model.converters": []}, "sends the adapters of the converter 'lora', got"),
     (RELOADS | LORA, "got rl.generator.reload_url = 'http://a/r';"),
-    (TO_SERVER | {"lora.rank_pattern": {"wq": 2}}, "of one rank and scale, .* lora.rank_patt"),
-    (LORA, "files of adapters, .*backend = 'local'"),
-    (LORA | VLLM, "vLLM read the base from .*; train from that"),
+    (TO_SERVER | {"lora.rank_pattern": {"wq": 2}}, "one LoRA rank and scale .* lora.rank_patt"),
+    (LORA, "files of adapters .*backend = 'local'"),
+    (LORA | VLLM, "vLLM read the base model from .*; train from that"),
 ]
 
 
