@@ -152,7 +152,10 @@ class DocumentPolicy:
 
 
 def _with_depths(batch: TokenBatch) -> TokenBatch:
-    """Add depths, also as positions, to a batch with `parent_ids`; unchanged if no document has a parent."""
+    """Set `depths`, each token's position on its branch, and `positions` to the same numbers.
+
+    Unchanged if no document has a parent. Raises ValueError if the batch has other positions.
+    """
     assert batch.document_ids is not None
     depths = branch_depths(batch.document_ids, per_token(batch.as_dict(), PARENT_IDS))
     if depths is None:

@@ -65,7 +65,8 @@ def grow_trees(
         range(len(values)), key=lambda i: (str(group_of[i]), values[i][0].astype(">i8").tobytes())
     )
     trees: list[Tree] = []
-    # The last sequence's values; its shared slots also have other sequences' labels and scored flags.
+    # The values of the sequence before this one. In the slots that it shares with earlier sequences of its
+    # tree, labels and scored flags are merged with theirs.
     branch: list[Any] = []
     for i in in_order:
         own, own_labels, own_scored, *own_experts = values[i]

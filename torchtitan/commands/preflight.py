@@ -152,7 +152,7 @@ class Checks:
         return {f"GiB ({module.get_device_name(self.at)})": total / _GIB}
 
     def disk(self) -> dict[str, float]:
-        """Write to the folder, once per host."""
+        """Measure write speed and free space of the checkpoint folder; one rank per host writes a file."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.rank == 0:
             self.file.touch()

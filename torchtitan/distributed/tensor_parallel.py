@@ -208,7 +208,8 @@ class VocabularyOutput(nn.Linear):
     """An output projection whose vocabulary is split over ranks. [B, T, M] -> logits [B, T, V].
 
     keeps_shards: return a DTensor split along the vocabulary, instead of a plain tensor of all logits.
-    With a head, returns head(h, this rank's weight, this rank's bias, group=...) instead.
+    If `forward` gets a `head`, a function of hidden states and output weights such as `TokenLogProbs`, it
+    returns head(hidden states, this rank's weight, this rank's bias, group=...) in place of logits.
     """
 
     keeps_shards: bool = True

@@ -166,7 +166,8 @@ def _kill(worker: _Worker) -> None:
 
 def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
     """The main loop of a process: answer calls until the pool closes the pipe."""
-    # A generating rank ignores SIGTERM, and this process inherits that. But at exit, SIGTERM must end it.
+    # A generating rank ignores SIGTERM, and this process inherits that. When the parent exits,
+    # multiprocessing ends its daemons with SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     # A killed parent runs no `close`, and a call that hangs does not notice the closed pipe.

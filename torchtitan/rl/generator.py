@@ -111,7 +111,7 @@ class Generator(ABC):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that draws without a seed depend on, besides weights and arguments."""
+        """Return what a later call without `sampling.seed` needs, besides weights, to draw the same tokens."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027, for no state
