@@ -109,9 +109,9 @@ class IsolationProbe:
 
         if unmoved.any():
             raise RuntimeError(
-                f"a branch does not see its ancestors at step {step}: after {describe(*place)} was exchanged, "
-                f"the logits of {describe(*unmoved.nonzero()[0].tolist())}, which continues it, are the same; "
-                f"look at the layers' mask (attn_type {self.policy.attn_type!r})"
+                f"a branch does not see its ancestors at step {step}: another token in place of {describe(*place)} "
+                f"did not change the logits of {describe(*unmoved.nonzero()[0].tolist())}, a later token of the "
+                f"branch; look at the layers' mask (attn_type {self.policy.attn_type!r})"
             )
         first_layer = f"{layer} is the first layer whose output changed"
         if not layer:
@@ -121,7 +121,7 @@ class IsolationProbe:
         if any(getattr(layer, "moe_enabled", False) for layer in layers):
             by_rounding = "With experts, rounding may be the only cause: try other values of debug.seed first. "
         raise RuntimeError(
-            f"documents are not isolated at step {step}: after {describe(*place)} was exchanged, "
+            f"documents are not isolated at step {step}: with another token in place of {describe(*place)}, "
             f"the logits of {int(moved.sum())} tokens that must not see it changed, first "
             f"{describe(*moved.nonzero()[0].tolist())}; {first_layer}. {by_rounding}Look at the layers' "
             f"mask (attn_type {self.policy.attn_type!r}, attn_mask_type {self.policy.attn_mask_type!r}), "

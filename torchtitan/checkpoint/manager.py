@@ -340,9 +340,9 @@ class CheckpointManager:
         save_to_hf(states, adapter, path, dtype, tokenizer, template, untrained)
 
     def _base_of_untrained(self) -> str:
-        """Return a local folder of the model whose untrained parts exports copy. Collective.
+        """Return a local folder with the base model, from which an export copies untrained parts. Collective.
 
-        `load` downloads an address, once. Raises RunError if the download fails.
+        A base at an address is downloaded in the first call, by `load`. Raises RunError if that fails.
         """
         base = self.initial_load_in_hf and self.initial_load_path or ""
         base = base or getattr(self.sd_adapter, "hf_assets_path", None) or ""

@@ -25,7 +25,7 @@ SKIPPED_FOLDERS = frozenset(
 
 
 class PythonDocs:
-    """Documents of the running Python, by index. split: "train", or "validation" (held out)."""
+    """The documentation of this Python interpreter, one document per index. split: "train" or "validation"."""
 
     def __init__(self, split: str = "train") -> None:
         if split not in ("train", "validation"):

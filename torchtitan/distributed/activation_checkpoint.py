@@ -181,7 +181,8 @@ def _recompute_mode() -> type:
     """Return torch's recomputation mode, which here allows ops absent in forward (a FLOP counter's views)."""
 
     class RecomputeMode(torch_parts.RecomputeMode):
-        # Torch registers flex attention and compiled regions for its own class only, not for a subclass.
+        # Flex attention and compiled regions are higher-order operators, which torch registers for its own
+        # mode, not for subclasses.
         supports_higher_order_operators = True
         maybe_saved_ops: frozenset[Any]
 

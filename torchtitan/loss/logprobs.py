@@ -143,7 +143,11 @@ class TopTokens(TokenLogProbs):
             return torch.cat(best).float().view(*labels.shape, -1)
 
     def _best_of_ranks(self, of_ranks: Tensor) -> Tensor:
-        """of_ranks: [ranks, n, highest logit + sum + sum of others + k' logits + k' ids] -> the result's rows."""
+        """Merge the k' best tokens of each rank's vocabulary into the result's rows.
+
+        of_ranks: [ranks, n, 3 + 2 k']: the highest logit; the sum of exp(logit - highest); the same without the
+            k' best tokens; their k' logits; their k' ids.
+        """
         highest, sums, others = of_ranks[..., :3].unbind(-1)
         top = highest.amax(0)
         scale = (highest - top).exp()

@@ -292,7 +292,8 @@ def _batch_invariant_forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     starts, lengths = ends[:-1].long(), ends.diff().long()
     n_tiles = -(-lengths // KEYS)
-    # Documents of one token, such as padding, are group 0: one tile of keys, but only one query.
+    # Documents of as many tiles of keys are computed together. Those of one token, such as padding, also have
+    # one tile, and get the number 0, because they need one query instead of the longest document's.
     n_tiles[lengths == 1] = 0
     for n in n_tiles.unique().tolist():
         of_size = n_tiles == n

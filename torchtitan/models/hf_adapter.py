@@ -396,7 +396,7 @@ def _without_prefix(prefix: str, hf_name: str) -> str:
 
 
 def _key_of(name: str, table: Collection[str]) -> str:
-    """Return the table's key for a name: the name itself if the table has it, else its template."""
+    """Return the name if the table has it, else the name with {} for each number: `layers.{}.weight`."""
     return name if name in table else to_template(name)[0]
 
 

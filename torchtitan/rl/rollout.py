@@ -172,8 +172,8 @@ class Draws:
             token_ids, text = list(chain.from_iterable(parts)), text.replace(SEAM, "")
             if not token_ids:
                 raise ValueError(
-                    f"a reply must have a token, got {text!r} for the expected answer "
-                    f"{dialogue.prompt.answer!r}; return None to end an episode"
+                    f"the task's reply in a dialogue must have a token, got {text!r} (the prompt's expected "
+                    f"answer is {dialogue.prompt.answer!r}); return None to end an episode"
                 )
             longest = len(dialogue.context) + len(token_ids) + sampling.max_tokens
             if request.max_tokens is not None and longest > request.max_tokens:

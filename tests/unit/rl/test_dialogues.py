@@ -193,7 +193,7 @@ def test_sampled_tokens_are_kept_as_they_were_sampled(tmp_path):
 def test_reply_without_a_token_and_a_failing_one_are_told(tmp_path):
     task = GuessTask()
     task.reply = lambda prompt, turns: ""
-    with pytest.raises(ValueError, match="a reply must have a token, got ''"):
+    with pytest.raises(ValueError, match="must have a token, got ''"):
         draw(task, Scripted(task.tokenizer, lambda _: "1"), tmp_path)
     task.reply = lambda prompt, turns: 1 / 0
     with pytest.raises(ValueError, match="a reply failed at .*ZeroDivisionError.*correct the task"):
