@@ -186,6 +186,10 @@ class SafeReader(torch_dcp.FileSystemReader):
 
     def _read_item(self, file: Any, item: torch_dcp.ReadItem, planner: Any) -> None:
         info = self.storage_data[item.storage_index]
+        if info.transform_descriptors:
+            raise ValueError(
+                "an entry is compressed by a stream extension; save it without extensions"
+            )
         entry: Any = _EntryView(file, info.offset, info.length)
         if isinstance(file, storage.RangedFile):  # one request for the whole entry
             entry = io.BytesIO(file[info.offset : info.offset + info.length])
@@ -225,8 +229,10 @@ def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> 
 
     records = zipfile.ZipFile(entry).infolist()
     unpacked = sum(record.file_size for record in records)
-    if unpacked > n_bytes or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+    if unpacked > n_bytes:
         raise ValueError(f"an entry of {n_bytes} bytes unpacks to {unpacked}")
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError("an entry is compressed")
     pickles = []
     for record in records:
         if record.filename.endswith("/data.pkl"):

@@ -20,6 +20,10 @@ class Section:
             )
         object.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)  # raises if the section is frozen
+        object.__delattr__(self, name)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__  # without `_job`, so copies are not frozen
 
@@ -99,7 +103,8 @@ class Range:
         if value >= self.largest:
             limit, ends = self.largest, ("at most", "below")
         besides = "" if self.special is None else f", or {self.special}"
-        return f"{ends[self.excluded == limit]} {limit}{besides}"
+        end = ends[1] if self.excluded == limit else ends[0]
+        return f"{end} {limit}{besides}"
 
 
 Positive = Annotated[int, Range(1, 10**9)]

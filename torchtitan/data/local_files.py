@@ -272,6 +272,8 @@ def _copy_in_cache(path: str, options: str, content: Iterator[bytes]) -> str:
     key = repr((storage.resolved(path), found.st_size, found.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     try:
+        if copy.exists():  # perhaps in a folder that this process cannot write
+            return str(copy)
         copy.parent.mkdir(parents=True, exist_ok=True)
         with open_file(f"{copy}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the machine writes, others wait

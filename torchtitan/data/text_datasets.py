@@ -51,9 +51,11 @@ def _load_python_docs(path: str, split: str) -> Any:
 
 
 def _text_of(sample: Any) -> str:
-    if isinstance(sample, Mapping) and "text" in sample:
+    if isinstance(sample, Mapping) and isinstance(sample.get("text"), str):
         return sample["text"]
     got = f"the keys {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
+    if isinstance(sample, Mapping) and "text" in sample:
+        got = f"{sample['text']!r:.80} there"
     raise ValueError(
         f"need an object with a string under 'text', got {got}; register a dataset with a "
         "sample_processor for other keys"

@@ -372,4 +372,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(local_tensor(parameter.grad), group=mesh.get_group())
+        local = local_tensor(parameter.grad)
+        summed = local.contiguous()  # NCCL takes no other tensors
+        dist.all_reduce(summed, group=mesh.get_group())
+        if summed is not local:
+            local.copy_(summed)

@@ -87,13 +87,15 @@ class Field(Row):
     def fields(self) -> Collection[str]:
         return self.names + self.also
 
+    def is_missing(self, config: Config) -> bool:
+        has_default = self.default is not _REQUIRED
+        return not has_default and not any(is_given(config, name) for name in self.names)
+
     def read(self, config: Config) -> dict[str, Any]:
         for name in self.names:
             if is_given(config, name):
                 check_kind(config, name, self.kind)
                 return {self.ours: self.from_hf(config[name], config)}
-        if self.default is _REQUIRED:
-            raise ValueError(f"The Hugging Face config lacks {self.hf}; add it")
         return {self.ours: self.default(config) if callable(self.default) else self.default}
 
     def write(self, args: Any) -> dict[str, Any]:
@@ -204,6 +206,10 @@ def each_layer(value: Callable[[Any, int], Any]) -> Callable[[Any], list[Any]]:
 
 def take(config: Config, rows: Iterable[Row]) -> dict[str, Any]:
     """Return our field -> value from a config. Raises ValueError for missing or impossible values."""
+    rows = list(rows)
+    missing = [row.hf for row in rows if isinstance(row, Field) and row.is_missing(config)]
+    if missing:
+        raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add what it lacks")
     return {name: value for row in rows for name, value in row.read(config).items()}
 
 

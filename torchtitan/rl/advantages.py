@@ -88,6 +88,12 @@ class GAE:
     lam: float = 1.0
     whiten: bool = True
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ValueError(
+                f"rl.advantage.gamma and lam must be 0 to 1, got {self.gamma} and {self.lam}; 1 is usual"
+            )
+
     def __call__(
         self, rewards: Sequence[float], values: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:

@@ -156,8 +156,9 @@ class Critic(Learner):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.is_loaded = True
-        for name, state in state_dict.items():
-            self.engine.checkpointer.states[name].load_state_dict(state)
+        for name, state in self.engine.checkpointer.states.items():
+            if state is not None:
+                state.load_state_dict(state_dict[name])
         follow_own_schedule(self.engine.lr_schedulers)
 
 

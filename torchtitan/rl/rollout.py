@@ -157,7 +157,10 @@ class Draws:
             first_row=[dialogue.row for dialogue in first_of_each],
         )
         for dialogue, completion in zip(dialogues, completions, strict=True):
-            dialogue.complete(completion, self.task, sampling.stop_strings)
+            dialogue.complete(completion)
+            if dialogue.place in own:  # other ranks decode theirs
+                text_and_stop = _text_and_stop(self.task, completion, sampling.stop_strings)
+                dialogue.turns.append(Turn(*text_and_stop))
         if turn == request.max_turns:
             return []
         ended = [d for d in dialogues if d.completions[-1].finish_reason == "stop"]
@@ -278,7 +281,7 @@ class _Dialogue:
     def context(self) -> tuple[int, ...]:
         return (*self.prompt.token_ids, *(token[0] for token in self.tokens))
 
-    def complete(self, completion: Completion, task: Task, stop_strings: Sequence[str]) -> None:
+    def complete(self, completion: Completion) -> None:
         ids, logprobs = completion.token_ids, completion.token_logprobs
         if not len(ids) == len(logprobs) > 0:
             raise ValueError(
@@ -286,12 +289,12 @@ class _Dialogue:
                 f"{len(logprobs)} log-probs; correct the generator"
             )
         self.completions.append(completion)
-        self.turns.append(Turn(*_text_and_stop(task, completion, stop_strings)))
         versions = completion.token_versions or (completion.policy_version,) * len(ids)
         self.tokens += zip(ids, logprobs, (1,) * len(ids), versions, strict=True)
 
     def reply(self, text: str, token_ids: Sequence[int]) -> None:
-        self.turns[-1] = replace(self.turns[-1], reply=text)
+        if self.turns:  # another rank's dialogue has none
+            self.turns[-1] = replace(self.turns[-1], reply=text)
         self.tokens += [(token, 0.0, 0, -1) for token in token_ids]
 
     def episode(self, grade: Grade, *, several_turns: bool) -> Episode:

@@ -94,6 +94,8 @@ class HttpServer:
         self._open: set[asyncio.StreamWriter] = set()
         # Connections that have not sent a complete request, longest waiting first.
         self._unread: dict[asyncio.StreamWriter, None] = {}
+        # A request for a result that is not finished blocks its thread for up to 20 s.
+        self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS, "http")
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="http", daemon=True
@@ -106,11 +108,9 @@ class HttpServer:
         if self._thread.ident is not None:
             self._thread.join(2 * _SECONDS_TO_FINISH)
         self._socket.close()
+        self._pool.shutdown(wait=False)
 
     async def _serve(self) -> None:
-        # A request for a result that is not finished blocks its thread for up to 20 s.
-        threads = ThreadPoolExecutor(_MAX_CONNECTIONS, "http")
-        asyncio.get_running_loop().set_default_executor(threads)
         server = await asyncio.start_server(
             self._connection, sock=self._socket, limit=_MAX_HEADER_BYTES
         )
@@ -152,7 +152,8 @@ class HttpServer:
         self._unread.pop(writer, None)
         keeps = headers.get("Connection", "").lower() != "close"
         REACHED_AT.set(f"http://{headers['Host']}")
-        answer = await asyncio.to_thread(self._answer, method, path, body)
+        run, call = contextvars.copy_context().run, (self._answer, method, path, body)
+        answer = await asyncio.get_running_loop().run_in_executor(self._pool, run, *call)
         await self._send(writer, answer, keeps)
         return keeps
 
