@@ -70,7 +70,7 @@ def test_two_descriptions_of_rope_that_differ_are_refused(family, scaling):
     # A copy, because transformers changes it.
     theirs = type(tiny_hf_config(family)).from_dict(config | {"rope_scaling": dict(scaling)})
     assert theirs.rope_parameters["rope_type"] == scaling["rope_type"]  # transformers applies it
-    with pytest.raises(ValueError, match="it has rope_scaling = .* but rope_parameters says other"):
+    with pytest.raises(ValueError, match="it has rope_scaling = .* but rope_parameters differs"):
         from_hf_config(config | {"rope_scaling": scaling})
     with pytest.raises(ValueError, match="it has rope_theta = 5.0, but the RoPE table has 1000000"):
         from_hf_config(config | {"rope_theta": 5.0})
@@ -144,7 +144,7 @@ def test_index_names_the_files_of_the_model(tmp_path, caplog):
         save_file({key: t + 1 for key, t in tensors.items()}, tmp_path / name)
     with caplog.at_level("INFO"):
         assert_same_logits(logits_of(tmp_path), model)
-    line = "so not read: adapter_model.safetensors, consolidated.safetensors, old.safetensors"
+    line = "not read: adapter_model.safetensors, consolidated.safetensors, old.safetensors"
     assert line in caplog.text
     save_file(tensors, tmp_path / "model.safetensors")  # transformers would read this one
     with pytest.raises(ValueError, match="holds two models, in model.safetensors and in the files"):

@@ -171,7 +171,7 @@ def on_rank(layout: str, kinds: list[str], seed: int, folder: str, is_guest: boo
                     its_own = type(cause) is trial.error
                     assert its_own == trial.is_here, f"{type(error).__name__}: {said}"
                 if not trial.is_here:
-                    assert said.startswith(f"rank {trial.rank} failed in a "), said
+                    assert said.startswith(f"rank {trial.rank} failed in "), said
             outcomes.append((trial.failed_at, raised_at, f"rank {trial.rank}", is_lost))
             if is_lost:
                 try:

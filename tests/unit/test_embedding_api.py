@@ -115,7 +115,9 @@ def test_layout_is_known_before_the_model_and_serves_several_engines(tmp_path):
     assert not dist.is_initialized()
     with RankLayout.join(config) as layout:
         config.parallelism.always_fsdp = True
-        with pytest.raises(ValueError, match="always_fsdp = True for False.*make a RankLayout"):
+        with pytest.raises(
+            ValueError, match="always_fsdp = True instead of False.*make a RankLayout"
+        ):
             TrainingEngine(config, layout=layout)
 
 

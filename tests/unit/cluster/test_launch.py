@@ -294,7 +294,10 @@ def test_unknown_or_missing_engine_is_refused(engine, capsys):
         (["--rl.generator.memory_share=0.8"], "memory_share = 0.8 has no effect .*'openai'"),
         (["--rl.generator.rescore"], "rl.generator.rescore would hide"),
         (["--rl.async_steps=1"], "must not take weights while a rank draws.*async_steps = 1"),
-        (["--rl.generator.exact"], "rl.generator.exact has .*rl.generator.backend = 'openai'"),
+        (
+            ["--rl.generator.exact"],
+            "rl.generator.exact generates .*rl.generator.backend = 'openai'",
+        ),
         (
             ["--rl.generator.adapters", "--model.converters=lora"],
             "--servers starts vLLM without .*got rl.generator.adapters = True",
