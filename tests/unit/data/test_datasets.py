@@ -379,6 +379,8 @@ def write_json_lines(path, texts):
         ('{"text": "tw', "not valid JSON"),
         ('{"body": "x"}', "body"),
         ("[1]", "list"),
+        ('{"text": null}', "got None there"),
+        ('{"text": 5}', "got 5 there"),
         ("9" * 4301, "not valid JSON .*4300 digits"),  # the limit of Python's integers
     ],
 )
