@@ -265,7 +265,14 @@ SETS = {
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name, workers",
-    [("indexed", 2), ("stream", 0), ("shuffled stream", 0), ("mixed stream", 2)],
+    [
+        ("indexed", 2),
+        ("stream", 2),
+        ("shuffled stream", 0),
+        ("mixed stream", 0),
+        # `datasets` reads a mixture with threads. After that, a forked worker may hang.
+        pytest.param("mixed stream", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_position_at_any_time_is_that_of_the_rows_with_or_without_data_workers(name, workers):
     """`datasets` would split a worker's part among the workers once more."""
