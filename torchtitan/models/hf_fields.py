@@ -206,11 +206,15 @@ def each_layer(value: Callable[[Any, int], Any]) -> Callable[[Any], list[Any]]:
 
 def take(config: Config, rows: Iterable[Row]) -> dict[str, Any]:
     """Return our field -> value from a config. Raises ValueError for missing or impossible values."""
-    rows = list(rows)
-    missing = [row.hf for row in rows if isinstance(row, Field) and row.is_missing(config)]
+    found, missing = {}, []
+    for row in rows:
+        if isinstance(row, Field) and row.is_missing(config):
+            missing.append(row.hf)
+        elif not missing or isinstance(row, Field):  # other rows may need what is missing
+            found |= row.read(config)
     if missing:
         raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add what it lacks")
-    return {name: value for row in rows for name, value in row.read(config).items()}
+    return found
 
 
 def give(args: Any, rows: Iterable[Row]) -> dict[str, Any]:

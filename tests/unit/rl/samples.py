@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchtitan.rl import rollout
 from torchtitan.rl.losses import PolicyLoss, finalize_metrics
-from torchtitan.rl.tasks import Prompt, Task
+from torchtitan.rl.tasks import Prompt, Task, Turn
 from torchtitan.rl.types import Completion, Episode, TrainingBatch, TrainingSample
 
 VOCAB, LONGEST = 7, 12
@@ -101,7 +101,9 @@ def make_episodes(
     dialogues = []
     for i, completion in enumerate(completions):
         dialogues.append(rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i))
-        dialogues[-1].complete(completion, task, stop_strings)
+        dialogues[-1].complete(completion)
+        text_and_stop = rollout._text_and_stop(task, completion, stop_strings)
+        dialogues[-1].turns.append(Turn(*text_and_stop))
     return rollout._graded(task, dialogues)
 
 
