@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.data.chat_samples import check_chat, renamed
+from torchtitan.data.chat_samples import load_chats as load_chats  # programs import it from here
 from torchtitan.data.chat_spans import MARK_IT, Chat, Span
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.open_document import Tokens
