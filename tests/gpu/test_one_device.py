@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import library
 from torch.utils import _pytree as pytree
 
 from tests.distributed import layout_matrix
@@ -77,9 +78,9 @@ def measure_on_one_device(layout: Layout, cases: list[tuple[str, str]], folder: 
     torch.compile = compile_untuned
     os.environ["LOCAL_RANK"] = "0"
     torch.cuda.set_device(0)
-    library = torch.library.Library("c10d", "IMPL")
+    kernels = library.Library("c10d", "IMPL")
     for name in (*SYNCHRONOUS, "send", "recv_"):
-        library.impl(name, through_the_host(name), "CUDA")
+        kernels.impl(name, through_the_host(name), "CUDA")
     process_group._check_existing_group = lambda *_: None  # it refuses gloo for CUDA tensors
     dist.init_process_group("cpu:gloo,cuda:gloo")
     flags = (ALLTOALL,) if layout.cp > 1 else ()
