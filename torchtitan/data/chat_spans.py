@@ -44,6 +44,7 @@ class Chat:
                 f"'chat_template_kwargs' must be an object, got {variables!r:.80}; correct it"
             )
         self._options: Any = {"tools": tools, "variables": variables}
+        self._texts: dict[tuple[int, bool], str] = {}  # from `ChatTemplate.render_beginnings`
         self._num_prompt = 0  # number of messages in the prompt; 0 for a sample with `messages`
         if "messages" not in sample:
             self.messages = checked_messages(sample["prompt"], "prompt")
@@ -77,7 +78,13 @@ class Chat:
             if self.template.marks_generation:
                 text, spans = self.template.render_with_spans(self.messages, **self._options)
             else:
-                text = self.template.render(
+                before_and_through = [key for i in turns for key in ((i, True), (i + 1, False))]
+                self._texts = self.template.render_beginnings(
+                    [*self.messages, _QUESTION],
+                    [*before_and_through, (n, False), (n + 1, False)],
+                    **self._options,
+                )
+                text = self._texts.get((n, False)) or self.template.render(
                     self.messages, add_generation_prompt=False, **self._options
                 )
         except CannotRenderError as error:
@@ -141,8 +148,7 @@ class Chat:
 
     def _span_of_completion(self, text: str) -> Span:
         is_reply = self.messages[self._num_prompt]["role"] == "assistant"
-        prompt = self.messages[: self._num_prompt]
-        before = _header_in(text, self._rendered(prompt, header=is_reply))
+        before = _header_in(text, self._beginning(self._num_prompt, header=is_reply))
         if difference := _difference(text, before):
             raise ValueError(
                 f"{self.template.name} renders the prompt differently when the completion follows "
@@ -171,6 +177,12 @@ class Chat:
             for m in self.messages
         ]
 
+    def _beginning(self, number: int, header: bool = False) -> str:
+        """Return the text of the first messages. The one after the chat's last is a user's question."""
+        if (number, header) in self._texts:
+            return self._texts[number, header]
+        return self._rendered([*self.messages, _QUESTION][:number], header)
+
     def _rendered(self, messages: list[dict[str, Any]], header: bool = False) -> str:
         """Return messages as text. header: append the header of the assistant's next turn."""
         try:
@@ -190,8 +202,8 @@ class Chat:
         chat and in a chat that ends with the turn; these two texts must begin with the same closing tokens.
         Raises ValueError if the span cannot be found.
         """
-        before = _header_in(text, self._rendered(self.messages[:turn], header=True))
-        through = self._rendered(self.messages[: turn + 1])
+        before = _header_in(text, self._beginning(turn, header=True))
+        through = self._beginning(turn + 1)
         name = f"the assistant's turn in message {turn + 1}"
         if difference := _difference(text, before):
             name = f"the header of {name}"
@@ -221,7 +233,7 @@ class Chat:
 
     def _rest_before_question(self, text: str, turn: int) -> str:
         """Return the text behind the chat if a question of the user follows. turn: the chat's last turn."""
-        longer = self._rendered([*self.messages, _QUESTION])
+        longer = self._beginning(len(self.messages) + 1)
         if longer.startswith(text):
             return longer[len(text) :]
         # The question makes the template drop earlier reasoning, or a token that ends the chat.

@@ -124,14 +124,8 @@ class ChatTemplate:
 
         Raises ValueError if the template cannot render them, RunError if time or memory run out.
         """
-        values = {
-            **self._variables,
-            **(variables or {}),
-            "add_generation_prompt": add_generation_prompt,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-        }
+        values = self._values(messages, tools, variables)
+        values["add_generation_prompt"] = add_generation_prompt
         try:
             return bounded.call("torchtitan.data.rendering:render", self.source, values)
         except bounded.OutOfBoundsError as error:
@@ -143,6 +137,34 @@ class ChatTemplate:
             raise
         except Exception as error:  # pickle raises several types
             raise CannotRenderError(self.name, messages, str(error)) from None
+
+    def _values(
+        self, messages: Sequence[Message], tools: Tools, variables: Variables
+    ) -> dict[str, Any]:
+        chat = {"messages": messages, "tools": tools, "documents": None}
+        return {**self._variables, **(variables or {}), **chat}
+
+    def render_beginnings(
+        self,
+        messages: Sequence[Message],
+        beginnings: Sequence[tuple[int, bool]],
+        *,
+        tools: Tools = None,
+        variables: Variables = None,
+    ) -> dict[tuple[int, bool], str]:
+        """Return {(n, add_generation_prompt): text of the first n messages}, rendered in one call.
+
+        A call of `render` for each would send every beginning to the other process. Beginnings that cannot
+        be rendered are left out; `render` raises their error.
+        """
+        values = self._values(messages, tools, variables)
+        try:
+            texts = bounded.call(
+                "torchtitan.data.rendering:render_beginnings", self.source, values, beginnings
+            )
+        except Exception:  # pickle raises several types
+            return {}
+        return {key: text for key, text in zip(beginnings, texts, strict=True) if text is not None}
 
     def render_with_spans(
         self, messages: Sequence[Message], *, tools: Tools = None, variables: Variables = None

@@ -4,9 +4,10 @@ Jinja's sandbox stops a template from changing objects and from reading their in
 template gets no date and no random numbers, so a prompt is always rendered the same.
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, ext, nodes, sandbox
@@ -77,3 +78,15 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
             f"its output has {len(text):,} characters; the limit is {_MOST_CHARACTERS:,}"
         )
     return text
+
+
+def render_beginnings(
+    source: str, variables: Mapping[str, Any], beginnings: Sequence[tuple[int, bool]]
+) -> list[str | None]:
+    """Return, for each (n, add_generation_prompt), the first n messages rendered; None if that fails."""
+    texts: list[str | None] = [None] * len(beginnings)
+    for i, (n, header) in enumerate(beginnings):
+        chat = {"messages": variables["messages"][:n], "add_generation_prompt": header}
+        with contextlib.suppress(Exception):  # expressions in a template may raise any exception
+            texts[i] = render(source, {**variables, **chat})
+    return texts

@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from tests.unit.data.chats import FORGETFUL, LLAMA_LIKE, QWEN_LIKE, write_tokenizer
+from torchtitan.data.chat_spans import Chat
 from torchtitan.data.chat_template import SEAM, CannotRenderError, ChatTemplate
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.tools import bounded
@@ -148,3 +149,16 @@ def test_error_of_rendering_goes_from_rank_to_rank():
         str(copied) == str(error) == "chat.jinja cannot render [{'role': 'tool'}]: no such\n role"
     )
     assert copied.reason == error.reason == "no such role"
+
+
+def test_one_call_renders_all_turns_of_a_chat(monkeypatch):
+    calls, call = [], bounded.call
+    template = ChatTemplate("{{ messages | map(attribute='content') | join }}", "t.jinja")
+    monkeypatch.setattr(bounded, "call", lambda *args: calls.append(args) or call(*args))
+    roles = ["user", "assistant"] * 5
+    turns = [{"role": role, "content": f"{role} {i}. "} for i, role in enumerate(roles)]
+    text, spans = Chat(template, {"messages": turns}).text_and_spans()
+    assert [text[begin:end] for begin, end in spans] == [
+        f"assistant {i}. " for i in (1, 3, 5, 7, 9)
+    ]
+    assert len(calls) == 1
