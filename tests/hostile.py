@@ -124,11 +124,13 @@ def write_metadata(step: Path, metadata: Any) -> None:
 
 
 def forget_hashes(step: Path) -> None:
-    (step / ".sha256sums").unlink(missing_ok=True)
+    (step / ".xxh128sums").unlink(missing_ok=True)
 
 
 def remake_hashes(step: Path) -> None:
-    files = [file for file in sorted(step.iterdir()) if file.name != ".sha256sums"]
+    """Hash the files as releases before November 2026 did."""
+    forget_hashes(step)
+    files = sorted(step.iterdir())
     lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}" for file in files]
     (step / ".sha256sums").write_text("\n".join([f"# {len(lines)} files", *lines]) + "\n")
 

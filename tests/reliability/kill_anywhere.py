@@ -30,8 +30,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from pathlib import Path
+
+from xxhash import xxh3_128
 
 from tests.reliability import jobs
 from tests.unit.integrations.tinker_server import Http
@@ -159,8 +160,8 @@ def files_in(step: Path) -> dict[str, bytes]:
 
 def hashes_in(files: dict[str, bytes]) -> dict[str, str]:
     """Return file name -> hash; empty if there is no whole file of hashes."""
-    text = files.get(".sha256sums", b"").decode(errors="replace")
-    entries = re.findall(r"^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)
+    text = files.get(".xxh128sums", b"").decode(errors="replace")
+    entries = re.findall(r"^([0-9a-f]{32})  (.+)$", text, re.MULTILINE)
     if not text.startswith(f"# {len(entries)} files\n"):
         return {}
     return {name: digest for digest, name in entries}
@@ -169,9 +170,9 @@ def hashes_in(files: dict[str, bytes]) -> dict[str, str]:
 def is_whole(files: dict[str, bytes], needs_hashes: bool = True) -> bool:
     """files: of a step. needs_hashes: False for a step as other tools write it, too."""
     hashes = hashes_in(files)
-    if not needs_hashes and ".sha256sums" not in files:
+    if not needs_hashes and ".xxh128sums" not in files:
         hashes = dict.fromkeys(files, "")  # nothing else is damaged then
-    elif any(sha256(files.get(name, b"?")).hexdigest() != hashes[name] for name in hashes):
+    elif any(xxh3_128(files.get(name, b"?")).hexdigest() != hashes[name] for name in hashes):
         return False
     has_weights = any(name == ".metadata" or name.endswith(".safetensors") for name in hashes)
     return ".incomplete" not in files and has_weights

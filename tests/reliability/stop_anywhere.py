@@ -46,7 +46,7 @@ def whole_steps(dump_folder: Path) -> list[int]:
     return sorted(
         int(folder.name.removeprefix("step-"))
         for folder in folders
-        if (folder / ".sha256sums").exists() and not (folder / ".incomplete").exists()
+        if (folder / ".xxh128sums").exists() and not (folder / ".incomplete").exists()
     )
 
 

@@ -3,13 +3,13 @@
 A model is read and written part by part, because converting a part needs memory for its copies.
 """
 
-import hashlib
+import io
 import json
 import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from torchtitan.checkpoint import dcp
-from torchtitan.checkpoint.folder import HF_INDEX, finish_writing, start_writing
+from torchtitan.checkpoint.folder import HF_INDEX, HashedFile, finish_writing, start_writing
 from torchtitan.checkpoint.hf_assets import (
     DTYPES,
     SCALE,
@@ -51,7 +51,7 @@ from torchtitan.protocols.state_dict_adapter import (
     shorten,
     to_template,
 )
-from torchtitan.tools.files import open_file, regular_file
+from torchtitan.tools.files import regular_file
 from torchtitan.tools.logging import logger
 
 _BYTES_PER_PART = 2**28
@@ -357,7 +357,7 @@ def _n_bytes(kind: _Kind) -> int:
 
 
 class _WeightFile:
-    """A safetensors file; tensors are added in the order of `kinds`, and written and hashed in threads."""
+    """A safetensors file; tensors are added in the order of `kinds`, and written and hashed in a thread."""
 
     def __init__(self, path: str, kinds: dict[str, _Kind]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -368,26 +368,23 @@ class _WeightFile:
             header[name] = {"dtype": dtype, "shape": kind[1], "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._file, self._sha256 = open_file(path, "wb"), hashlib.sha256()
-        self._threads = ThreadPoolExecutor(2)  # one writes while the other one hashes
-        self._working: list[Future[Any]] = []
-        self._start(len(text).to_bytes(8, "little") + text)
-
-    def _start(self, data: Any) -> None:
-        work = self._file.write, self._sha256.update
-        self._working = [self._threads.submit(each, data) for each in work]
+        self._hashed, self._thread = HashedFile(path), ThreadPoolExecutor(1)
+        self._file = io.BufferedWriter(self._hashed)
+        self._writing = self._thread.submit(
+            self._file.write, len(text).to_bytes(8, "little") + text
+        )
 
     def add(self, tensor: torch.Tensor) -> None:
         """Write the next tensor, once the previous one is written. `close` raises the first error."""
-        if not any(work.exception() for work in self._working):
-            self._start(bytes_of(tensor.cpu()).numpy())
+        if not self._writing.exception():
+            data = bytes_of(tensor.cpu()).numpy()
+            self._writing = self._thread.submit(self._file.write, data)
 
     def close(self) -> str:
-        """Return the file's SHA-256. Raises OSError if the file could not be written."""
-        with self._threads, self._file:
-            for work in self._working:
-                work.result()
-        return self._sha256.hexdigest()
+        """Return the file's hash. Raises OSError if the file could not be written."""
+        with self._thread, self._file:
+            self._writing.result()
+        return self._hashed.hexdigest()
 
 
 def _write_weights(
@@ -396,7 +393,7 @@ def _write_weights(
     folder: str,
     dtype: torch.dtype | None,
 ) -> dict[str, str]:
-    """Write the weights and their index; return file name -> SHA-256. Collective.
+    """Write the weights and their index; return file name -> hash. Collective.
 
     Every tensor is gathered, and sent to the rank that writes its file. Only ranks on rank 0's machine
     write. All parts are converted twice, because a file begins with the sizes of all its tensors.

@@ -4,7 +4,6 @@
 trains, such as vision towers.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import _TYPES as DTYPES
 
@@ -118,7 +118,7 @@ class UntrainedParts(NamedTuple):
     all_names: list[str]
 
     def copy_to(self, folder: str) -> dict[str, str]:
-        """Copy the tensors to separate files, listed in the index; return name -> SHA-256. Collective.
+        """Copy the tensors to separate files, listed in the index; return name -> hash. Collective.
 
         Only ranks on rank 0's machine copy, because the folders may be on its local disk.
         """
@@ -126,7 +126,7 @@ class UntrainedParts(NamedTuple):
         copies = {name: f"model-untrained-{n:05}.safetensors" for n, name in enumerate(self.names)}
 
         def copy_own_share() -> dict[str, tuple[str, int]]:
-            """Return file name -> (SHA-256, bytes of its tensors)."""
+            """Return file name -> (hash, bytes of its tensors)."""
             written = {}
             for source in own_share(list(self.names), n_writers):
                 path = path_inside(self.folder, source)
@@ -325,11 +325,11 @@ def _token_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, int]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> str:
-    """Write a JSON file; return its SHA-256."""
+    """Write a JSON file; return its hash."""
     return _write(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _write(path: Path, content: bytes) -> str:
     with open_file(path, "wb") as file:
         file.write(content)
-    return hashlib.sha256(content).hexdigest()
+    return xxhash.xxh3_128(content).hexdigest()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torchtitan.checkpoint.dcp import one_error
 from torchtitan.checkpoint.folder import (
-    HASHES_FILE,
+    HASHES_FILES,
     KEPT_MARKER,
     UNFINISHED_MARKER,
     Contents,
@@ -123,7 +123,7 @@ class Retention:
             return False
         # A step that another tool wrote has files, but neither marker nor hashes.
         names = storage.names_in(path)
-        return not names or UNFINISHED_MARKER in names or HASHES_FILE in names
+        return not names or not {*HASHES_FILES, UNFINISHED_MARKER}.isdisjoint(names)
 
     def start(self) -> None:
         if self.thread is None or not self.thread.is_alive():

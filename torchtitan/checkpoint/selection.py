@@ -14,6 +14,7 @@ from torchtitan.checkpoint.folder import (
     StepFolder,
     contents_of,
     find_damage,
+    hashes_file_in,
     list_steps,
     recorded_hashes,
 )
@@ -251,7 +252,7 @@ def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) 
     if facts.contents == Contents.UNFINISHED:
         return facts
     is_address = storage.is_address(path)
-    if is_address and step >= 0 and not storage.is_file(storage.join(path, HASHES_FILE)):
+    if is_address and step >= 0 and hashes_file_in(path) is None:
         return facts._replace(
             damage=f"it has no {HASHES_FILE}"
         )  # although a stale listing shows the file

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import xxhash
+
 from torchtitan.tools import storage
 
 if TYPE_CHECKING:
@@ -35,10 +37,10 @@ def open_file(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> 
     return open(path, mode, opener=open_descriptor, **options)
 
 
-def hash_file(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file."""
+def hash_file(path: str | os.PathLike[str], algorithm: Any = xxhash.xxh3_128) -> str:
+    """Return the hash of a file in hexadecimal. algorithm: as for `hashlib.file_digest`."""
     with open_file(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

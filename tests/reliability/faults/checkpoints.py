@@ -119,7 +119,7 @@ def whole_steps(*numbers: int):
     def check(folder: Path) -> None:
         for number in numbers:
             names = {path.name for path in step(folder, number).iterdir()}
-            assert {".metadata", ".sha256sums"} <= names and ".incomplete" not in names
+            assert {".metadata", ".xxh128sums"} <= names and ".incomplete" not in names
 
     return check
 
@@ -150,7 +150,7 @@ FAULTS = {
         resume(change=remove_metadata_of(4)), check=whole_steps(2, 4)
     ),
     "list of hashes emptied": after_run(
-        resume(change=lambda f: (step(f, 4) / ".sha256sums").write_text(""))
+        resume(change=lambda f: (step(f, 4) / ".xxh128sums").write_text(""))
     ),
     "every checkpoint damaged": after_run(resume(change=remove_metadata_of(2, 4))),
     "save that was interrupted": after_run(resume(change=interrupt), check=whole_steps(2, 4)),

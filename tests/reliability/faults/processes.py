@@ -52,7 +52,7 @@ def with_own_files_on_rank_1(folder: Path) -> list[str]:
 
 def one_step_is_whole(folder: Path) -> None:
     (step,) = (folder / "outputs/checkpoint").glob("step-*")
-    assert (step / ".metadata").exists() and (step / ".sha256sums").exists()
+    assert (step / ".metadata").exists() and (step / ".xxh128sums").exists()
     assert not (step / ".incomplete").exists()
 
 

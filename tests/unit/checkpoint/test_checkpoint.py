@@ -607,15 +607,27 @@ def test_checkpoint_from_before_weights_had_a_version_loads(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_files_are_hashed_as_they_are_written_as_sha256sum_does(tmp_path, mode):
+def test_files_are_hashed_as_they_are_written_as_xxh128sum_does(tmp_path, mode):
     run = Run(tmp_path, async_mode=mode)
     with mock.patch.object(folder, "hash_file", side_effect=AssertionError("read again")):
         run.train_and_save(1)
     step = tmp_path / "checkpoint" / "step-1"
     assert {p.name for p in step.iterdir()} == {".metadata", HASHES_FILE, "__0_0.distcp"}
     assert find_damage(str(step)) is None
-    if shutil.which("sha256sum"):
-        subprocess.run(["sha256sum", "-c", HASHES_FILE], cwd=step, check=True)
+    if shutil.which("xxh128sum"):
+        subprocess.run(["xxh128sum", "-c", HASHES_FILE], cwd=step, check=True)
+
+
+def test_hashes_of_earlier_releases_are_verified(tmp_path):
+    Run(tmp_path).train_and_save(1)
+    step = tmp_path / "checkpoint" / "step-1"
+    hostile.remake_hashes(step)
+    assert not (step / HASHES_FILE).exists() and find_damage(str(step)) is None
+    subprocess.run(["sha256sum", "-c", ".sha256sums"], cwd=step, check=True)
+    flip_bit(step / "__0_0.distcp")
+    assert find_damage(str(step)) == (
+        "__0_0.distcp does not have the content that was written (its hash differs)"
+    )
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

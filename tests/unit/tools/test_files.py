@@ -117,7 +117,7 @@ WRITERS = {
     "checkpoint/step-1/.incomplete": save,
     "checkpoint/step-1/.metadata.tmp": save,
     "checkpoint/step-1/.metadata": save,
-    "checkpoint/step-1/.sha256sums": save,
+    "checkpoint/step-1/.xxh128sums": save,
     "checkpoint/step-1/run.json": save,
     "checkpoint/step-1/__0_0.distcp": save,
     "checkpoint/step-1/.keep": save_by_path,
@@ -192,7 +192,7 @@ def hashes(folder: Path) -> None:
 READERS = {
     "model.safetensors": lambda folder: hf.check_files(str(folder)),
     "config.json": lambda folder: from_hf_config(folder),
-    ".sha256sums": hashes,
+    ".xxh128sums": hashes,
     "adapter_config.json": lambda folder: peft_config.read_config(str(folder)),
     "adapter_model.safetensors": lambda folder: peft_files._shapes_in(
         str(folder / "adapter_model.safetensors")
