@@ -369,11 +369,15 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Sum the gradients over the ranks of a 1-D mesh, in place; a missing gradient counts as zero."""
+    sums = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         local = local_tensor(parameter.grad)
         summed = local.contiguous()  # NCCL takes no other tensors
-        dist.all_reduce(summed, group=mesh.get_group())
+        work = dist.all_reduce(summed, group=mesh.get_group(), async_op=True)
+        sums.append((local, summed, work))
+    for local, summed, work in sums:
+        work.wait()
         if summed is not local:
             local.copy_(summed)
