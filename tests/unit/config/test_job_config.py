@@ -288,7 +288,6 @@ def test_mistake_in_toml_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("toml", "words"),
     [
-        ('[training]\nsteps = "ten"', ["[training] steps", "'ten'", "int", "str", "10000"]),
         ("[training]\nsteps = true", ["[training] steps", "True", "int", "bool"]),
         ("[compile]\nenable = 1", ["[compile] enable", "bool", "int"]),
         ('[model]\nconverters = "x"', ["[model] converters", "list[str]", "str"]),
