@@ -19,13 +19,9 @@ from tests.tiny_hf import tiny_hf_model
 from torchtitan import commands
 from torchtitan.commands.generate import pieces_of
 from torchtitan.commands.source import job_of, weights_in, with_model
-from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.checks.files import addresses
+from torchtitan.config import ConfigManager
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
-from torchtitan.job import resolve_job
-from torchtitan.rl.job_config import JobConfig as RLConfig
 from torchtitan.tools import events
-from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -238,15 +234,6 @@ def test_export_has_the_tokens_and_the_template_that_the_job_chose(run, tmp_path
     assert tokenizer.eos_token == "<|begin_of_text|>" and tokenizer.chat_template == CHATML
 
 
-def test_model_of_a_folder_is_that_of_its_config(hf_folder):
-    config = job_of(str(hf_folder), None, ["--training.local_batch_size=3"])
-    args = resolve_job(config, builds_data=False).train_spec.model_args[config.model.flavor]
-    assert (args.dim, args.n_layers, args.vocab_size) == (32, 2, 2050)
-    assert (config.model.name, config.training.local_batch_size) == ("qwen3", 3)
-    with pytest.raises(ValueError, match="'nowhere' does not exist; correct the path"):
-        job_of("nowhere", None, [])
-
-
 def test_model_of_a_conversion_is_the_input_s_or_that_of_0_2(hf_folder, tmp_path):
     nothing = dict.fromkeys("config model_name model_flavor hf_config hf_assets_path".split())
     chosen = with_model({"input_dir": str(hf_folder), **nothing})
@@ -438,13 +425,3 @@ def test_plan_and_estimate_read_an_address_without_its_weights(store):
 def test_address_that_a_command_cannot_use_is_refused_by_name(store, run, command, message):
     _, err = run(*command, codes=(1, 2))
     assert "Traceback" not in err and re.search(message, err), err
-
-
-@pytest.mark.parametrize("config_class", [JobConfig, RLConfig])
-def test_training_takes_addresses_in_the_settings_that_say_so(store, config_class):
-    keys = ("checkpoint.folder", "checkpoint.initial_load_path", "training.dataset_path")
-    flags = ["--job.config_file=memory://b/job.toml", *(f"--{key}=memory://b/x" for key in keys)]
-    assert not [*addresses(ConfigManager(config_class).parse_args(flags))]
-    config = ConfigManager(config_class).parse_args([*flags, "--job.dump_folder=memory://b/x"])
-    with pytest.raises(ConfigError, match="job.dump_folder must be on a disk"):
-        next(addresses(config))

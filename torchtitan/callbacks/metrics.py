@@ -381,7 +381,7 @@ def _build_metric_logger(
 
     container = LoggerContainer()
     folder = job_config.job.dump_folder
-    owner = []  # subfolders or suffix for the files of this replica and rank
+    owner = []  # parts of the files' names
     if job_config.fault_tolerance.enable:
         owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
     if config.save_for_all_ranks:
@@ -406,7 +406,7 @@ def _tagged(tag: str | None, key: str) -> str:
 
 
 def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
-    """Return metric name -> value."""
+    """Return the memory metrics by name, in GiB and percent."""
     return {
         "memory/max_active(GiB)": memory.max_active_gib,
         "memory/max_active(%)": memory.max_active_pct,

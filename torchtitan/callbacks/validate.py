@@ -95,7 +95,7 @@ class Validator(BaseValidator):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
-        With context parallelism all tensors are this rank's slice, [B, T/cp]. Overrides get a dict as input.
+        With context parallelism all tensors are this rank's slice, [B, T/cp]. Overrides get a dict as input_dict.
         """
         policy = self._policy(model_parts)
         sharding = ContextSharding.from_parallelism(self.parallel_dims, self.job_config.parallelism)
@@ -152,7 +152,7 @@ class Validator(BaseValidator):
             self.metrics_processor.log_validation(loss=loss_sum / denominator, step=step, **extra)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield equally many batches on every rank; a rank out of data repeats its last, without labels."""
+        """Yield as many batches on every rank; a rank out of data repeats its last batch, all labels ignored."""
         # Every validation starts at the same position, so losses are comparable, also after resuming.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()

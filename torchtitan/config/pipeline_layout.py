@@ -107,7 +107,7 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
 
 
 def _check_complete(modules: list[list[str]], n_layers: int) -> None:
-    """Raise ValueError unless every module is listed once: an unlisted module would be dropped."""
+    """Raise ValueError unless every module is listed once; the model would lose an unlisted module."""
     listed = [name for stage in modules for name in stage]
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
     missing = [name for name in expected if name not in listed]
@@ -130,7 +130,7 @@ def generate_llm_fqn_per_model_part(
     """Return the names of the modules in each stage, with layers spread as evenly as possible.
 
     input_weight, output_weight: the cost of the embedding, and of norm and output, as a number of layers.
-    If the layers do not divide evenly, the first stages get one more. Raises ValueError if there are too
+    If the layers do not divide evenly, the first stages get one more layer each. Raises ValueError if there are too
     many stages, or if the embedding or the output costs more than a stage's share.
     """
     if num_stages < 1:

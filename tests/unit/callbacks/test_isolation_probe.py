@@ -8,7 +8,6 @@ from tests.unit.batch.document_runs import make_trainer, short_documents
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.callbacks.isolation_probe import IsolationProbe
-from torchtitan.testing.gloo import run_ranks
 
 pytestmark = [pytest.mark.usefixtures("narrow_debugmodel"), pytest.mark.long]
 PROBE = "--debug.check_document_isolation_freq=1"
@@ -245,23 +244,3 @@ def test_dropout_is_the_same_for_both_forwards():
     state = torch.get_rng_state()
     probe.check(0, BATCH)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-# ---- on several ranks ----
-
-
-def leak_on_the_second_rank(folder):
-    two = "--parallelism.data_parallel_shard_degree=2"
-    trainer = make_trainer(folder, "flex", *short_documents(folder), STEPS, PROBE, two)
-    if trainer.dp_rank == 1:
-        ignore_mask(trainer, "4")
-    with pytest.raises(RuntimeError) as error:
-        trainer.train()
-    trainer.close()
-    return str(error.value)
-
-
-def test_leak_on_one_rank_stops_all_ranks(tmp_path):
-    first, second = run_ranks(leak_on_the_second_rank, 2, str(tmp_path), init_process_group=False)
-    assert "another rank found a leak" in first
-    assert "layers.4 is the first layer" in second

@@ -105,8 +105,6 @@ MISTAKES = """
     training.max_norm must be at most 1e+38, or inf
 2: optimizer.beta2=1.0
     optimizer.beta2 must be below 1, got 1.0; the default is 0.95
-2: optimizer.implementation="forech"
-    optimizer.implementation must be one of … got 'forech', did you mean 'foreach'?
 2: model.attn_type="flash"
     model.attn_type must be one of sdpa, flex, varlen, None, got 'flash'
 2: checkpoint.initial_load_in_hf=true; checkpoint.initial_load_model_only=false

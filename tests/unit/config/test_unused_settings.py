@@ -121,5 +121,3 @@ def test_export_of_a_run_that_saves_nothing_is_without_effect_and_not_refused():
     config.checkpoint.last_save_in_hf, config.checkpoint.last_save_model_only = True, False
     assert not problem_in(check_job_config, config, 1)
     assert without_effect(config)["checkpoint.last_save_in_hf"] == "checkpoint.enable"
-    config.checkpoint.enable = True
-    assert "checkpoint.last_save_in_hf" in problem_in(check_job_config, config, 1)[0]

@@ -14,12 +14,12 @@ from torchtitan.config.fields import Range, settings_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 from torchtitan.tools import storage
 
-# NUL, and surrogates, to which Python converts invalid bytes on the command line.
+# NUL, and the surrogates with which Python replaces invalid bytes of the command line.
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def single_values(section: Any, prefix: str = "") -> Iterator[str]:
-    """Check choices, ranges and strings, because a config built in Python has passed no parser."""
+    """Check choices, ranges and strings again, because a config built in Python skips the parser."""
     for key, value, annotation, default in settings_of(section, prefix, in_lists=True):
         # Literal[...] or Annotated[..., Range(...)], perhaps with None
         members = (annotation, *get_args(annotation))
@@ -32,7 +32,7 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
                     if isinstance(limits, Range) and (problem := limits.problem(value)):
                         yield f"{key} must be {problem}, got {value}; the default is {default}"
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and _NOT_TEXT.search(text):  # may end up in paths and logs
+            if isinstance(text, str) and _NOT_TEXT.search(text):  # unfit for paths and logs
                 yield f"{key} must be UTF-8 text without NUL characters, got {text!r}; correct it"
         if is_path(key) and isinstance(value, str) and value.startswith("~"):
             # `ConfigManager` has already expanded `~` in flags and TOML, if the user exists.
@@ -40,8 +40,8 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
-    """Check [checkpoint] by itself. Hugging Face files hold only a model's weights."""
-    mode: Any = str(checkpoint.async_mode).lower()  # as `CheckpointManager` reads it
+    """Check [checkpoint] by itself. Hugging Face files need model-only settings: they hold only weights."""
+    mode: Any = str(checkpoint.async_mode).lower()  # `CheckpointManager` ignores case
     yield from single_values(replace(checkpoint, async_mode=mode), "checkpoint.")
     config = JobConfig(checkpoint=checkpoint)
     for key, needed in (
@@ -158,7 +158,8 @@ _OF_LOSS = {
 }
 
 
-REFERENCES = ("initial", "adapters_off", "precomputed")  # or a folder
+# Values of loss.reference; any other value is a folder with weights.
+REFERENCES = ("initial", "adapters_off", "precomputed")
 
 
 def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
