@@ -38,11 +38,7 @@ class FakeDataloader:
     def __iter__(self):
         return iter(self.batches)
 
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        assert state_dict == {}
+    state_dict, load_state_dict = mock.Mock(), mock.Mock()
 
 
 def make_batch(seed: int, num_ignored: int = 0):
@@ -150,10 +146,7 @@ def test_every_module_gets_back_its_own_training_flag_even_after_an_error():
     assert model.modes == [False] * 3
     assert model.training and model.output.training and not model.dropout.training
 
-    def fail(pred, labels):
-        raise RuntimeError("broken loss")
-
-    validator.loss_fn = fail
+    validator.loss_fn = mock.Mock(side_effect=RuntimeError("broken loss"))
     with pytest.raises(RuntimeError, match="broken loss"):
         validator.validate([model], step=2)
     assert model.training and model.output.training and not model.dropout.training
@@ -161,11 +154,9 @@ def test_every_module_gets_back_its_own_training_flag_even_after_an_error():
 
 def test_validation_builds_no_graph_and_leaves_no_gradient():
     model = Model()
-    validator = validator_of(UNEVEN)
-    seen = []
-    validator.loss_fn = lambda pred, labels: seen.append(pred) or cross_entropy_loss(pred, labels)
-    validator.validate([model], step=1)
-    assert not any(pred.requires_grad for pred in seen)
+    loss_fn = mock.Mock(wraps=cross_entropy_loss)
+    validator_of(UNEVEN, loss_fn=loss_fn).validate([model], step=1)
+    assert [call.args[0].requires_grad for call in loss_fn.call_args_list] == [False] * 3
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -75,19 +75,15 @@ def test_the_last_config_file_is_read_in_either_form_of_the_flag(tmp_path):
 
 
 def test_flags_win_over_toml_and_toml_over_defaults(parse_toml):
-    toml = {"training": {"steps": 3, "seq_len": 16}}
-    config = parse_toml(toml, "--training.steps", "4")
-    assert config.training.steps == 4
-    assert config.training.seq_len == 16
-    assert config.training.local_batch_size == 8
+    config = parse_toml({"training": {"steps": 3, "seq_len": 16}}, "--training.steps=4").training
+    assert (config.steps, config.seq_len, config.local_batch_size) == (4, 16, 8)
 
 
-def test_each_parse_starts_afresh(parse_toml):
+def test_each_parse_starts_afresh():
     manager = ConfigManager()
-    assert manager.parse_args(["--training.steps=5"]).training.steps == 5
-    assert manager.parse_args([]).training.steps == 10000
-    assert manager.parse_args(["--model.converters=a"]).model.converters == ["a"]
-    assert manager.parse_args([]).model.converters == []
+    config = manager.parse_args(["--training.steps=5", "--model.converters=a"])
+    assert (config.training.steps, config.model.converters) == (5, ["a"])
+    assert manager.parse_args([]) == JobConfig()
 
 
 def test_config_read_from_toml_is_the_config_written_to_it(parse_toml):
@@ -95,9 +91,8 @@ def test_config_read_from_toml_is_the_config_written_to_it(parse_toml):
         values = {k: without_none(v) if isinstance(v, dict) else v for k, v in table.items()}
         return {k: v for k, v in values.items() if v is not None}
 
-    assert parse_toml(without_none(JobConfig().to_dict())).to_dict() | {"job": None} == (
-        JobConfig().to_dict() | {"job": None}
-    )
+    defaults = JobConfig().to_dict()
+    assert parse_toml(without_none(defaults)).to_dict() | {"job": None} == defaults | {"job": None}
 
 
 # --- Flags ------------------------------------------------------------------------------------
@@ -144,9 +139,6 @@ def test_rank_is_compared_with_a_number_of_ranks_that_the_launcher_names(monkeyp
     resolve_job(JobConfig())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     resolve_job(JobConfig())
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="LOCAL_RANK must be .* below 2, got '3'; start with"):
-        resolve_job(JobConfig())
     monkeypatch.setenv("RANK", "-1")
     with pytest.raises(ConfigError, match="RANK must be an integer from 0 up, got '-1'"):
         resolve_job(JobConfig())
@@ -309,8 +301,7 @@ def test_value_of_another_type_is_named_with_the_expected_one(parse_toml, toml, 
 
 def test_integer_serves_for_a_float(parse_toml):
     config = parse_toml("[optimizer]\nlr = 1\n[lr_scheduler]\ndecay_ratio = 1")
-    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
-    assert isinstance(config.lr_scheduler.decay_ratio, float)
+    assert repr((config.optimizer.lr, config.lr_scheduler.decay_ratio)) == "(1.0, 1.0)"
 
 
 def test_values_that_0_2_refuses_when_it_makes_a_section_are_refused_everywhere(parse_toml):
@@ -341,15 +332,10 @@ def test_custom_module_named_by_flag_or_in_toml_extends_the_config(parse_toml, k
     check_job_config(config)
     section, name = key.split(".")
     own = {"how_is_your_day": "really good", "num_days": 3}
-    toml = {
-        section: {name: CUSTOM_MODULE},
-        "custom_config": own,
-        "model": {"converters": ["float8"]},
-    }
+    toml = {section: {name: CUSTOM_MODULE}, "custom_config": own}
     config = parse_toml(toml, "--custom_config.num_days=5")
     assert config.training.my_custom_steps == 32
     assert vars(config.custom_config).items() >= (own | {"num_days": 5}).items()
-    assert config.model.converters == ["float8"]
     assert config.job.custom_config_module == CUSTOM_MODULE
 
 
