@@ -114,7 +114,6 @@ def test_exits_are_faults_with_their_code(tmp_path, config, error, exit_code):
 
 def test_embedded_engine_writes_nothing(tmp_path, config):
     config.training.mixed_precision_param = "float32"
-    config.training.nonfinite_grad_norm = "skip"
     with TrainingEngine(config) as engine:
         tokens = torch.randint(0, 2048, (1, 17))
         engine.forward_backward_step(
