@@ -227,10 +227,8 @@ class MetricsProcessor:
         self.parallel_dims = parallel_dims
         self.logger = _build_metric_logger(job_config, parallel_dims, tag)
         self.device_memory_monitor = build_device_memory_monitor()
-        has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")  # no-color.org
-        if job_config.metrics.disable_color_printing:
-            has_colors = False
-        self.color = utils.Color() if has_colors else utils.NoColor()
+        is_plain = job_config.metrics.disable_color_printing or os.environ.get("NO_COLOR")
+        self.color = utils.NoColor() if is_plain or not sys.stdout.isatty() else utils.Color()
         # None if the peak is unknown; MFU is then left out.
         self.gpu_peak_flops = utils.get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token = -1

@@ -66,7 +66,7 @@ def main() -> None:
                 if max(prompt) >= model.vocab_size:
                     raise ValueError(
                         f"the tokenizer in model.hf_assets_path gives token {max(prompt)}, and the model "
-                        f"has {model.vocab_size} tokens only; set model.hf_assets_path to the model's own"
+                        f"has {model.vocab_size} tokens only; set model.hf_assets_path to the model's folder"
                     )
                 drawn = stream(
                     model,
@@ -112,7 +112,7 @@ def _answer(
     ids = tokenizer.encode(prompt, add_bos=begins, add_eos=False)
     if not ids:
         raise ValueError(
-            "an empty --prompt needs a tokenizer with a begin-of-text token, and this one has none; "
+            "an empty --prompt needs a tokenizer with a begin-of-text token, and this tokenizer has none; "
             "give --prompt a text"
         )
     started = time.monotonic()

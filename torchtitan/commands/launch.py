@@ -180,7 +180,7 @@ def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
     kind = f"a TOML file {'with' if is_rl else 'without'} [rl]"
     rules = {
         "the job's name must begin with a letter, have only lower-case letters, digits and dashes, 40 at "
-        f"most, and not end with a dash, got {job.name!r}; give another one with --name": (
+        f"most, and not end with a dash, got {job.name!r}; give another name with --name": (
             not re.fullmatch(_NAME, job.name)
         ),
         f"job.dump_folder must be a folder of the nodes, got {folder!r}; set the address as "

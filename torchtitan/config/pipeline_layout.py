@@ -15,8 +15,6 @@ V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # stage r and its mirror image
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
 
-_ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
-
 
 def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
     """True if `name` is one of `schedules`, ignoring case as torch does."""
@@ -28,7 +26,8 @@ def splits_backward(parallelism: Parallelism) -> bool:
     if path := parallelism.pipeline_parallel_schedule_csv:
         with open_file(path, encoding="utf-8") as file:
             return re.search(r"\d[IW]", file.read()) is not None
-    return is_one_of(parallelism.pipeline_parallel_schedule, _ZERO_BUBBLE_SCHEDULES)
+    zero_bubble = ("InterleavedZeroBubble", *V_SCHEDULES)
+    return is_one_of(parallelism.pipeline_parallel_schedule, zero_bubble)
 
 
 def rank_of_last_stage(schedule: str, pp_degree: int) -> int:

@@ -103,7 +103,10 @@ def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             yield "job.dump_folder must name a folder, got ''; the default is './outputs'"
         yield from _unwritable("job.dump_folder", job.dump_folder)
         if checkpoint.enable and not checkpoint.load_only:
-            yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
+            own, bucket = checkpoint.places()
+            yield from _unwritable(
+                "checkpoint.folder", bucket or os.path.join(job.dump_folder, own)
+            )
 
 
 def _unwritable(key: str, folder: str) -> Iterator[str]:
@@ -204,12 +207,6 @@ def _is_there(path: str | None) -> bool:
     if path is None or storage.is_address(path):
         return path is not None  # an address without data fails when it is read
     return os.path.exists(path) or os.path.exists(f"{path}.idx")
-
-
-def _checkpoint_folder(job_config: JobConfig) -> str:
-    """Return the folder of the run's steps, or the address to which they are uploaded."""
-    folder, bucket = job_config.checkpoint.places()
-    return bucket or os.path.join(job_config.job.dump_folder, folder)
 
 
 def _own_steps(job_config: JobConfig) -> list[str]:

@@ -119,5 +119,5 @@ def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:
     if rows is not None and tokens > rows:
         yield (
             f"the tokenizer at model.hf_assets_path must not have more tokens than the model, got "
-            f"{tokens} tokens and vocab_size {rows}; take the one that belongs to model.flavor"
+            f"{tokens} tokens and vocab_size {rows}; set it to the tokenizer of model.flavor"
         )

@@ -148,7 +148,7 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
     if settings.state_dtype is not None and dtype != "float32":
         yield (
             f"optimizer.state_dtype = {settings.state_dtype!r} rounds float32 moments, got "
-            f"training.dtype = {dtype!r}, in which they are kept anyway; remove it"
+            f"training.dtype = {dtype!r}, in which moments are kept anyway; remove it"
         )
 
 
@@ -183,7 +183,7 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
     converters, reference = job_config.model.converters, settings.reference
     if reference == "adapters_off" and ("lora" not in converters or lora.also_train):
         yield (
-            "loss.reference = 'adapters_off' needs adapters, and nothing else that trains, got "
+            "loss.reference = 'adapters_off' needs adapters and no other trained weights, got "
             f"model.converters = {converters} and lora.also_train = {lora.also_train}; set it to 'initial'"
         )
     has_weights = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
@@ -212,7 +212,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
         yield from needs(job_config, key, "checkpoint.enable")
     if converters.index("lora") + 1 != len(converters):
         yield (
-            f'model.converters must name "lora" once and last, because others replace layers, got '
+            f'model.converters must name "lora" once and last, because other converters replace layers, got '
             f"{converters}; reorder it"
         )
     for key, limits in (("rank", Range(1, 10**9)), ("alpha", Range(0, 10**9, excluded=0))):
@@ -221,7 +221,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
             if key == "rank" and not isinstance(value, int):
                 problem = "a whole number"
             if problem:
-                example = 'choose one such as in "layers.0" = 4, with quotes if the name has dots'
+                example = 'write for example "layers.0" = 4, with quotes if the name has dots'
                 yield f"lora.{key}_pattern[{layer!r}] must be {problem}, got {value!r}; {example}"
     for key in ("target_modules", "also_train"):
         names = settings.names(getattr(settings, key))
@@ -230,7 +230,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
     recomputes = job_config.activation_checkpoint
     if settings.dropout and recomputes.mode != "none" and not recomputes.preserve_rng_state:
         yield (
-            f"lora.dropout = {settings.dropout} draws random masks, and recomputing would draw others "
+            f"lora.dropout = {settings.dropout} draws random masks, and recomputing would draw other masks "
             "with activation_checkpoint.preserve_rng_state = false; set it to true"
         )
     if settings.base_format is not None:
@@ -251,6 +251,6 @@ def lora(job_config: JobConfig) -> Iterator[str]:
         )
     if job_config.checkpoint.create_seed_checkpoint:
         yield (
-            "checkpoint.create_seed_checkpoint writes a whole model, and a job with adapters saves "
-            'only these; remove "lora" from model.converters for this run'
+            "checkpoint.create_seed_checkpoint writes a whole model, and a job with LoRA saves only "
+            'adapters; remove "lora" from model.converters for this run'
         )
