@@ -92,7 +92,7 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
 
 
 def _with_sizes(spec: Any, job_config: JobConfig) -> Any:
-    """Return the spec with the flavor's sizes replaced by those of model.hf_config and model.args."""
+    """Return the spec with the sizes in model.hf_config and model.args in place of the flavor's sizes."""
     model = job_config.model
     args = spec.model_args.get(model.flavor)
     if model.hf_config is not None:

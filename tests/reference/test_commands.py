@@ -206,8 +206,7 @@ def test_exported_adapters_are_those_of_the_engine(lora_run, run, tmp_path):
 
 def test_merged_export_computes_what_peft_computes(hf_folder, lora_run, run, tmp_path):
     peft = pytest.importorskip("peft")
-    step = lora_run / "checkpoint/step-2"
-    run("export", step, tmp_path / "merged")
+    run("export", lora_run / "checkpoint/step-2", tmp_path / "merged")
     base = model_of(hf_folder)
     tokens = torch.randint(0, 2050, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -216,9 +215,6 @@ def test_merged_export_computes_what_peft_computes(hf_folder, lora_run, run, tmp
         merged = model_of(tmp_path / "merged")(tokens).logits
     assert (expected - plain).abs().max() > 0.1
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=1e-4)  # logits of about 10
-    out, _ = run("generate", step, "--out", *SHORT)
-    new = greedy(tmp_path / "merged", encode(hf_folder, "Return a list")[1], 8)
-    assert json.loads(out)["metadata"]["generated_n_tokens"] == len(new)
 
 
 def test_export_has_the_tokens_and_the_template_that_the_job_chose(run, tmp_path, monkeypatch):

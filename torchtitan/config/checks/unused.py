@@ -1,4 +1,4 @@
-"""Settings that differ from their defaults but have no effect with the rest of the config."""
+"""Settings that differ from their defaults but have no effect because of another setting."""
 
 import re
 
