@@ -119,7 +119,7 @@ class WandBLogger(BaseLogger):
 
     def __init__(self, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
         try:
-            import wandb  # optional
+            import wandb
         except ImportError as error:
             raise ImportError(
                 "metrics.enable_wandb needs wandb: pip install torchtitan-embeddable[wandb]"

@@ -223,7 +223,6 @@ def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
 
 
 def _variables(pairs: list[str]) -> dict[str, str]:
-    """Return NAME -> VALUE of options NAME=VALUE."""
     if bad := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
         raise ConfigError(f"--env must be NAME=VALUE, got {bad[0]!r}")
     return dict(pair.split("=", 1) for pair in pairs)
