@@ -78,8 +78,9 @@ class EngineParts:
     model_args: Any
     model_converters: Any
     num_params: int
-    num_flops_per_token: float  # in rows of `training.seq_len` tokens
-    flops_without_attention: float  # per token
+    # FLOPs per token, in rows of `training.seq_len` tokens, and without attention.
+    num_flops_per_token: float
+    flops_without_attention: float
     loss_fn: LossFunction
     has_token_loss: bool
     model_parts: list[nn.Module]
@@ -212,7 +213,7 @@ def build_checkpointer(engine: EngineParts) -> CheckpointManager:
 
 
 def describe_run(engine: EngineParts) -> None:
-    """Give the checkpointer what it needs besides states: names, tokenizer, chat template, run record."""
+    """Set what checkpoints contain besides states: model name, tokenizer, chat template, run record."""
     config, checkpointer = engine.job_config, engine.checkpointer
     template = config.training.chat_template
     with_head = " with a value head" if has_value_head(config, engine.model_args) else ""
@@ -220,7 +221,7 @@ def describe_run(engine: EngineParts) -> None:
     checkpointer.tokenizer = engine.tokenizer
     if template and os.path.isfile(template):
         checkpointer.chat_template = read_text(template)
-    # None: any model arg may differ from config.json.
+    # With model.hf_config (None), all args may differ from the loaded folder's config.json.
     chosen_args = names_of_choices(config.model.args) if config.model.hf_config is None else None
     checkpointer.chosen_args = chosen_args
     dataset = getattr(engine.dataloader, "dataset", None)
@@ -307,12 +308,12 @@ def job_of_hf(
     flavor = os.path.basename(os.path.abspath(folder))
     job_config.model.name, job_config.model.flavor = match.family, flavor
     job_config.model.hf_assets_path = os.fspath(folder)
-    if builds_data and job_config.loss.name:  # its reference model has the same weights
+    if builds_data and job_config.loss.name:  # dpo's reference is the initial model
         job_config.checkpoint.initial_load_in_hf = True
     spec = spec or get_train_spec(match.family)
     args, seq_len = match.model_args, job_config.training.seq_len
     if seq_len == Training.seq_len and not builds_data:
-        # The caller chooses the rows' length, so the default seq_len must not cause a warning.
+        # The caller chooses the row length, so the default seq_len must not cause a warning.
         args = dataclasses.replace(args, max_seq_len=max(args.max_seq_len, seq_len))
     return job_config, dataclasses.replace(spec, model_args={flavor: args})
 

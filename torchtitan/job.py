@@ -61,12 +61,12 @@ def resolve_job(
     else:
         train_spec = _with_sizes(train_spec, job_config)
     check_against_spec(job_config, train_spec, builds_data)
-    # Last, because a degree that does not fit the model's sizes must be changed, not the number of ranks.
+    # Last: if a degree does not fit the model, report this first, not the number of ranks.
     check_ranks(job_config, world_size)
     torch_parts.check(job_config, world_size)
     if builds_data:
-        # Skip builders made with functools.wraps: these have the wrapped builder's attribute, but may
-        # take other datasets.
+        # A builder that wraps another (functools.wraps) is skipped: it has copied the attribute, but may
+        # accept other datasets.
         builder, known_datasets = train_spec.build_dataloader_fn, train_spec.registered_datasets
         if known_datasets is None and builder is not None and inspect.unwrap(builder) is builder:
             known_datasets = train_spec.fact("registered_datasets")
@@ -92,7 +92,7 @@ def find_train_spec(job_config: JobConfig) -> "train_spec_module.TrainSpec":
 
 
 def _with_sizes(spec: Any, job_config: JobConfig) -> Any:
-    """Return the spec with the flavor's sizes replaced by those of model.hf_config and model.args."""
+    """Return the spec with the sizes in model.hf_config and model.args in place of the flavor's sizes."""
     model = job_config.model
     args = spec.model_args.get(model.flavor)
     if model.hf_config is not None:

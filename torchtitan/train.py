@@ -47,11 +47,11 @@ from torchtitan.tools.logging import init_logger, logger
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-# Torch's harmless warnings, which are hidden: regexes for their beginnings.
+# Regular expressions for the beginnings of harmless warnings of torch, and why they are harmless.
 _NOISE = (
-    "Torchinductor does not support code generation for complex operators",  # RoPE
-    "FSDP2-wrapped module .* returned a view tensor",  # no operator here writes to it in place
-    "(?s).*Mismatch dtype between input and weight",  # norms with fp32 weights take another kernel
+    "Torchinductor does not support code generation for complex operators",  # RoPE runs uncompiled
+    "FSDP2-wrapped module .* returned a view tensor",  # never written to in place
+    "(?s).*Mismatch dtype between input and weight",  # RMSNorm with fp32 weights
 )
 
 _mains = itertools.count()
@@ -127,11 +127,11 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
                 at_end.callback(FolderLock(config.job.dump_folder).release)
             at_end.enter_context(events.recording(config))
             if trainer_class is None:
-                from torchtitan.trainer import Trainer  # here, because it loads everything heavy
+                from torchtitan.trainer import Trainer  # a slow import
 
                 trainer = Trainer(config)
             else:
-                trainer = trainer_class(copy.deepcopy(config))  # a client may change its config
+                trainer = trainer_class(copy.deepcopy(config))  # a client may change its copy
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)
                 peers.compare_data(getattr(checkpointer, "run_record", {}))
@@ -190,13 +190,13 @@ def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None
 
     Returns the exit code, or None for KeyboardInterrupt.
     """
-    # If the error is a data worker's death, torch's SIGCHLD handler would raise here.
+    # After the death of a data worker, torch's SIGCHLD handler would raise again here.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tell = (lambda _: None) if peers is None else peers.report
-    if isinstance(error, PeerError):  # rank 0 has printed it
+    if isinstance(error, PeerError):  # rank 0 has printed the message
         _write_for_torchrun(str(error))
-        tell(str(error))  # for ranks that took no part in the comparison
+        tell(str(error))  # for ranks that have not compared their configs
         return 2
     if isinstance(error, KeyboardInterrupt):
         tell("it was interrupted by SIGINT")

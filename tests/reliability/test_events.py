@@ -23,12 +23,8 @@ def kinds(folder) -> list[str]:
 
 
 def run(tmp_path, *arguments, **options) -> jobs.Outcome:
-    return jobs.run(
-        [*jobs.TINY_JOB, f"--job.dump_folder={tmp_path}/outputs", *arguments],
-        tmp_path / "logs",
-        60,
-        **options,
-    )
+    arguments = [*jobs.TINY_JOB, f"--job.dump_folder={tmp_path}/outputs", *arguments]
+    return jobs.run(arguments, tmp_path / "logs", 60, **options)
 
 
 @pytest.fixture
@@ -39,9 +35,9 @@ def config(tmp_path):
 
 
 def test_run_of_ranks_that_resumes_on_one_has_all_that_happened_on_one_record(tmp_path):
-    validating = ["--validation.enable", "--validation.dataset=c4_test", "--validation.freq=3"]
-    validating += ["--validation.steps=1", "--validation.seq_len=32"]
-    assert run(tmp_path, *SAVING, *validating, ranks=2).exit_codes == [0, 0]
+    validating = "enable dataset=c4_test freq=3 steps=1 seq_len=32".split()
+    flags = [*SAVING, *(f"--validation.{setting}" for setting in validating)]
+    assert run(tmp_path, *flags, ranks=2).exit_codes == [0, 0]
     first = ["start", "training", "validation", "save", "validation", "save", "end"]
     assert kinds(tmp_path / "outputs") == first
     resumed = run(tmp_path, *SAVING, "--training.steps=8", "--checkpoint.async_mode=async")
@@ -118,7 +114,6 @@ def test_exits_are_faults_with_their_code(tmp_path, config, error, exit_code):
 
 def test_embedded_engine_writes_nothing(tmp_path, config):
     config.training.mixed_precision_param = "float32"
-    config.training.nonfinite_grad_norm = "skip"
     with TrainingEngine(config) as engine:
         tokens = torch.randint(0, 2048, (1, 17))
         engine.forward_backward_step(

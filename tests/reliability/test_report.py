@@ -53,6 +53,10 @@ def write_run_with_a_restart(folder: Path) -> None:
     write_lines(folder / "metrics.jsonl", metrics)
 
 
+def report_on(folder: Path, **options: float) -> str:
+    return page_of(read_run(folder), **options)
+
+
 def data_of(html: str) -> dict:
     return json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL).group(1))
 
@@ -65,14 +69,16 @@ def text_of(html: str) -> str:
 # ---- reading ----
 
 
-def test_steps_done_again_are_separate_from_final_steps(tmp_path):
+def test_steps_done_again_are_separate_from_final_steps_and_the_lost_start_is_a_fault(tmp_path):
     write_run_with_a_restart(tmp_path)
-    data = data_of(page_of(read_run(tmp_path)))
+    data = data_of(report_on(tmp_path))
     (loss,) = [c for p in data["panels"] for c in p["curves"] if c["metric"] == LOSS]
     assert loss["kept"]["x"] == list(range(1, 11))
     assert loss["kept"]["start"] == [0] * 5 + [1] * 5
     assert loss["redone"]["x"] == [6, 7, 8]
     assert data["redone"] == [{"x0": 6, "x1": 8, "t0": 6.0, "t1": 8.0}]
+    (lost,) = [e for e in data["events"] if e["group"] == "fault"]
+    assert (lost["kind"], lost["x"], lost["t"]) == ("lost", 8, 8.0)
 
 
 def test_redone_stretch_begins_after_the_step_of_the_checkpoint_not_at_the_next_logged_step(
@@ -86,26 +92,15 @@ def test_redone_stretch_begins_after_the_step_of_the_checkpoint_not_at_the_next_
     first = [line(step, step, loss=1.0) for step in (1, *range(10, 81, 10))]
     again = [line(step, step + 60, loss=1.0) for step in range(60, 81, 10)]
     write_lines(tmp_path / "metrics.jsonl", [*first, *again])
-    data = data_of(page_of(read_run(tmp_path)))
+    data = data_of(report_on(tmp_path))
     assert data["redone"] == [{"x0": 51, "x1": 80, "t0": 51.0, "t1": 80.0}]
-    (loss,) = data["panels"][0]["curves"]
-    assert loss["redone"]["x"] == [60, 70, 80]
-
-
-def test_start_that_ended_without_a_word_is_a_fault(tmp_path):
-    write_run_with_a_restart(tmp_path)
-    data = data_of(page_of(read_run(tmp_path)))
-    (lost,) = [e for e in data["events"] if e["group"] == "fault"]
-    assert (lost["kind"], lost["x"], lost["t"]) == ("lost", 8, 8.0)
 
 
 def test_config_versions_and_what_changed_are_on_the_page(tmp_path):
     write_run_with_a_restart(tmp_path)
-    text = text_of(page_of(read_run(tmp_path)))
-    assert "training.seq_len 64" in text
-    assert "optimizer.lr 0.1 → 0.2" in text
-    assert "torch 2.x" in text
-    assert "Step 10 of 10" in text
+    text = text_of(report_on(tmp_path))
+    for shown in ("training.seq_len 64", "optimizer.lr 0.1 → 0.2", "torch 2.x", "Step 10 of 10"):
+        assert shown in text
 
 
 @pytest.mark.parametrize(
@@ -120,7 +115,7 @@ def test_config_versions_and_what_changed_are_on_the_page(tmp_path):
 )
 def test_page_shows_the_state_of_the_run(tmp_path, last_events, seconds_later, state):
     write_lines(tmp_path / "events.jsonl", [event("start", 0), *last_events])
-    html = page_of(read_run(tmp_path), now=T0 + seconds_later)
+    html = report_on(tmp_path, now=T0 + seconds_later)
     assert re.search(r'class="state \w+">([^<]*)<', html).group(1) == state
 
 
@@ -164,14 +159,11 @@ def test_page_of_a_long_run_with_many_metrics_stays_under_2_mb(tmp_path):
         for step in range(1, 3_001):
             values = {name: draw.gauss(0, 1e-7) for name in names}
             file.write(json.dumps(line(step * 997, step * 3333.3, **values)) + "\n")
-    write_lines(
-        tmp_path / "events.jsonl",
-        [event("warning", i, message=f"{i} " + "long " * 1000) for i in range(3_000)],
-    )
-    write_lines(
-        tmp_path / "episodes.jsonl", [{"step": i // 9, "text": "ä" * 50_000} for i in range(99)]
-    )
-    html = page_of(read_run(tmp_path))
+    warnings = [event("warning", i, message=f"{i} " + "long " * 1000) for i in range(3_000)]
+    write_lines(tmp_path / "events.jsonl", warnings)
+    episodes = [{"step": i // 9, "text": "ä" * 50_000} for i in range(99)]
+    write_lines(tmp_path / "episodes.jsonl", episodes)
+    html = report_on(tmp_path)
     assert len(html.encode()) < 2_000_000
     assert "10 of 70 metrics are not drawn" in text_of(html)
 
@@ -182,11 +174,10 @@ def test_page_of_a_long_run_with_many_metrics_stays_under_2_mb(tmp_path):
 def write_hostile_run(folder: Path) -> None:
     write_lines(folder / "metrics.jsonl", [line(i, i, **{HOSTILE: i / 2}) for i in range(1, 4)])
     config = {"training": {HOSTILE: HOSTILE, "steps": HOSTILE}}
-    start = event(
-        "start", 0, message=HOSTILE, config=config, versions={HOSTILE: HOSTILE}, host=HOSTILE
-    )
-    odd = {"kind": HOSTILE, "wall_time": T0 + 1, "rank": HOSTILE, "step": "x", "seconds": HOSTILE}
-    odd |= {"exit_code": HOSTILE, "message": HOSTILE}
+    names = {"config": config, "versions": {HOSTILE: HOSTILE}, "host": HOSTILE}
+    start = event("start", 0, message=HOSTILE, **names)
+    odd = dict.fromkeys(["kind", "rank", "seconds", "exit_code", "message"], HOSTILE)
+    odd |= {"wall_time": T0 + 1, "step": "x"}
     strange = [event("fault", 2, exit_code=1e999, rank=-(10**400), message=None), event("start", 3)]
     strange += [event("start", 4, config=[1], versions=3), {"wall_time": 1e14}]
     write_lines(folder / "events.jsonl", [start, odd, *strange, {**start, "wall_time": T0 + 9}])
@@ -196,7 +187,7 @@ def write_hostile_run(folder: Path) -> None:
 
 def test_text_of_the_folder_is_escaped_everywhere(tmp_path):
     write_hostile_run(tmp_path)
-    html = page_of(read_run(tmp_path))
+    html = report_on(tmp_path)
     assert html.count("<script") == html.count("</script>") == 2
     assert "<img" not in html
     html.encode()
@@ -204,7 +195,7 @@ def test_text_of_the_folder_is_escaped_everywhere(tmp_path):
 
 def test_policy_allows_the_pages_own_script_and_no_connection(tmp_path):
     write_run_with_a_restart(tmp_path)
-    html = page_of(read_run(tmp_path))
+    html = report_on(tmp_path)
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html).group(1)
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert not re.findall(r'(?:src|href)="|url\(|@import|https?://(?!www\.w3\.org/2000/svg)', html)
@@ -224,7 +215,7 @@ def page(tmp_path_factory):
 def open_report(page, folder: Path, **size: int) -> None:
     page.errors.clear()
     path = folder / "report.html"
-    path.write_text(page_of(read_run(folder)))
+    path.write_text(report_on(folder))
     page.open(path, **size)
 
 
@@ -239,16 +230,9 @@ def click(page, x: float, y: float) -> None:
 
 
 def paths(page, selector: str) -> list[str]:
-    """The paths of the visible panels."""
     return page.evaluate(
         f"[...document.querySelectorAll('#charts > .panel {selector}')]"
         ".map(p => p.getAttribute('d')).filter(d => d)"
-    )
-
-
-def read_out(page) -> list[str]:
-    return page.evaluate(
-        "[...document.querySelectorAll('#charts > .panel .key b')].map(b => b.textContent)"
     )
 
 
@@ -267,15 +251,13 @@ def test_browser_draws_curves_and_answers_the_mouse(page, tmp_path):
     right = page.evaluate("document.querySelector('.panel .plot').getBoundingClientRect().right")
     _, y = center_of(page, ".panel svg")
     page.mouse("mouseMoved", right - 1, y)
-    assert read_out(page) == ["5.76", "7", "1"]
+    read_out = "[...document.querySelectorAll('#charts > .panel .key b')].map(b => b.textContent)"
+    assert page.evaluate(read_out) == ["5.76", "7", "1"]
     assert "step 10" in page.evaluate("document.getElementById('place').textContent")
     cursors = "[...document.querySelectorAll('.cursor')].map(c => c.getAttribute('visibility'))"
     assert page.evaluate(cursors) == ["visible"] * 3
 
     # On the axis of time, the two starts are two lines.
-    assert page.evaluate("document.querySelectorAll('.switch button')[1].textContent") == (
-        "wall-clock"
-    )
     click(page, *center_of(page, ".switch button", 1))
     loss_by_time = paths(page, ".curve:not(.dashed)")[0]
     assert loss_by_time != loss and loss_by_time.count("M") == 2

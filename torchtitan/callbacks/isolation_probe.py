@@ -140,8 +140,8 @@ class IsolationProbe:
         usable = document_ids != PADDING
         if self.policy.eos_id is not None:
             usable &= tokens != self.policy.eos_id
-        # Prefer a token followed by another document, into which it may leak; else one after another token.
-        # In trees, half of the time prefer the last token of a document, to check that all branches see it.
+        # Prefer a token before another document, into which it may leak; else a token with a predecessor.
+        # In trees, half of the time prefer a document's last token, which all branches must see.
         has_document_behind = starts < starts[:, -1:]
         has_token_before = torch.arange(tokens.shape[1]).expand(tokens.shape) > 0
         rng = random.Random(f"{self.seed} {step}")

@@ -119,7 +119,7 @@ class WandBLogger(BaseLogger):
 
     def __init__(self, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
         try:
-            import wandb  # optional
+            import wandb
         except ImportError as error:
             raise ImportError(
                 "metrics.enable_wandb needs wandb: pip install torchtitan-embeddable[wandb]"
@@ -227,10 +227,8 @@ class MetricsProcessor:
         self.parallel_dims = parallel_dims
         self.logger = _build_metric_logger(job_config, parallel_dims, tag)
         self.device_memory_monitor = build_device_memory_monitor()
-        has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")  # no-color.org
-        if job_config.metrics.disable_color_printing:
-            has_colors = False
-        self.color = utils.Color() if has_colors else utils.NoColor()
+        is_plain = job_config.metrics.disable_color_printing or os.environ.get("NO_COLOR")
+        self.color = utils.NoColor() if is_plain or not sys.stdout.isatty() else utils.Color()
         # None if the peak is unknown; MFU is then left out.
         self.gpu_peak_flops = utils.get_peak_flops(self.device_memory_monitor.device_name)
         self.num_flops_per_token = -1
@@ -381,7 +379,7 @@ def _build_metric_logger(
 
     container = LoggerContainer()
     folder = job_config.job.dump_folder
-    owner = []  # subfolders or suffix for the files of this replica and rank
+    owner = []  # parts of the files' names
     if job_config.fault_tolerance.enable:
         owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
     if config.save_for_all_ranks:
@@ -406,7 +404,7 @@ def _tagged(tag: str | None, key: str) -> str:
 
 
 def memory_metrics(memory: DeviceMemStats) -> dict[str, float]:
-    """Return metric name -> value."""
+    """Return the memory metrics by name, in GiB and percent."""
     return {
         "memory/max_active(GiB)": memory.max_active_gib,
         "memory/max_active(%)": memory.max_active_pct,

@@ -18,7 +18,6 @@ from torchtitan.tools.files import open_file
 from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import _rank, get_device_info
 
-# Largest number of allocator events in a snapshot.
 MEMORY_SNAPSHOT_MAX_ENTRIES = 100000
 
 

@@ -40,8 +40,7 @@ class BaseValidator:
 
     def should_validate(self, step: int) -> bool:
         """True for step 1 and every `validation.freq` steps."""
-        is_due = step % self.job_config.validation.freq == 0
-        return is_due or step == 1
+        return step == 1 or step % self.job_config.validation.freq == 0
 
 
 class Validator(BaseValidator):
@@ -95,7 +94,7 @@ class Validator(BaseValidator):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
 
-        With context parallelism all tensors are this rank's slice, [B, T/cp]. Overrides get a dict as input.
+        With context parallelism all tensors are this rank's slice, [B, T/cp]. Overrides get a dict as input_dict.
         """
         policy = self._policy(model_parts)
         sharding = ContextSharding.from_parallelism(self.parallel_dims, self.job_config.parallelism)
@@ -152,7 +151,7 @@ class Validator(BaseValidator):
             self.metrics_processor.log_validation(loss=loss_sum / denominator, step=step, **extra)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield equally many batches on every rank; a rank out of data repeats its last, without labels."""
+        """Yield as many batches on every rank; a rank out of data repeats its last batch, all labels ignored."""
         # Every validation starts at the same position, so losses are comparable, also after resuming.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()

@@ -16,10 +16,10 @@ from torchtitan.config import JobConfig
 # Exit code of ranks that saved and ended before the last step.
 STOPPED = 75
 _STOPPED_FLAG = f"--job.stopped_exit_code={STOPPED}"
-_PORT = 29400  # where agents meet
+_PORT = 29400  # where torchrun's agents find each other
 _SERVER_PORT = 8000
 
-# Network -> (variables, devices of a pod). EFA needs the plug-in aws-ofi-nccl in the image.
+# Network -> (environment variables, device requests of a pod). EFA needs the plug-in aws-ofi-nccl in the image.
 NETWORKS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
     "tcp": ({}, {}),
     "infiniband": ({"NCCL_IB_HCA": "mlx5"}, {"rdma/hca": 1}),
@@ -31,8 +31,8 @@ NETWORKS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
 class ClusterJob:
     """What every cluster engine needs to know about a job. options: the options of `torchtitan launch`.
 
-    config_file, config_text: the job's TOML file. arguments: config overrides. module: what the ranks run.
-    min_nodes, max_nodes: limits of the number of training nodes; the run continues with min_nodes.
+    config_file, config_text: the job's TOML file. arguments: config overrides. module: each rank runs it.
+    min_nodes, max_nodes: limits of the number of training nodes; an elastic run goes on with min_nodes.
     gpus: GPUs per node, one rank each; 0: one rank per node, on its CPUs.
     environment: variables of all ranks. longest_episode: the longest episode of an RL job, in tokens.
     """
@@ -94,15 +94,15 @@ class ClusterJob:
             "--logprobs-mode=processed_logprobs"
         )
         known = vars(self.options) | vars(self) | {"ranks": self.ranks, "stopped": STOPPED}
-        # CUDA graphs fail with expandable segments. vLLM may refuse the longest episode although its last token,
-        # a label, is never an input.
+        # CUDA graphs fail with expandable segments. vLLM would refuse the longest episode, because it counts the
+        # last token, which is only a label.
         variables = "-u PYTORCH_ALLOC_CONF VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
         known |= {"server": server, "server_port": _SERVER_PORT, "server_env": variables} | values
         environment = Environment(
             undefined=StrictUndefined,
             trim_blocks=True,
             keep_trailing_newline=True,
-            comment_start_string="<#",  # Jinja's own is part of Bash's ${#array[@]}
+            comment_start_string="<#",  # the default {# occurs in Bash's ${#array[@]}
             comment_end_string="#>",
             finalize=lambda x: json.dumps(x) if isinstance(x, dict | list) else x,
         )

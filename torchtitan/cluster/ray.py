@@ -21,7 +21,7 @@ def train_rank(arguments: list[str]) -> None:
     sys.argv = ["torchtitan.train", *arguments]
     try:
         train.main()
-    except SystemExit as error:  # Ray expects an exception, and has the rank's output
+    except SystemExit as error:  # Ray detects a failure by an exception; the rank has logged it
         if error.code:
             raise RuntimeError(f"torchtitan.train ended with exit code {error.code}") from error
 
@@ -33,9 +33,9 @@ def main() -> None:
         parser.add_argument(option, type=int, required=True)
     options, arguments = parser.parse_known_args()
     n_ranks = options.nodes * max(1, options.gpus)
-    with exit_on_config_error():  # here, because Ray would start a failed rank again
+    with exit_on_config_error():  # before Ray starts ranks, which it would restart
         check_ranks(ConfigManager().parse_args(arguments), n_ranks)
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # keep the folder of the job's files
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # keep the working folder
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -66,7 +66,7 @@ COMMANDS = {
 
 
 _PACKAGE = files("torchtitan")
-DEFAULT_JOB = _PACKAGE / "models/llama3/train_configs/python_docs.toml"  # for train and show
+DEFAULT_JOB = _PACKAGE / "models/llama3/train_configs/python_docs.toml"  # of `train` and `show`
 
 
 def main() -> None:

@@ -71,10 +71,10 @@ def main() -> None:
             )
         config = job_of(options.source, options.config, overrides)
         weights = weights_in(options.checkpoint or options.source, config)
-        config.model.attn_mask_type = "causal"  # each row is one text
+        config.model.attn_mask_type = "causal"  # each row is one document
         args = find_train_spec(config).model_args.get(config.model.flavor)
         if (config.model.attn_type or getattr(args, "attn_type", None)) == "varlen":
-            config.model.attn_type = "flex"  # varlen needs documents
+            config.model.attn_type = "flex"  # varlen needs document boundaries
         dtype = config.training.mixed_precision_param
         if "lora" in config.model.converters and dtype != "float32":
             raise ValueError(

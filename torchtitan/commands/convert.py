@@ -51,7 +51,7 @@ def export() -> None:
             open_engine(config, weights) as engine,
         ):
             if (build := engine.train_spec.build_tokenizer_fn) is not None:
-                with contextlib.suppress(OSError, ValueError):  # the export warns without one
+                with contextlib.suppress(OSError, ValueError):  # the export warns of this
                     engine.checkpointer.tokenizer = build(config)
             if options.peft:
                 engine.save_peft(folder, base_model=options.base_model)

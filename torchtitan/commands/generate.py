@@ -62,11 +62,11 @@ def main() -> None:
             ends += [tokenizer.eos_id] if tokenizer.eos_id not in (None, *ends) else []
 
             def draw(prompt: list[int]) -> Iterator[list[int]]:
-                """Return an iterator over steps: the next token of each continuation."""
+                """Return an iterator that gives, per step, the next token of each continuation."""
                 if max(prompt) >= model.vocab_size:
                     raise ValueError(
                         f"the tokenizer in model.hf_assets_path gives token {max(prompt)}, and the model "
-                        f"has {model.vocab_size} tokens only; set model.hf_assets_path to the model's own"
+                        f"has {model.vocab_size} tokens only; set model.hf_assets_path to the model's folder"
                     )
                 drawn = stream(
                     model,
@@ -107,12 +107,12 @@ def _answer(
     draw: Callable[[list[int]], Iterator[list[int]]],
     shows: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (continuations, counts and times). shows: print the texts, the first one token by token."""
+    """Return (continuations, counts and times). shows: print the texts, the first text token by token."""
     begins = getattr(tokenizer, "begins_documents", True)
     ids = tokenizer.encode(prompt, add_bos=begins, add_eos=False)
     if not ids:
         raise ValueError(
-            "an empty --prompt needs a tokenizer with a begin-of-text token, and this one has none; "
+            "an empty --prompt needs a tokenizer with a begin-of-text token, and this tokenizer has none; "
             "give --prompt a text"
         )
     started = time.monotonic()
@@ -158,7 +158,7 @@ def chat(
     ends: list[int],
     draw: Callable[[list[int]], Iterator[list[int]]],
 ) -> None:
-    """Answer each line of stdin as a user's turn. ends: token ids that end a reply; adds the template's."""
+    """Answer each line of stdin as a user's turn. ends: token ids that end a reply, besides the template's."""
     template = ChatTemplate.of_tokenizer(tokenizer, path=template_path)
     if template is None:
         raise ValueError(

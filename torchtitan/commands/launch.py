@@ -180,7 +180,7 @@ def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
     kind = f"a TOML file {'with' if is_rl else 'without'} [rl]"
     rules = {
         "the job's name must begin with a letter, have only lower-case letters, digits and dashes, 40 at "
-        f"most, and not end with a dash, got {job.name!r}; give another one with --name": (
+        f"most, and not end with a dash, got {job.name!r}; give another name with --name": (
             not re.fullmatch(_NAME, job.name)
         ),
         f"job.dump_folder must be a folder of the nodes, got {folder!r}; set the address as "
@@ -223,7 +223,6 @@ def _check(job: ClusterJob, engine: str, is_rl: bool) -> None:
 
 
 def _variables(pairs: list[str]) -> dict[str, str]:
-    """Return NAME -> VALUE of options NAME=VALUE."""
     if bad := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
         raise ConfigError(f"--env must be NAME=VALUE, got {bad[0]!r}")
     return dict(pair.split("=", 1) for pair in pairs)

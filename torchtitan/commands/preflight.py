@@ -40,7 +40,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import get_device_info
 
 SECONDS_IN_ALL, SECONDS_PER_COLLECTIVE, SECONDS_STUCK = 30, 10, 4.0
-SMALLEST_SHARE = 0.25  # of the bandwidth of the fastest pair inside hosts, or between hosts
+SMALLEST_SHARE = 0.25  # a pair fails below this share of the fastest pair's bandwidth
 _GIB, _GB = 2**30, 1e9
 _runs = itertools.count()
 _REMEDIES = {  # name of a method of `Checks` -> remedy
@@ -84,10 +84,10 @@ def run(config: JobConfig) -> bool:
     faulthandler.dump_traceback_later(SECONDS_IN_ALL, exit=True)
     try:
         init_distributed(comm, enable_cpu_backend=True)
-        progress.pipeline = dist.new_group()  # a group whose ranks send different numbers of times
+        progress.pipeline = dist.new_group()  # for `Checks.pairs`: some ranks send only once
         has_failed = Checks(config, progress.pipeline).run()
         dist.destroy_process_group()
-    except RuntimeError as error:  # of communication
+    except RuntimeError as error:  # communication failed
         if peers is not None:
             peers.report(_line(error))
         raise
@@ -196,7 +196,7 @@ class Checks:
         """Exchange data with each neighbour."""
         numbers, own = 2 ** (21 if self.at.type == "cpu" else 24), None
         self.sent, self.got = (torch.ones(numbers, device=self.at) for _ in "12")
-        for turn in (0, 1):  # the pairs that begin with an even rank, then the others
+        for turn in (0, 1):  # pairs whose first rank is even, then odd
             first = self.rank - (self.rank + turn) % 2
             if 0 <= first < self.size - 1:
                 speed = self.speed(partial(self.exchange, 2 * first + 1 - self.rank))

@@ -88,7 +88,7 @@ def _without_none(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a conversion's options, with the model from the options or the input, else Llama 3 8B."""
+    """Return a conversion's options with the model that they or the input name, else Llama 3 8B."""
     options, config = dict(options), options["config"]
     del options["config"]
     names = options["model_name"] or "llama3", options["model_flavor"] or "8B"
@@ -165,7 +165,7 @@ def open_engine(
     config.model.converters = kept
     config.training.global_batch_size, config.training.enable_cpu_offload = -1, False
     config.lr_scheduler = LRScheduler(warmup_steps=0)
-    seed = config.debug.seed or 0  # only adapters need it, if their base was initialized at random
+    seed = config.debug.seed or 0  # repeats the random weights of a LoRA base
     config.debug.seed = read_record(weights).get("seed", seed) if has_adapters else seed
     engine = TrainingEngine(config, train_spec=train_spec, forward_only=True)
     with on_error(engine.close):

@@ -37,7 +37,7 @@ def _default_trainer(config: Any) -> Any:
         def train(self) -> None:
             super().train()
             is_real = self.job_config.comm.mode == "default"
-            if not is_real or self.step < self.num_steps:  # fake ranks, or stopped early
+            if not is_real or self.step < self.num_steps:  # dry run, or stopped early
                 return
             folder = os.path.join(self.job_config.job.dump_folder, MODEL_FOLDER)
             self.save_hf(folder)

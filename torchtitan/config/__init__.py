@@ -26,7 +26,7 @@ TORCH_DTYPE_MAP: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 
-# With ConfigManager, although it is loaded on access, so that `import *` includes it.
+# Lists ConfigManager too, which is loaded on first access, so that `import *` includes it.
 __all__ = [
     "JobConfig",
     "ConfigManager",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 class Section:
     """A table of settings. `freeze` makes it read-only; copies of a frozen section can be changed."""
 
-    __slots__ = ("_job",)  # the `job` argument of `freeze`
+    __slots__ = ("_job",)  # set by `freeze`
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, "_job"):

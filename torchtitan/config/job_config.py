@@ -202,7 +202,7 @@ class Loss(Section):
     teacher: str = ""
     # For distillation: KL(teacher || student), or KL(student || teacher)
     divergence: Literal["forward", "reverse"] = "forward"
-    # For distillation: compare the teacher's k most probable tokens, and all others as one; 0: all tokens
+    # For distillation: compare the teacher's k most probable tokens, and the sum of the rest; 0: all tokens
     top_k: Count = 0
     kl_weight: PositiveFloat = 1.0  # For distillation: weight of the divergence
     label_weight: NotNegative = 0.0  # For distillation: weight of the cross entropy of the labels
@@ -276,7 +276,7 @@ class Training(Section):
     # Jinja template of chats; None takes the chat template in model.hf_assets_path
     chat_template: str | None = None
     # Rename keys and roles of chat files, such as "conversations=messages", "from=role", "human=user".
-    # A key of a sample that is renamed to a role becomes a turn
+    # If a sample's key is renamed to a role, its value becomes a turn of that role
     chat_keys: list[str] = field(default_factory=list)
     # A chat of more than seq_len tokens stops the run (error), is truncated (cut), or dropped (skip)
     too_long: Literal["error", "cut", "skip"] = "error"
@@ -327,7 +327,8 @@ class Parallelism(Section):
     expert_parallel_degree: Positive = 1  # Ranks that the experts are spread over; 1 is off
     # Tensor parallelism inside the experts: 1, or the same as tensor_parallel_degree
     expert_tensor_parallel_degree: Positive = 1
-    expert_parallel_comm_backend: Literal["standard"] = "standard"  # torch's all-to-all
+    # How tokens are sent to their experts: torch's all-to-all
+    expert_parallel_comm_backend: Literal["standard"] = "standard"
 
     def __post_init__(self) -> None:
         if self.context_parallel_load_balancer == "":
@@ -362,11 +363,12 @@ class Checkpoint(Section):
     last_save_in_hf: bool = False  # Write the last checkpoint as Hugging Face safetensors
     # Also write LoRA adapters as a PEFT folder, peft-step-N in `folder`, after the last step
     last_save_peft: bool = False
-    # Write such a PEFT folder every this many steps; 0 is never. keep_latest_k removes no PEFT folder
+    # Also write the PEFT folder every this many steps; 0 is never. keep_latest_k does not remove it
     save_peft_interval: Annotated[int, Range(0, 10**12)] = 0
     # Dtype of the weights in a last checkpoint that holds only weights
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    # Training waits for the whole save (disabled), for the copy to host memory (async), or for neither
+    # Training waits for the whole save (disabled), for the copy to host memory (async), or does not wait
+    # (async_with_pinned_mem)
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     # Number of newest checkpoints to keep; 0 keeps all. 1 is refused: a crash while saving could leave none
     keep_latest_k: Annotated[int, Range(2, 10**9, special=0)] = 10
@@ -467,8 +469,8 @@ class Comm(Section):
     # Folder for flight recorder dumps, under the dump folder
     save_traces_folder: str = "comm_traces"
     save_traces_file_prefix: str = "rank_"  # Prefix of the dumps' file names
-    # Communication: real (default), none, for dry runs (fake_backend), or between ranks that are simulated
-    # in one process (local_tensor)
+    # Communication between ranks: real (default), none, for dry runs (fake_backend), or simulated, with
+    # all ranks in one process (local_tensor)
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
 
 

@@ -73,10 +73,10 @@ class ConfigManager:
                     args=args,
                     prog=_program(),
                     registry=custom_registry,
-                    use_underscores=True,  # messages name a key as TOML does; dashes still work
+                    use_underscores=True,  # messages spell keys as in TOML; flags with dashes still work
                     console_outputs=not hides_help,
                 )
-        except AssertionError as error:  # a section's own rule
+        except AssertionError as error:  # from a section's __post_init__
             raise ConfigError(str(error)) from error
         except SystemExit as error:
             if not error.code:
@@ -129,7 +129,7 @@ class ConfigManager:
 
         module_name = value_of("job", "custom_config_module")
         module_name = module_name or value_of("experimental", "custom_args_module")
-        if not (module_name and isinstance(module_name, str)):  # other types are reported later
+        if not (module_name and isinstance(module_name, str)):  # a wrong type is reported later
             return self.config_cls
         module = import_named("job.custom_config_module", module_name)
         custom_cls = getattr(module, "JobConfig", None)
@@ -142,7 +142,7 @@ class ConfigManager:
 
     @staticmethod
     def _merge_configs(base: Any, custom: Any) -> type:
-        """Return a dataclass with the fields of both; `custom` overrides `base`. Merges sections, too."""
+        """Return a dataclass with the fields of both; `custom` overrides `base`. Sections are merged likewise."""
         base_types, custom_types = (get_type_hints(c, include_extras=True) for c in (base, custom))
         merged: list[tuple[str, Any, Any]] = []
         for field in dataclasses.fields(custom):
@@ -286,7 +286,7 @@ def _flag_value(args: list[str], section: str, key: str) -> str | None:
 
 def _sentence_in(box: str) -> str:
     """Return the parser's message about a flag, and the flags that it suggests, as one line."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # without colours and title
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]  # remove colours and the title
     lines = ["\n" if set(line) <= set("─-│╭╮╰╯ ") else line.strip("│ ") for line in lines]
     problem, _, hints = " ".join(lines).strip().partition("\n")
     sentence, is_unknown = re.subn("^Unrecognized options: (.*)", r"\1 is unknown", problem.strip())

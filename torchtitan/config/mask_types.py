@@ -6,7 +6,7 @@ A batch's entries "document_ids", "seq_lens" or "cu_seqlens" take precedence ove
 END_OF_TEXT = "end-of-text tokens"
 POSITIONS = "positions"
 
-# Mask type -> source of boundaries. None: each row is one document.
+# Mask type -> what marks a document boundary. None: each row is one document.
 BOUNDARY_SOURCES: dict[str, str | None] = {
     "causal": None,
     "block_causal": END_OF_TEXT,

@@ -15,8 +15,6 @@ V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # stage r and its mirror image
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES
 
-_ZERO_BUBBLE_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
-
 
 def is_one_of(name: str, schedules: tuple[str, ...]) -> bool:
     """True if `name` is one of `schedules`, ignoring case as torch does."""
@@ -28,7 +26,8 @@ def splits_backward(parallelism: Parallelism) -> bool:
     if path := parallelism.pipeline_parallel_schedule_csv:
         with open_file(path, encoding="utf-8") as file:
             return re.search(r"\d[IW]", file.read()) is not None
-    return is_one_of(parallelism.pipeline_parallel_schedule, _ZERO_BUBBLE_SCHEDULES)
+    zero_bubble = ("InterleavedZeroBubble", *V_SCHEDULES)
+    return is_one_of(parallelism.pipeline_parallel_schedule, zero_bubble)
 
 
 def rank_of_last_stage(schedule: str, pp_degree: int) -> int:
@@ -107,7 +106,7 @@ def modules_of_stages(parallelism: Parallelism, n_layers: int) -> list[list[str]
 
 
 def _check_complete(modules: list[list[str]], n_layers: int) -> None:
-    """Raise ValueError unless every module is listed once: an unlisted module would be dropped."""
+    """Raise ValueError unless every module is listed once; the model would lose an unlisted module."""
     listed = [name for stage in modules for name in stage]
     expected = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
     missing = [name for name in expected if name not in listed]
@@ -130,7 +129,7 @@ def generate_llm_fqn_per_model_part(
     """Return the names of the modules in each stage, with layers spread as evenly as possible.
 
     input_weight, output_weight: the cost of the embedding, and of norm and output, as a number of layers.
-    If the layers do not divide evenly, the first stages get one more. Raises ValueError if there are too
+    If the layers do not divide evenly, the first stages get one more layer each. Raises ValueError if there are too
     many stages, or if the embedding or the output costs more than a stage's share.
     """
     if num_stages < 1:

@@ -13,7 +13,7 @@ class Float8Linear(Section):
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     # Named float8 recipe of torchao
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    # Do not convert linears with one of these texts in their name
+    # Linear layers whose name contains one of these strings are not converted
     filter_fqns: list[str] = field(default_factory=list)
     # Compute in float32 with float8 rounding, for devices without float8; for tests only
     emulate: bool = False
@@ -25,7 +25,7 @@ class MXLinear(Section):
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     # Named MX recipe of torchao
     recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"] = "mxfp8_cublas"
-    # Do not convert linears with one of these texts in their name
+    # Linear layers whose name contains one of these strings are not converted
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
 
 

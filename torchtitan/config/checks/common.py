@@ -55,7 +55,7 @@ def guess(name: Any, known: Iterable[Any]) -> str:
     """Return ', did you mean ...?' with the closest known name, ignoring case, or '' if none is close."""
     by_lower = {other.lower(): other for other in known if isinstance(other, str)}
     wanted = str(name).lower()
-    # A name may be only the part after the last dot, such as "float8" for "quantize.linear.float8".
+    # The user may give only the part after the last dot: "float8" for "quantize.linear.float8".
     by_ending = [other for other in by_lower if other.rsplit(".", 1)[-1] == wanted]
     close = by_ending or difflib.get_close_matches(wanted, by_lower, n=1)
     return f", did you mean {by_lower[close[0]]!r}?" if close else ""

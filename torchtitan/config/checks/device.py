@@ -8,12 +8,12 @@ from torchtitan.tools.utils import get_device_type
 
 
 def device_limits(job_config: JobConfig, parallel_dims: Any, model: Any) -> Iterator[str]:
-    """Limits of the device. model: a `torchtitan.models.decoder` model, of which only attributes are read."""
+    """Limits of the device's kernels and compiler. model: the built `torchtitan.models.decoder` model."""
     attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
     training, ac = job_config.training, job_config.activation_checkpoint
     if get_device_type() == "cpu":
-        # On the CPU, torch 2.13's compiler mixes up the inputs saved for backward: the state of the
-        # random number generator, which sdpa may use, takes the place of a sharded parameter's mesh.
+        # A bug of torch 2.13's compiler on the CPU: backward gets sdpa's random number generator state in
+        # place of the mesh of a sharded parameter.
         by_layers = ac.mode == "selective" and ac.selective_ac_option != "op"
         splits_sdpa = parallel_dims.tp_enabled and attn_type == "sdpa"
         compiles = job_config.compile.applies_to("model")

@@ -25,7 +25,7 @@ from torchtitan.tools.files import find_shipped
 _READ_A_PATH = ("local", "tokens", "chat", "preference")
 
 
-# Beginnings of the keys that also take an address (see `storage`), such as training.mixture[0].dataset_path.
+# Prefixes of keys whose value may be an address (see `storage`), such as training.mixture[0].dataset_path.
 _TAKE_AN_ADDRESS = (
     *("job.config_file", "checkpoint.folder", "checkpoint.initial_load_path", "lora.adapter_path"),
     *("training.dataset_path", "training.mixture", "validation.dataset_path"),
@@ -69,7 +69,7 @@ def checkpoint_ranks(job_config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
-    """builds_data: False for an engine without a trainer, which writes files only if set to."""
+    """Rules for output paths. builds_data: False for an engine without a trainer, which by default writes none."""
     # A relative path must stay in the dump folder, because other folders may hold another job's files.
     for key in (
         "checkpoint.folder",
@@ -103,7 +103,10 @@ def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
             yield "job.dump_folder must name a folder, got ''; the default is './outputs'"
         yield from _unwritable("job.dump_folder", job.dump_folder)
         if checkpoint.enable and not checkpoint.load_only:
-            yield from _unwritable("checkpoint.folder", _checkpoint_folder(job_config))
+            own, bucket = checkpoint.places()
+            yield from _unwritable(
+                "checkpoint.folder", bucket or os.path.join(job.dump_folder, own)
+            )
 
 
 def _unwritable(key: str, folder: str) -> Iterator[str]:
@@ -161,7 +164,7 @@ def datasets(job_config: JobConfig, known: Collection[str]) -> Iterator[str]:
 
 
 def preference_pairs(job_config: JobConfig) -> Iterator[str]:
-    """Preference pairs and `loss.name = "dpo"` need each other, and rows that hold whole pairs."""
+    """Preference pairs need `loss.name = "dpo"` and vice versa; rows must not split a pair."""
     training, loss = job_config.training, job_config.loss
     for section, data in _datasets(job_config).items():
         if (data.dataset.lower() == "preference") != (loss.name == "dpo"):
@@ -200,22 +203,16 @@ def _datasets(job_config: JobConfig) -> dict[str, Any]:
 
 
 def _is_there(path: str | None) -> bool:
-    """True if the path is a file, a folder, a pair of token files (without their endings), or an address."""
+    """True for an existing file or folder, the common stem of two token files, and any address."""
     if path is None or storage.is_address(path):
         return path is not None  # an address without data fails when it is read
     return os.path.exists(path) or os.path.exists(f"{path}.idx")
 
 
-def _checkpoint_folder(job_config: JobConfig) -> str:
-    """Return the folder of the run's steps, or the address to which they are uploaded."""
-    folder, bucket = job_config.checkpoint.places()
-    return bucket or os.path.join(job_config.job.dump_folder, folder)
-
-
 def _own_steps(job_config: JobConfig) -> list[str]:
     """Return the names of this run's step folders, on disk and at the address they are uploaded to."""
     (folder, bucket), names = job_config.checkpoint.places(), []
-    with suppress(OSError):  # `_unwritable` reports this
+    with suppress(OSError):  # `_unwritable` reports an address that cannot be read
         names = [name for name in storage.names_in(bucket) if name.startswith("step-")]
     return names + glob.glob("step-*", root_dir=os.path.join(job_config.job.dump_folder, folder))
 

@@ -196,7 +196,7 @@ def pipeline_schedule(job_config: JobConfig) -> Iterator[str]:
     yield from divides("parallelism.pipeline_parallel_microbatch_size", microbatch, what, rows)
 
 
-# A cell of the CSV file: <stage><action><microbatch>, two overlapping ones in parentheses, or empty
+# A cell of the CSV file: <stage><action><microbatch>, two overlapped actions in parentheses, or nothing.
 _ACTION = r"\d{1,6}[A-Z_]{1,20}(\d{1,9})?"
 _CELL = re.compile(rf"\s*({_ACTION}|\({_ACTION};{_ACTION}\)OVERLAP_F_B|)\s*")
 

@@ -114,10 +114,10 @@ def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
 
 def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:
     tokens, rows = tokenizer.get_vocab_size(), getattr(model_args, "vocab_size", None)
-    if hasattr(tokenizer, "get_vocab"):  # the largest id may exceed the number of tokens
+    if hasattr(tokenizer, "get_vocab"):  # ids may have gaps
         tokens = max(tokens, 1 + max(tokenizer.get_vocab().values(), default=-1))
     if rows is not None and tokens > rows:
         yield (
             f"the tokenizer at model.hf_assets_path must not have more tokens than the model, got "
-            f"{tokens} tokens and vocab_size {rows}; take the one that belongs to model.flavor"
+            f"{tokens} tokens and vocab_size {rows}; set it to the tokenizer of model.flavor"
         )

@@ -1,4 +1,4 @@
-"""Settings that differ from their defaults but have no effect with the rest of the config."""
+"""Settings that differ from their defaults but have no effect because of another setting."""
 
 import re
 
@@ -6,8 +6,8 @@ from torchtitan.config.fields import settings_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.tools.logging import logger
 
-# Lines `section: keys if condition`. The keys ("*" for all) are read only if the condition holds, a Python
-# expression of the config's sections and `datasets`, the names of datasets. The log shows the condition.
+# Lines `section: keys if condition`. The keys ("*" for all) have an effect only if the condition is true, a
+# Python expression of the config's sections and `datasets`, the datasets' names. The log shows the condition.
 _READ_IF = """
 profiling: profile_freq if profiling.enable_profiling or profiling.enable_memory_snapshot
 profiling: save_traces_folder profiler_active profiler_warmup if profiling.enable_profiling

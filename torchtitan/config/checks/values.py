@@ -14,12 +14,12 @@ from torchtitan.config.fields import Range, settings_of
 from torchtitan.config.job_config import Checkpoint, JobConfig, Profiling
 from torchtitan.tools import storage
 
-# NUL, and surrogates, to which Python converts invalid bytes on the command line.
+# NUL, and the surrogates with which Python replaces invalid bytes of the command line.
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def single_values(section: Any, prefix: str = "") -> Iterator[str]:
-    """Check choices, ranges and strings, because a config built in Python has passed no parser."""
+    """Check choices, ranges and strings again, because a config built in Python skips the parser."""
     for key, value, annotation, default in settings_of(section, prefix, in_lists=True):
         # Literal[...] or Annotated[..., Range(...)], perhaps with None
         members = (annotation, *get_args(annotation))
@@ -32,7 +32,7 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
                     if isinstance(limits, Range) and (problem := limits.problem(value)):
                         yield f"{key} must be {problem}, got {value}; the default is {default}"
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and _NOT_TEXT.search(text):  # may end up in paths and logs
+            if isinstance(text, str) and _NOT_TEXT.search(text):  # unfit for paths and logs
                 yield f"{key} must be UTF-8 text without NUL characters, got {text!r}; correct it"
         if is_path(key) and isinstance(value, str) and value.startswith("~"):
             # `ConfigManager` has already expanded `~` in flags and TOML, if the user exists.
@@ -40,8 +40,8 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
-    """Check [checkpoint] by itself. Hugging Face files hold only a model's weights."""
-    mode: Any = str(checkpoint.async_mode).lower()  # as `CheckpointManager` reads it
+    """Check [checkpoint] by itself. Hugging Face files need model-only settings: they hold only weights."""
+    mode: Any = str(checkpoint.async_mode).lower()  # `CheckpointManager` ignores case
     yield from single_values(replace(checkpoint, async_mode=mode), "checkpoint.")
     config = JobConfig(checkpoint=checkpoint)
     for key, needed in (
@@ -148,7 +148,7 @@ def optimizer(job_config: JobConfig) -> Iterator[str]:
     if settings.state_dtype is not None and dtype != "float32":
         yield (
             f"optimizer.state_dtype = {settings.state_dtype!r} rounds float32 moments, got "
-            f"training.dtype = {dtype!r}, in which they are kept anyway; remove it"
+            f"training.dtype = {dtype!r}, in which moments are kept anyway; remove it"
         )
 
 
@@ -158,7 +158,8 @@ _OF_LOSS = {
 }
 
 
-REFERENCES = ("initial", "adapters_off", "precomputed")  # or a folder
+# Values of loss.reference; any other value is a folder with weights.
+REFERENCES = ("initial", "adapters_off", "precomputed")
 
 
 def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
@@ -182,7 +183,7 @@ def loss(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
     converters, reference = job_config.model.converters, settings.reference
     if reference == "adapters_off" and ("lora" not in converters or lora.also_train):
         yield (
-            "loss.reference = 'adapters_off' needs adapters, and nothing else that trains, got "
+            "loss.reference = 'adapters_off' needs adapters and no other trained weights, got "
             f"model.converters = {converters} and lora.also_train = {lora.also_train}; set it to 'initial'"
         )
     has_weights = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
@@ -211,7 +212,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
         yield from needs(job_config, key, "checkpoint.enable")
     if converters.index("lora") + 1 != len(converters):
         yield (
-            f'model.converters must name "lora" once and last, because others replace layers, got '
+            f'model.converters must name "lora" once and last, because other converters replace layers, got '
             f"{converters}; reorder it"
         )
     for key, limits in (("rank", Range(1, 10**9)), ("alpha", Range(0, 10**9, excluded=0))):
@@ -220,7 +221,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
             if key == "rank" and not isinstance(value, int):
                 problem = "a whole number"
             if problem:
-                example = 'choose one such as in "layers.0" = 4, with quotes if the name has dots'
+                example = 'write for example "layers.0" = 4, with quotes if the name has dots'
                 yield f"lora.{key}_pattern[{layer!r}] must be {problem}, got {value!r}; {example}"
     for key in ("target_modules", "also_train"):
         names = settings.names(getattr(settings, key))
@@ -229,7 +230,7 @@ def lora(job_config: JobConfig) -> Iterator[str]:
     recomputes = job_config.activation_checkpoint
     if settings.dropout and recomputes.mode != "none" and not recomputes.preserve_rng_state:
         yield (
-            f"lora.dropout = {settings.dropout} draws random masks, and recomputing would draw others "
+            f"lora.dropout = {settings.dropout} draws random masks, and recomputing would draw other masks "
             "with activation_checkpoint.preserve_rng_state = false; set it to true"
         )
     if settings.base_format is not None:
@@ -250,6 +251,6 @@ def lora(job_config: JobConfig) -> Iterator[str]:
         )
     if job_config.checkpoint.create_seed_checkpoint:
         yield (
-            "checkpoint.create_seed_checkpoint writes a whole model, and a job with adapters saves "
-            'only these; remove "lora" from model.converters for this run'
+            "checkpoint.create_seed_checkpoint writes a whole model, and a job with LoRA saves only "
+            'adapters; remove "lora" from model.converters for this run'
         )
