@@ -121,11 +121,10 @@ def test_model_without_such_args_and_a_quantized_output_are_refused(monkeypatch)
     spec = dataclasses.replace(get_train_spec("llama3"), model_args={"debugmodel": Args()})
     monkeypatch.setitem(train_spec_module._extra_train_specs, "foreign", spec)
     flags = ["--model.fp32_head", "--model.flavor=debugmodel"]
-    config = ConfigManager().parse_args([*flags, "--model.name=foreign"])
-    with pytest.raises(ConfigError, match="got 'foreign', whose args have no fp32_head"):
-        resolve_job(config, builds_data=False)
-    config = ConfigManager().parse_args(
-        [*flags, "--model.name=llama3", "--model.converters=quantize.linear.float8"]
-    )
-    with pytest.raises(ConfigError, match="model.fp32_head = True .* add 'output' to quantize"):
-        resolve_job(config, builds_data=False)
+    float8 = ["--model.name=llama3", "--model.converters=quantize.linear.float8"]
+    for more, words in (
+        (["--model.name=foreign"], "got 'foreign', whose args have no fp32_head"),
+        (float8, "model.fp32_head = True .* add 'output' to quantize"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            resolve_job(ConfigManager().parse_args([*flags, *more]), builds_data=False)

@@ -52,8 +52,7 @@ def shares_memory(a, b):
 
 def test_experts_are_named_one_by_one_and_stacked_again():
     ours = weights()
-    adapter = PerExpert(None, None)
-    files = adapter.to_hf(ours)
+    files = PerExpert(None, None).to_hf(ours)
     assert len(files) == 2 * 3 * E
     up = files["model.layers.11.mlp.experts.3.up_proj.weight"]
     assert torch.equal(up, ours["layers.11.moe.experts.w3"][3])
@@ -73,23 +72,9 @@ def test_reading_into_the_views_changes_the_parameter_without_a_copy():
     assert same(back, ours)
 
 
-def test_fused_names_of_transformers_5_are_read():
-    ours = weights()
-    layer = {name: ours[f"layers.0.moe.experts.{name}"] for name in ("w1", "w2", "w3")}
-    in_memory = {
-        "model.layers.0.mlp.experts.gate_up_proj": torch.cat([layer["w1"], layer["w3"]], dim=1),
-        "model.layers.0.mlp.experts.down_proj": layer["w2"],
-    }
-    found = PerExpert(None, None).from_hf(in_memory)
-    assert same(found, {f"layers.0.moe.experts.{name}": t for name, t in layer.items()})
-
-
 def test_adapter_asks_for_the_names_that_the_files_have():
     ours = weights()
-    fused_names = [
-        "model.layers.0.mlp.experts.gate_up_proj",
-        "model.layers.0.mlp.experts.down_proj",
-    ]
+    fused_names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     adapter = PerExpert(None, None)
     asked = adapter.spelled_like(fused_names).to_hf(ours)
     assert {name.replace(".11.", ".0.") for name in asked} == set(fused_names)
@@ -128,23 +113,22 @@ def test_missing_expert_is_named():
         PerExpert(None, None).from_hf(files)
 
 
-def test_expert_bias_stays_behind_where_files_have_no_place_for_it():
-    bias = {"layers.0.moe.expert_bias": torch.ones(E), "norm": torch.ones(1)}
-    assert set(PerExpert(None, None).to_hf(bias)) == {"norm"}
-    assert set(WithBias(None, None).to_hf(bias)) == {"layers.0.bias", "norm"}
-    # Files of an older model have no such tensor.
-    assert set(WithBias(None, None).spelled_like(["norm"]).to_hf(bias)) == {"norm"}
-
-
 @pytest.mark.parametrize(
-    ("adapter", "value", "is_told"),
-    [(PerExpert, 1, True), (PerExpert, 0, False), (WithBias, 1, False)],
+    ("adapter", "value", "names", "is_told"),
+    [
+        (PerExpert(None, None), 1, {"norm"}, True),
+        (PerExpert(None, None), 0, {"norm"}, False),
+        (WithBias(None, None), 1, {"layers.0.bias", "norm"}, False),
+        # Files of an older model have no such tensor.
+        (WithBias(None, None).spelled_like(["norm"]), 0, {"norm"}, False),
+    ],
 )
-def test_export_tells_of_an_expert_bias_that_files_have_no_place_for(
-    tmp_path, caplog, adapter, value, is_told
+def test_expert_bias_stays_behind_where_files_have_no_place_for_it_and_export_tells(
+    adapter, value, names, is_told, tmp_path, caplog
 ):
     state = {"layers.0.moe.expert_bias": torch.full((E,), value), "norm": torch.ones(1)}
-    save_to_hf(state, adapter(None, None), str(tmp_path / "export"))
+    assert set(adapter.to_hf(state)) == names
+    save_to_hf(state, adapter, str(tmp_path / "export"))
     assert ("cannot hold layers.0.moe.expert_bias" in caplog.text) == is_told
 
 
@@ -234,13 +218,8 @@ class Text(KeyMapAdapter):
     def __init__(self, index=None):
         super().__init__(None, None)
         self.fqn_to_index_mapping = index
-        self.name_text_model(
-            {
-                "lm_head.weight": "output.weight",
-                "model.layers.{}.a": "layers.{}.x",
-                "model.layers.1.b": "layers.1.x",
-            }
-        )
+        names = {"model.layers.{}.a": "layers.{}.x", "model.layers.1.b": "layers.1.x"}
+        self.name_text_model({"lm_head.weight": "output.weight"} | names)
 
 
 OURS = ["output.weight", "layers.0.x", "layers.1.x"]
@@ -254,11 +233,8 @@ def test_each_spelling_of_a_multimodal_model_is_read_and_written(names):
     ours = {name: torch.ones(n + 1) for n, name in enumerate(OURS)}
     files = dict(zip(names, ours.values(), strict=True))
     assert same(Text().from_hf(files), ours)
-    for adapter in (
-        Text().spelled_like(names),
-        Text(dict.fromkeys(names, 1)),
-        Text().for_export(names),
-    ):
+    in_index = Text(dict.fromkeys(names, 1))
+    for adapter in (Text().spelled_like(names), in_index, Text().for_export(names)):
         assert same(adapter.to_hf(ours), files)
     alone = Text(dict.fromkeys(names, 3)).for_export([])
     assert list(alone.to_hf(ours)) == NAMES
@@ -266,11 +242,8 @@ def test_each_spelling_of_a_multimodal_model_is_read_and_written(names):
 
 
 def test_layer_with_a_projection_of_two_tokens_is_left_out_and_no_other():
-    files = [
-        *NEW,
-        "model.language_model.layers.2.eh_proj.weight",
-        "model.language_model.layers.2.a",
-    ]
+    layer = "model.language_model.layers.2"
+    files = [*NEW, f"{layer}.eh_proj.weight", f"{layer}.a"]
     adapter = Text().spelled_like(files)
     assert [name for name in files if adapter.holds_untrained_part(name)] == files[-2:]
     assert not Text().spelled_like([*NEW, files[-1]]).holds_untrained_part(files[-1])
