@@ -6,21 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.models.tiny import filled
 from torchtitan.checkpoint.folder import find_damage
-from torchtitan.config.job_config import (
-    ActivationCheckpoint,
-    Checkpoint,
-    Job,
-    JobConfig,
-    Model,
-    Training,
-)
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.llama4 import TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols import train_spec
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.testing.tiny_jobs import tiny_job
 
 LENGTH = 16
 SIZES = dict(dim=32, n_heads=4, n_kv_heads=2, vocab_size=64)
@@ -51,16 +45,14 @@ def load_and_export(family, args, files_folder, dump_folder):
 
     hf._BYTES_PER_PART = 10_000
     hf._BYTES_PER_FILE = 20_000
-    config = JobConfig(
-        job=Job(dump_folder=dump_folder),
-        model=Model(name=family, flavor="tiny"),
-        training=Training(seq_len=LENGTH, steps=1),
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-        checkpoint=Checkpoint(
-            enable=True, initial_load_path=files_folder, initial_load_in_hf=True,
-            last_save_in_hf=True, untrained_weights="copy",
-        ),
+    checkpoint = dict(
+        enable=True, initial_load_path=files_folder, initial_load_in_hf=True,
+        last_save_in_hf=True, untrained_weights="copy",
     )  # fmt: skip
+    model, training = {"name": family}, {"seq_len": LENGTH, "steps": 1}
+    config = tiny_job(
+        dump_folder, "tiny", None, None, model=model, training=training, checkpoint=checkpoint
+    )
     spec = dataclasses.replace(train_spec.get_train_spec(family), model_args={"tiny": args})
     engine = TrainingEngine(config, train_spec=spec)
     assert engine.checkpointer.load()
@@ -72,10 +64,7 @@ def load_and_export(family, args, files_folder, dump_folder):
 
 def hf_weights(family, args):
     spec = train_spec.get_train_spec(family)
-    model = spec.model_cls(args)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights()
+    model = filled(spec.model_cls(args))
     weights = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
     return {name: tensor.clone() for name, tensor in weights.items()}
 

@@ -290,27 +290,6 @@ def test_document_mask_mod_without_a_separator_is_refused(given):
         get_document_mask_mod(**given)
 
 
-@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-def test_changing_documents_do_not_recompile_after_warm_up(attn_type):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("aot_eager")
-    inputs = tensors(1, 24, 2, 2)
-    inner = build_inner_attention(attn_type)
-    compiled = torch.compile(attend, backend=counter, fullgraph=True)
-    n_compiled = []
-    for lengths in ([10, 14], [5, 5, 14], [24], [3, 3, 3, 15], [1] * 24, [20, 4]):
-        ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-        mask = DocumentMask.from_documents(ids).lower(attn_type)
-        out = compiled(inner, *inputs, mask)
-        torch.testing.assert_close(
-            out.double(), dense(*inputs, allowed_pairs(ids))[0].transpose(1, 2), **FP32
-        )
-        torch.autograd.grad(out.sum(), inputs)
-        n_compiled.append(counter.frame_count)
-    assert n_compiled[1:] == [n_compiled[1]] * 5
-
-
 @pytest.mark.parametrize(
     ("n_queries", "n_keys"),
     [

@@ -30,12 +30,12 @@ class WithBias(KeyMapAdapter):
     from_hf_map = {"layers.{}.bias": "layers.{}.moe.expert_bias", "norm": "norm"}
 
 
-def weights():
+def expert_weights(n_experts=E, layers=(0, 11)):
     generator = torch.Generator().manual_seed(0)
-    shapes = {"w1": (E, H, D), "w2": (E, D, H), "w3": (E, H, D)}
+    shapes = {"w1": (n_experts, H, D), "w2": (n_experts, D, H), "w3": (n_experts, H, D)}
     return {
         f"layers.{layer}.moe.experts.{name}": torch.randn(shape, generator=generator)
-        for layer in (0, 11)
+        for layer in layers
         for name, shape in shapes.items()
     }
 
@@ -51,7 +51,7 @@ def shares_memory(a, b):
 
 
 def test_experts_are_named_one_by_one_and_stacked_again():
-    ours = weights()
+    ours = expert_weights()
     files = PerExpert(None, None).to_hf(ours)
     assert len(files) == 2 * 3 * E
     up = files["model.layers.11.mlp.experts.3.up_proj.weight"]
@@ -61,7 +61,7 @@ def test_experts_are_named_one_by_one_and_stacked_again():
 
 
 def test_reading_into_the_views_changes_the_parameter_without_a_copy():
-    ours = weights()
+    ours = expert_weights()
     adapter = PerExpert(None, None)
     files = adapter.to_hf(ours)
     for tensor in files.values():
@@ -73,7 +73,7 @@ def test_reading_into_the_views_changes_the_parameter_without_a_copy():
 
 
 def test_adapter_asks_for_the_names_that_the_files_have():
-    ours = weights()
+    ours = expert_weights()
     fused_names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     adapter = PerExpert(None, None)
     asked = adapter.spelled_like(fused_names).to_hf(ours)
@@ -83,7 +83,7 @@ def test_adapter_asks_for_the_names_that_the_files_have():
 
 
 def test_joined_and_transposed_tensors_go_there_and_back():
-    ours = weights()
+    ours = expert_weights()
     adapter = FusedExperts(None, None)
     files = adapter.to_hf(ours)
     w1, w2, w3 = (ours[f"layers.0.moe.experts.w{n}"] for n in (1, 2, 3))
@@ -100,14 +100,14 @@ def test_joined_and_transposed_tensors_go_there_and_back():
 
 
 def test_half_of_a_fused_tensor_is_an_error():
-    ours = weights()
+    ours = expert_weights()
     del ours["layers.11.moe.experts.w3"]
     with pytest.raises(ValueError, match=r"joins in prefix\.layers\.11\.gate_up"):
         FusedExperts(None, None).to_hf(ours)
 
 
 def test_missing_expert_is_named():
-    files = PerExpert(None, None).to_hf(weights())
+    files = PerExpert(None, None).to_hf(expert_weights())
     del files["model.layers.0.mlp.experts.2.down_proj.weight"]
     with pytest.raises(ValueError, match=r"layers\.0\.moe\.experts\.w2 .* \[2\] are missing"):
         PerExpert(None, None).from_hf(files)

@@ -14,9 +14,7 @@ from torchtitan.models.rope import (
     RoPEScalingArgs,
     YaRNArgs,
     apply_rotary_emb,
-    apply_rotary_emb_to_halves,
     precompute_freqs_cis,
-    precompute_rope_cache,
     select_positions,
     yarn_mscale,
 )
@@ -70,19 +68,6 @@ def test_each_token_turns_by_its_own_position(positions, rows):
     torch.testing.assert_close(out_k, rotate_by_hand(xk, table, rows))
 
 
-def test_compiled_rotation_equals_eager():
-    table = precompute_freqs_cis(8, 6)
-    x = torch.randn(2, 6, 2, 8, requires_grad=True)
-    rows = select_positions(table, None, 6)
-    compiled = torch.compile(apply_rotary_emb, backend="aot_eager", fullgraph=True)
-    for function in (apply_rotary_emb, compiled):
-        out, _ = function(x, x.detach(), rows)
-        (grad,) = torch.autograd.grad(out.pow(3).sum(), x)
-        if function is apply_rotary_emb:
-            expected = out, grad
-    torch.testing.assert_close((out, grad), expected)
-
-
 def test_position_beyond_the_table_names_the_length_it_needs():
     positions = torch.tensor([[0, 1, 9]])
     with pytest.raises(ValueError, match="holds 4 positions and the batch needs 10"):
@@ -98,26 +83,6 @@ def test_padding_positions_read_some_row_of_the_table():
     positions = torch.tensor([[-1, 0, 1]])
     table = precompute_freqs_cis(8, 4)
     assert torch.equal(select_positions(table, positions, 3)[0], table[[0, 0, 1]])
-
-
-# ---- on halves ----
-
-
-def as_neighbours(x):
-    """Move numbers i and i + D/2 of each head to 2i and 2i + 1."""
-    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-
-@pytest.mark.parametrize("positions", [None, [[2, 0, 1]], [[4, 5, 0], [1, 2, 3]]])
-def test_halves_turn_as_neighbours_do(positions):
-    torch.manual_seed(0)
-    xq, xk = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
-    given = None if positions is None else torch.tensor(positions)
-    ours = apply_rotary_emb_to_halves(xq, xk, precompute_rope_cache(8, 6, 10000), given)
-    table = precompute_freqs_cis(8, 6, 10000, None)
-    theirs = apply_rotary_emb(as_neighbours(xq), as_neighbours(xk), table, given)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(as_neighbours(one), other)
 
 
 def test_longrope_takes_the_short_factors_for_a_short_model():

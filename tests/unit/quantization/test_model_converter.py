@@ -21,20 +21,25 @@ needs_mx = pytest.mark.skipif(
 )
 
 EMULATED = ["--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"]
+GATHERED = [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather"]
+MX = ["--model.converters=quantize.linear.mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"]
 
 
-def one_rank() -> ParallelDims:
-    return ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+def build(*flags: str, n_ranks: int = 1) -> ModelConvertersContainer:
+    return converters_of(ConfigManager().parse_args(list(flags)), n_ranks)
 
 
-def build(*flags: str) -> ModelConvertersContainer:
-    return build_model_converters(ConfigManager().parse_args(list(flags)), one_rank())
+def converters_of(config: JobConfig, n_ranks: int = 1) -> ModelConvertersContainer:
+    others = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1)
+    return build_model_converters(
+        config, ParallelDims(**others, dp_shard=n_ranks, world_size=n_ranks)
+    )
 
 
 def build_named(*names: str) -> ModelConvertersContainer:
     config = JobConfig()
     config.model.converters = list(names)
-    return build_model_converters(config, one_rank())
+    return converters_of(config)
 
 
 @pytest.fixture
@@ -51,10 +56,9 @@ class Recorder:
         pass
 
     def convert(self, model):
-        self.calls.append((type(self).__name__, "convert", model))
+        self.calls.append((type(self), model))
 
-    def post_optimizer_hook(self, model):
-        self.calls.append((type(self).__name__, "hook", model))
+    post_optimizer_hook = convert
 
 
 class OtherRecorder(Recorder):
@@ -70,10 +74,7 @@ def test_converters_run_in_config_order(registry, monkeypatch):
     container.convert(model)
     container.post_optimizer_hook([model])
     assert Recorder.calls == [
-        ("OtherRecorder", "convert", model),
-        ("Recorder", "convert", model),
-        ("OtherRecorder", "hook", [model]),
-        ("Recorder", "hook", [model]),
+        (cls, x) for x in (model, [model]) for cls in (OtherRecorder, Recorder)
     ]
 
 
@@ -145,22 +146,17 @@ def gpu(monkeypatch):
     return of_capability
 
 
-ROWWISE = [
-    "--model.converters=quantize.linear.float8",
-    "--quantize.linear.float8.recipe_name=rowwise",
-]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rowwise_float8_on_one_gpu_warns_unless_it_is_compiled(gpu, compiled, caplog):
     import torch._inductor.config
 
+    rowwise = [*EMULATED[:2], "--quantize.linear.float8.recipe_name=rowwise"]
     gpu(8, 6)
     with pytest.raises(ValueError, match="compute capability 8.9"):
-        build(*ROWWISE, "--compile.enable")
+        build(*rowwise, "--compile.enable")
     gpu(8, 9)
     with torch._inductor.config.patch(emulate_precision_casts=False):
-        (converter,) = build(*ROWWISE, *["--compile.enable"] * compiled).converters
+        (converter,) = build(*rowwise, *["--compile.enable"] * compiled).converters
     assert not converter.config.emulate
     assert converter.config.cast_config_weight.scaling_granularity.name == "AXISWISE"
     assert ("slower than bf16: set compile.enable" in caplog.text) is not compiled
@@ -266,38 +262,20 @@ def test_float8_recipes_reach_torchao(recipe):
 
 
 def test_float8_all_gather_needs_sharded_data_parallelism():
-    flags = [
-        *EMULATED,
-        "--quantize.linear.float8.enable_fsdp_float8_all_gather",
-        "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-    ]
+    flags = [*GATHERED, "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"]
     with pytest.raises(ValueError, match="exclude each other, got recipe_name = 'rowwise'"):
         build(*flags, "--quantize.linear.float8.recipe_name", "rowwise")
-    config = ConfigManager().parse_args(flags)
-    (alone,) = build_model_converters(config, one_rank()).converters
+    (alone,) = build(*flags).converters
     assert not alone.config.enable_fsdp_float8_all_gather and not alone.precompute_scale
-    two_ranks = ParallelDims(
-        dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2
-    )
-    (sharded,) = build_model_converters(config, two_ranks).converters
+    (sharded,) = build(*flags, n_ranks=2).converters
     assert sharded.config.enable_fsdp_float8_all_gather and sharded.precompute_scale
 
 
-WRAPPED_WEIGHTS = {
-    "float8 all-gather": [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather"],
-    "mx": [
-        "--model.converters=quantize.linear.mx",
-        "--quantize.linear.mx.recipe_name=mxfp8_emulated",
-    ],
-}
-
-
 @needs_mx
-@pytest.mark.parametrize("flags", WRAPPED_WEIGHTS.values(), ids=WRAPPED_WEIGHTS)
+@pytest.mark.parametrize("flags", [GATHERED, MX], ids=["float8 all-gather", "mx"])
 def test_state_dicts_of_wrapped_weights_are_plain_and_live(flags):
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
     model = Block()
-    build_model_converters(ConfigManager().parse_args(flags), dims).convert(model)
+    build(*flags, n_ranks=2).convert(model)
     assert type(model.wide.weight) is not nn.Parameter
     state = model.state_dict()
     assert {type(value) for value in state.values()} == {torch.Tensor}
@@ -308,13 +286,13 @@ def test_state_dicts_of_wrapped_weights_are_plain_and_live(flags):
     saved = {name: torch.full_like(value, 5) for name, value in state.items()}
     model.load_state_dict(saved)
     assert state["wide.weight"].eq(5).all()
-    assert model.wide.weight._precomputed_scale is None or "mx" in flags[0]
+    assert model.wide.weight._precomputed_scale is None or flags is MX
 
 
 def test_auto_filter_leaves_small_layers_and_the_config_alone():
     config = ConfigManager().parse_args(EMULATED)
     config.quantize.linear.float8.filter_fqns = ["auto_filter_small_kn", "output"]
-    (converter,) = build_model_converters(config, one_rank()).converters
+    (converter,) = converters_of(config).converters
     assert converter.filter_fqns == ["output"]
     assert config.quantize.linear.float8.filter_fqns == ["auto_filter_small_kn", "output"]
     model = Block()
@@ -327,13 +305,13 @@ def test_auto_filter_leaves_small_layers_and_the_config_alone():
 def test_mxfp8_on_an_old_torch_names_the_remedy(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ValueError, match="newer than 2.11, got.*upgrade it"):
-        build(*WRAPPED_WEIGHTS["mx"])
+        build(*MX)
 
 
 @needs_mx
 def test_emulated_mxfp8_trains_on_cpu():
     pytest.importorskip("torchao.prototype.moe_training.config")
-    (converter,) = build(*WRAPPED_WEIGHTS["mx"]).converters
+    (converter,) = build(*MX).converters
     torch.manual_seed(0)
     plain = Block().bfloat16()
     model = copy.deepcopy(plain)
