@@ -44,11 +44,11 @@ def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=8, value_dim=None, dt
     ]
 
 
-def dense(q, k, v, allowed, scale=None):
+def dense(q, k, v, allowed, scale=None, bias=0):
     """(output [B, H, T, Dv], log-sum-exp [B, H, T]) in float64; allowed: bool [B or 1, 1 or H, T, T]."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
     scores = scores.masked_fill(~allowed, float("-inf"))
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
@@ -183,11 +183,9 @@ def test_score_mod_changes_the_scores():
     mask = DocumentMask.from_documents(ids).block_mask(block_size=4)
     inputs = tensors(1, 6, 2, 2)
     out = FlexAttentionWrapper()(*inputs, score_mod=bias, block_mask=mask)
-    q, k, v = (x.double() for x in inputs)
     distance = torch.arange(6)[None] - torch.arange(6)[:, None]
-    scores = q @ k.mT / 8**0.5 + 0.1 * distance * torch.tensor([1, 2])[:, None, None]
-    weights = scores.masked_fill(~allowed_pairs(ids), float("-inf")).softmax(-1)
-    assert_same(out, weights @ v, inputs, **FP32)
+    biases = 0.1 * distance * torch.tensor([1, 2])[:, None, None]
+    assert_same(out, dense(*inputs, allowed_pairs(ids), bias=biases)[0], inputs, **FP32)
 
 
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
@@ -232,23 +230,19 @@ def test_sdpa_compiles_where_the_numbers_of_heads_are_symbols(kv_heads):
 def test_sdpa_groups_no_heads_where_only_the_memory_efficient_kernel_is_left(
     dtype, has_mask, monkeypatch
 ):
-    calls = []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda q, k, v, **kwargs: calls.append((k, v, kwargs)) or sdpa(q, k, v, **kwargs),
-    )
+    sdpa = mock.Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     on_cpu = [x.detach().to(dtype) for x in tensors(1, 6, 4, 2)]
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril() if has_mask else None
     # "meta" stands for the accelerator; on the CPU one kernel serves every mask.
-    for device in ("cpu", "meta"):
+    for device, n_kv_heads in (("cpu", 2), ("meta", 4)):
         inputs = [x.to(device) for x in on_cpu]
         options = {"attn_mask": None if mask is None else mask.to(device), "enable_gqa": True}
         out = ScaledDotProductAttentionWrapper()(*inputs, **options)
         assert out.shape == (1, 4, 6, 8)
-    assert [kwargs["enable_gqa"] for *_, kwargs in calls] == [True, False]
-    assert [k.shape[1] for k, *_ in calls] == [v.shape[1] for _, v, _ in calls] == [2, 4]
+        (_, k, v), options = sdpa.call_args
+        assert options["enable_gqa"] == (device == "cpu")
+        assert k.shape[1] == v.shape[1] == n_kv_heads
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The shared decoder through llama3: initial weights, masks, ties, shards."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +8,10 @@ import torch
 from tests.torch_alone import run_with_torch_alone
 from tests.unit.models.tiny import filled, on_meta, sized
 from torchtitan.batch.mask import DocumentMask
-from torchtitan.config import JobConfig
 from torchtitan.distributed import collectives, context_parallel
 from torchtitan.distributed.context_parallel import ContextPart, TokenShards
 from torchtitan.models.decoder import Attention
-from torchtitan.models.llama3 import Transformer, TransformerModelArgs, llama3_args
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.rope import precompute_freqs_cis
 from torchtitan.numerics.norm import RMSNorm
 
@@ -87,19 +85,6 @@ def test_document_mask_itself_is_a_mask(attn_type):
 def test_sdpa_with_a_document_mask_names_both_ways_out():
     with pytest.raises(ValueError, match="'flex' or 'varlen'.*'causal'"):
         meta_model(tiny_args(attn_mask_type="block_causal"))
-
-
-def test_config_sets_length_and_overrides_attention():
-    config = JobConfig()
-    config.training.seq_len = 512
-    args = copy.deepcopy(llama3_args["debugmodel"])
-    args.update_from_config(config)
-    assert (args.max_seq_len, args.attn_type, args.attn_mask_type) == (512, "sdpa", "causal")
-    config.model.attn_type = "varlen"
-    config.model.attn_mask_type = "position_block_causal"
-    args.update_from_config(config)
-    assert (args.attn_type, args.attn_mask_type) == ("varlen", "position_block_causal")
-    assert llama3_args["debugmodel"].max_seq_len == 131072
 
 
 def test_sdpa_forward_and_backward_load_no_compiler():

@@ -73,31 +73,20 @@ KNOWN_SIZES = {
 # Parameters including the embedding, in billions, as published.
 BILLIONS = {
     "qwen3": {
-        "Qwen2-0.5B": 0.49,
-        "Qwen2.5-3B": 3.09,
-        "Qwen2.5-7B": 7.61,
-        "Qwen2.5-14B": 14.7,
+        "Qwen2-0.5B": 0.49, "Qwen2.5-3B": 3.09, "Qwen2.5-7B": 7.61, "Qwen2.5-14B": 14.7,
         "Qwen2.5-32B": 32.5,
     },
     "mistral": {
-        "7B-v0.3": 7.25,
-        "Nemo-12B": 12.2,
-        "Small-24B": 23.6,
-        "Mixtral-8x7B": 46.7,
+        "7B-v0.3": 7.25, "Nemo-12B": 12.2, "Small-24B": 23.6, "Mixtral-8x7B": 46.7,
         "Mixtral-8x22B": 141,
     },
     "olmo": {
-        "OLMo-2-1B": 1.48,
-        "OLMo-2-7B": 7.30,
-        "OLMo-2-13B": 13.7,
-        "OLMo-2-32B": 32.2,
-        "OLMo-3-7B": 7.30,
-        "OLMo-3-32B": 32.2,
-        "OLMoE-1B-7B": 6.92,
+        "OLMo-2-1B": 1.48, "OLMo-2-7B": 7.30, "OLMo-2-13B": 13.7, "OLMo-2-32B": 32.2,
+        "OLMo-3-7B": 7.30, "OLMo-3-32B": 32.2, "OLMoE-1B-7B": 6.92,
     },
     "gemma3": {"270M": 0.268, "1B": 1.00, "4B": 3.88, "12B": 11.8, "27B": 27.0},
     "gemma4": {"31B": 30.7},
-}
+}  # fmt: skip
 WITHOUT_KNOWN_SIZE = {"qwen3": [*BILLIONS["qwen3"]], "gpt_oss": ["debugmodel_small"]}
 WITH_EXPERTS = ("qwen3", "deepseek_v3", "llama4", "gpt_oss", "qwen3_5")
 
@@ -282,12 +271,15 @@ def test_config_reaches_the_model_and_no_shared_flavor(family):
     config.training.seq_len = 128
     config.debug.moe_force_load_balance = True
     flavors = {"qwen3": "debugmodel_moe_small", "qwen3_5": "debugmodel_moe"}
-    flavor = flavors.get(family, "debugmodel")
-    shared = args_of(family, flavor)
-    before = copy.deepcopy(shared)
-    args = copy.copy(shared)
+    shared = args_of(family, flavors.get(family, "debugmodel"))
+    before, args = copy.deepcopy(shared), copy.copy(shared)
     args.update_from_config(config)
     assert args.max_seq_len == 128 and args.moe_args._debug_force_load_balance
+    kinds = (before.attn_type, before.attn_mask_type)
+    assert (args.attn_type, args.attn_mask_type) == kinds != ("varlen", "position_block_causal")
+    config.model.attn_type, config.model.attn_mask_type = "varlen", "position_block_causal"
+    args.update_from_config(config)
+    assert (args.attn_type, args.attn_mask_type) == ("varlen", "position_block_causal")
     assert shared == before and args.moe_args.num_experts == before.moe_args.num_experts
     blocks = meta_model(family, args).layers.values()
     routers = [block.moe.router for block in blocks if block.moe_enabled]

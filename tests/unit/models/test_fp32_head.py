@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.generation.kv_cache import kv_cache
@@ -102,15 +102,6 @@ def test_trainer_and_cached_generation_agree_to_the_last_digits_of_fp32():
     assert logits.dtype == cached.dtype == torch.float32
     expected = logits.log_softmax(-1).gather(-1, TOKENS[..., None])[..., 0]
     torch.testing.assert_close(head, expected, rtol=0, atol=5e-6)
-
-
-def test_config_reaches_the_model():
-    config = JobConfig()
-    config.model.fp32_head = True
-    args = TransformerModelArgs(dim=32, n_layers=1, n_heads=4, vocab_size=64)
-    args.update_from_config(config)
-    assert Transformer(args).output.in_fp32
-    assert not Transformer(dataclasses.replace(args, fp32_head=False)).output.in_fp32
 
 
 def test_model_without_such_args_and_a_quantized_output_are_refused(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.models.tiny import filled
-from torchtitan.batch.mask import DocumentMask, VarlenMetadata
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import context_parallel, tensor_parallel_sizes
 from torchtitan.config.job_config import Optimizer, ParameterGroup
@@ -89,21 +89,6 @@ def test_muon_leaves_convolutions_to_adamw():
 
 
 # ---- masks ----
-
-
-def test_all_forms_of_a_mask_give_the_same_documents():
-    model = tiny_model(attn_type="varlen", attn_mask_type="position_block_causal")
-    masks = model.get_attention_masks(TOKENS, None, {"positions": DOCUMENTS})
-    assert isinstance(masks, VarlenMetadata)
-    layer, x = model.layers["0"].attention, torch.randn(2, 12, 32)
-    starts = torch.zeros(2, 12, dtype=torch.int32)
-    starts[1, 5:] = 5
-    outputs = [layer(x, None, mask) for mask in (masks, DocumentMask(starts))]
-    assert torch.equal(*outputs)
-    alone = layer(x[1:, 5:], None, None)
-    torch.testing.assert_close(outputs[0][1:, 5:], alone)
-    whole = [layer(x, None, mask) for mask in (None, DocumentMask.from_rows(2, 12, x.device))]
-    assert torch.equal(*whole)
 
 
 def test_mask_without_boundaries_is_refused():

@@ -34,31 +34,6 @@ def test_every_expert_has_the_full_width_without_auto_scaling():
     assert tiny_args(moe_inter_dim=24).expert_hidden_dim == 24
 
 
-POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0], [5, 6, 0, 1, 2, 3, 4, 0, -1]])
-# The documents of POSITIONS, cut into chunks of 3 tokens.
-CHUNKS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 3], [0, 0, 1, 1, 1, 2, 2, 3, 4]])
-DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1, 2, 3]])
-
-
-def pairs_of(ids):
-    """bool [B, T, T]: True where a query sees a key."""
-    return (ids[:, :, None] == ids[:, None, :]).tril()
-
-
-def allowed_by(block_mask, n_rows):
-    row = torch.arange(n_rows)[:, None, None]
-    query, key = torch.arange(9)[:, None], torch.arange(9)
-    return block_mask.mask_mod(row, torch.tensor(0), query, key).expand(n_rows, 9, 9)
-
-
-def test_flex_masks_keep_chunks_and_documents_apart():
-    model = meta_model(tiny_args(fixed_attn_block_size=3, attn_mask_type="position_block_causal"))
-    masks = model.get_attention_masks(torch.ones(2, 9), None, {"positions": POSITIONS})
-    assert masks.keys() == {"rope", "nope"}
-    assert torch.equal(allowed_by(masks["rope"], 2), pairs_of(CHUNKS))
-    assert torch.equal(allowed_by(masks["nope"], 2), pairs_of(DOCUMENTS))
-
-
 def test_sdpa_equals_flex_within_a_chunk_and_refuses_more():
     flex, sdpa = tiny_model(), tiny_model(attn_type="sdpa")
     tokens = torch.arange(8)[None]

@@ -1,4 +1,5 @@
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -201,12 +202,9 @@ def test_experts_that_are_converted_compute_in_8_bits(dtype, gpu, monkeypatch):
         assert 1e-3 * p.grad.norm() < (p.grad - q.grad).norm() < 0.1 * p.grad.norm()
 
 
-def missing_torchao(name):
-    raise ImportError(f"No module named {name!r}")
-
-
 def test_missing_torchao_names_the_extra(monkeypatch):
-    monkeypatch.setattr(quantization, "import_module", missing_torchao)
+    missing = mock.Mock(side_effect=ImportError("No module named 'torchao'"))
+    monkeypatch.setattr(quantization, "import_module", missing)
     with pytest.raises(ImportError, match=r"pip install -U torchtitan-embeddable\[float8\]"):
         build(*EMULATED)
 
