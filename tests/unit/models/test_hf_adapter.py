@@ -17,12 +17,11 @@ class PerExpert(KeyMapAdapter):
 
 
 class FusedExperts(KeyMapAdapter):
-    """Llama 4's fused tensors; `down` also has a second HF name, not transposed."""
+    """Llama 4's fused tensors."""
 
     from_hf_map = {
         "prefix.layers.{}.gate_up": Fused((W1, W3), transposed=True),
         "prefix.layers.{}.down": Fused((W2,), transposed=True),
-        "layers.{}.down_blocks": W2,
     }
 
 
@@ -50,16 +49,6 @@ def shares_memory(a, b):
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def test_experts_are_named_one_by_one_and_stacked_again():
-    ours = expert_weights()
-    files = PerExpert(None, None).to_hf(ours)
-    assert len(files) == 2 * 3 * E
-    up = files["model.layers.11.mlp.experts.3.up_proj.weight"]
-    assert torch.equal(up, ours["layers.11.moe.experts.w3"][3])
-    copies = {name: files[name].clone() for name in reversed(files)}
-    assert same(PerExpert(None, None).from_hf(copies), ours)
-
-
 def test_reading_into_the_views_changes_the_parameter_without_a_copy():
     ours = expert_weights()
     adapter = PerExpert(None, None)
@@ -70,33 +59,6 @@ def test_reading_into_the_views_changes_the_parameter_without_a_copy():
     back = adapter.from_hf(files)
     assert all(shares_memory(back[name], tensor) for name, tensor in ours.items())
     assert same(back, ours)
-
-
-def test_adapter_asks_for_the_names_that_the_files_have():
-    ours = expert_weights()
-    fused_names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-    adapter = PerExpert(None, None)
-    asked = adapter.spelled_like(fused_names).to_hf(ours)
-    assert {name.replace(".11.", ".0.") for name in asked} == set(fused_names)
-    assert same(adapter.spelled_like(fused_names).from_hf(asked), ours)
-    assert len(adapter.to_hf(ours)) == 2 * 3 * E  # writing does not change
-
-
-def test_joined_and_transposed_tensors_go_there_and_back():
-    ours = expert_weights()
-    adapter = FusedExperts(None, None)
-    files = adapter.to_hf(ours)
-    w1, w2, w3 = (ours[f"layers.0.moe.experts.w{n}"] for n in (1, 2, 3))
-    expected = torch.cat([w1.transpose(1, 2), w3.transpose(1, 2)], dim=-1)
-    assert torch.equal(files["prefix.layers.0.gate_up"], expected)
-    assert torch.equal(files["prefix.layers.0.down"], w2.transpose(1, 2))
-    assert same(adapter.from_hf(files), ours)
-    assert set(adapter.spelled_like(["layers.0.down_blocks"]).to_hf(ours)) == {
-        "prefix.layers.0.gate_up",
-        "prefix.layers.11.gate_up",
-        "layers.0.down_blocks",
-        "layers.11.down_blocks",
-    }
 
 
 def test_half_of_a_fused_tensor_is_an_error():
