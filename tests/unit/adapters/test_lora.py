@@ -342,35 +342,30 @@ def test_bad_name_is_refused_in_one_sentence(case, build):
     assert "\n" not in str(error.value)
 
 
-def cut(tensors, name, rows, columns):
-    return {k: v[:rows, :columns].contiguous() if name in k else v for k, v in tensors.items()}
+def narrow(name, tensor):
+    return name, tensor[:, :32].contiguous() if "q_proj.lora_A" in name else tensor
 
 
-# case -> change of the tensors, or fields of the config; words of the message
+# case -> flags of the run that writes the file, change of each (name, tensor), words of the message
 BAD_FILES = {
-    "another rank": (lambda t: cut(cut(t, "lora_A", 2, 999), "lora_B", 999, 2),
-        "has rank 2 in the file and 4 in the model; set lora.rank"),
-    "base of another width": (lambda t: cut(t, "q_proj.lora_A", 4, 32),
+    "another rank": (["--lora.rank=2"], None, "has rank 2 in the file and 4 in the model; set lora.rank"),
+    "another scale": (["--lora.alpha=5"], None, "set lora.alpha = 5 and lora.use_rslora"),
+    "base of another width": ([], narrow,
         "is [4, 32] in the file and [4, 64] in the model: the adapters belong to another base model"),
-    "another scale": ({"lora_alpha": 5}, "set lora.alpha = 5 and lora.use_rslora"),
-    "more layers": (lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()},
+    "more layers": ([], lambda name, tensor: (name.replace("layers.1", "layers.7"), tensor),
         "the model has no model.layers.7.mlp.down_proj.lora_A.weight"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_bad_file_is_refused_in_one_sentence(case, build, tmp_path):
-    change, words = BAD_FILES[case]
-    engine, folder = build(), tmp_path / "adapters"
-    engine.save_peft(folder)
-    if isinstance(change, dict):
-        content = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps(content | change))
-    else:
-        file = folder / "adapter_model.safetensors"
-        save_file(change({k: v for k, v in load_file(file).items()}), file)
+    flags, change, words = BAD_FILES[case]
+    file = tmp_path / "adapters/adapter_model.safetensors"
+    build(flags=flags).save_peft(file.parent)
+    if change is not None:
+        save_file(dict(change(*item) for item in load_file(file).items()), file)
     with pytest.raises(ValueError, match=re.escape(words)) as error:
-        engine.load_peft(folder)
+        build().load_peft(file.parent)
     assert "\n" not in str(error.value)
 
 

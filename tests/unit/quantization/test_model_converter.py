@@ -97,21 +97,42 @@ def test_unknown_converter_is_a_key_error_that_names_the_choices():
 # --- quantization ---------------------------------------------------------------------------
 
 
+class Block(nn.Module):
+    """Two linear layers of which `small` does not fit the float8 kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(32, 64)
+        self.small = nn.Linear(64, 8)
+        self.output = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.output(self.wide(x))
+
+
+def convert(*flags, dtype=torch.float32, n_ranks=1):
+    """Return (converter, a model, the model after conversion)."""
+    (converter,) = build(*flags, n_ranks=n_ranks).converters
+    torch.manual_seed(0)
+    plain = Block().to(dtype)
+    model = copy.deepcopy(plain)
+    converter.convert(model)
+    return converter, plain, model
+
+
 @pytest.mark.parametrize(
-    "module, fqn, filter_fqns, converted",
+    "module, filter_fqns, converted",
     [
-        (nn.Linear(32, 16), "layers.0.wq", [], True),
-        (nn.Linear(32, 16), "layers.0.wq", ["output"], True),
-        (nn.Linear(32, 16), "layers.0.wq", ["output", "layers.0"], False),
-        (nn.Linear(32, 8), "layers.0.wq", [], False),
-        (nn.Linear(8, 32), "layers.0.wq", [], False),
-        (nn.Embedding(16, 16), "tok_embeddings", [], False),
+        (nn.Linear(32, 16), ["output"], True),
+        (nn.Linear(32, 16), ["output", "layers.0"], False),
+        (nn.Linear(8, 32), [], False),
+        (nn.Embedding(16, 16), [], False),
     ],
 )
 def test_only_linear_layers_that_fit_and_pass_the_filters_are_converted(
-    module, fqn, filter_fqns, converted
+    module, filter_fqns, converted
 ):
-    assert module_filter_fn(module, fqn, filter_fqns) is converted
+    assert module_filter_fn(module, "layers.0.wq", filter_fqns) is converted
 
 
 @pytest.fixture
@@ -180,11 +201,8 @@ def test_experts_that_are_converted_compute_in_8_bits(dtype, gpu, monkeypatch):
     monkeypatch.setattr(
         mx, "_from_recipe", lambda config, name: from_recipe(config, "MXFP8_EMULATED_RCEIL")
     )
-    (converter,) = build(
-        "--model.converters=quantize.grouped_mm.mx",
-        "--quantize.grouped_mm.mx.fqns=experts",
-        "--compile.enable",
-    ).converters
+    flags = "--model.converters=quantize.grouped_mm.mx", "--quantize.grouped_mm.mx.fqns=experts"
+    (converter,) = build(*flags, "--compile.enable").converters
     monkeypatch.undo()  # the CPU again
     assert token_groups.TOKEN_GROUP_ALIGN_SIZE_M == 8
     torch.manual_seed(0)
@@ -209,29 +227,11 @@ def test_missing_torchao_names_the_extra(monkeypatch):
         build(*EMULATED)
 
 
-class Block(nn.Module):
-    """Two linear layers of which `small` does not fit the float8 kernels."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Linear(32, 64)
-        self.small = nn.Linear(64, 8)
-        self.output = nn.Linear(64, 32)
-
-    def forward(self, x):
-        return self.output(self.wide(x))
-
-
 def test_emulated_float8_trains_on_cpu_close_to_fp32():
-    (converter,) = build(*EMULATED).converters
+    converter, plain, model = convert(*EMULATED)
     assert type(converter).__name__ == "Float8LinearConverter" and converter.enabled
-    torch.manual_seed(0)
-    plain = Block()
-    model = copy.deepcopy(plain)
-    converter.convert(model)
     assert type(model.wide).__name__ == type(model.output).__name__ == "Float8Linear"
     assert type(model.small) is nn.Linear
-
     x = torch.randn(16, 32)
     for block in (plain, model):
         block(x).square().sum().backward()
@@ -247,16 +247,11 @@ def test_emulated_float8_trains_on_cpu_close_to_fp32():
 def test_float8_recipes_reach_torchao(recipe):
     import torch._inductor.config
 
-    before = torch._inductor.config.emulate_precision_casts
-    try:
-        (converter,) = build(*EMULATED, "--quantize.linear.float8.recipe_name", recipe).converters
-        assert converter.config.emulate
-        model = Block()
-        converter.convert(model)
+    with torch._inductor.config.patch(emulate_precision_casts=False):
+        converter, _, model = convert(*EMULATED, f"--quantize.linear.float8.recipe_name={recipe}")
         model(torch.randn(16, 32)).sum().backward()
-        assert torch._inductor.config.emulate_precision_casts == (before or recipe == "rowwise")
-    finally:
-        torch._inductor.config.emulate_precision_casts = before
+        assert torch._inductor.config.emulate_precision_casts == (recipe == "rowwise")
+    assert converter.config.emulate
 
 
 def test_float8_all_gather_needs_sharded_data_parallelism():
@@ -272,8 +267,7 @@ def test_float8_all_gather_needs_sharded_data_parallelism():
 @needs_mx
 @pytest.mark.parametrize("flags", [GATHERED, MX], ids=["float8 all-gather", "mx"])
 def test_state_dicts_of_wrapped_weights_are_plain_and_live(flags):
-    model = Block()
-    build(*flags, n_ranks=2).convert(model)
+    _, _, model = convert(*flags, n_ranks=2)
     assert type(model.wide.weight) is not nn.Parameter
     state = model.state_dict()
     assert {type(value) for value in state.values()} == {torch.Tensor}
@@ -309,11 +303,7 @@ def test_mxfp8_on_an_old_torch_names_the_remedy(monkeypatch):
 @needs_mx
 def test_emulated_mxfp8_trains_on_cpu():
     pytest.importorskip("torchao.prototype.moe_training.config")
-    (converter,) = build(*MX).converters
-    torch.manual_seed(0)
-    plain = Block().bfloat16()
-    model = copy.deepcopy(plain)
-    converter.convert(model)
+    _, plain, model = convert(*MX, dtype=torch.bfloat16)
     x = torch.randn(32, 32, dtype=torch.bfloat16)
     torch.testing.assert_close(model(x), plain(x), atol=0.1, rtol=0.1)
     assert not torch.equal(model.wide(x), plain.wide(x))
