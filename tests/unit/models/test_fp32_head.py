@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from tests.unit.models.tiny import filled, sized
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
-from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.generation.kv_cache import kv_cache
 from torchtitan.job import resolve_job
 from torchtitan.loss.cross_entropy import SummedCrossEntropy
@@ -78,10 +78,7 @@ def test_gradients_keep_the_types_of_weight_and_states():
 
 
 def test_trainer_and_cached_generation_agree_to_the_last_digits_of_fp32():
-    sizes = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=64)
-    model = Transformer(TransformerModelArgs(**sizes, fp32_head=True))
-    with torch.no_grad(), seeded_init(model, 0):
-        model.init_weights()
+    model = filled(Transformer(sized(TransformerModelArgs, n_kv_heads=2, fp32_head=True)))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         logits = model(TOKENS)
         with kv_cache(model, 12) as forward:

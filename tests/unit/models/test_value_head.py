@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.models.tiny import sized
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.seeded_init import seeded_init
@@ -24,13 +25,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.tiny_jobs import add_tiny_flavors, tiny_job
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.long]
-SIZES = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=64)
 HEAD = {"score.weight": (1, 32), "score.bias": (1,)}
 TOKENS = torch.arange(24).view(2, 12)
 
 
 def tiny_value_model(seed=0, **changes):
-    model = Transformer(TransformerModelArgs(**SIZES | {"value_head": True} | changes))
+    model = Transformer(sized(TransformerModelArgs, n_kv_heads=2, **{"value_head": True} | changes))
     with torch.no_grad(), seeded_init(model, seed):
         model.init_weights()
     return model
