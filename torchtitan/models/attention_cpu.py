@@ -70,7 +70,7 @@ def _calls(
             continue
         reach = window if is_windowed else n_keys
         size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
-        # Masks of long documents are large, and used once.
+        # Masks of long documents are large and used only once, so they are not cached.
         make_mask = _cached_mask if is_windowed or n_keys <= LONGEST_SPLIT else _window_mask
         for last in range(end, start, -size):
             first = max(last - size, start)

@@ -207,7 +207,7 @@ class KeyMapAdapter(StateDictAdapter):
         self._mtp_layers: tuple[str, ...] = ()  # like ignored_hf_keys
 
     def name_text_model(self, table: HFKeyMap) -> None:
-        """Accept names with each of the `text_prefixes`; write names with the prefix in the index file, if any.
+        """Accept names with each of the `text_prefixes`; write names with the prefix that the index file uses.
 
         table: the table for files of the text model alone. A prefix "model.x." replaces "model."; any other
         prefix is put in front of all names.

@@ -110,8 +110,8 @@ class Layers(Row):
     lacks_rope: the field no_rope_layers may turn RoPE off in some layers.
     theta, share: values if a config lacks rope_theta or partial_rotary_factor; share may also be a function of
         the config.
-    thetas: layer type -> theta if a config lacks it, in a family with one RoPE table per layer type. A table in
-        the older field rope_scaling is for layers with full attention.
+    thetas: layer type -> theta if a config lacks it; only for families with one RoPE table per layer type,
+        where the older field rope_scaling holds the table of full-attention layers.
     has_query_scale: the RoPE table also has the fields of `query_scale`.
     """
 

@@ -44,7 +44,7 @@ class RoPEScalingArgs:
         )
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Return frequencies [D/2], in radians per token, stretched; theta is not used."""
+        """Return the stretched frequencies [D/2] in radians per token; theta is not used."""
         # Rotations of each pair within the context that the model was first trained on.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         slow = frequencies / self.scaling_factor
@@ -71,7 +71,7 @@ class YaRNArgs:
     truncate: bool = True
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Return frequencies [D/2], in radians per token, stretched."""
+        """Return the stretched frequencies [D/2] in radians per token."""
         if self.factor == 1:
             return frequencies
         n_pairs = len(frequencies)
