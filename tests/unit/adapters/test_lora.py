@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import SHALLOW, batch_flags, build_engine, global_batch
+from tests.unit.models.tiny import Operators
 from torchtitan.adapters.lora import adapted_weights, add_adapter, fits
 from torchtitan.adapters.multi_lora import MultiLoRA
 from torchtitan.config import JobConfig
@@ -198,19 +198,6 @@ def test_grouped_experts_with_adapters_are_those_computed_one_by_one(dtype, buil
     for block in engine.model_parts[0].layers.values():
         block.moe.experts.use_grouped_mm = False
     torch.testing.assert_close(logits(engine), grouped, rtol=0, atol=1e-5)
-
-
-class Operators(TorchDispatchMode):
-    """Records operators and the shapes of their results."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, tuple(out.shape) if isinstance(out, torch.Tensor) else None))
-        return out
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3 MoE"])

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from tests.unit.models.tiny import sized
+from tests.unit.models.tiny import filled, sized
 from torchtitan.batch.mask import DocumentMask
-from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.gpt_oss import (
     GptOssGroupedExperts,
     GptOssModel,
@@ -33,10 +32,7 @@ def tiny_args(**changes):
 
 
 def built(args, seed=0):
-    model = GptOssModel(args)
-    with torch.no_grad(), seeded_init(model, seed):
-        model.init_weights()
-    return model
+    return filled(GptOssModel(args), seed)
 
 
 def test_every_parameter_is_initialised_with_its_spread():
