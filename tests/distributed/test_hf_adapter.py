@@ -5,9 +5,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.unit.models.test_hf_adapter import FusedExperts, PerExpert, expert_weights
 from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.processes.ranks import all_ranks
-from torchtitan.models.hf_adapter import HF_EXPERTS, Fused, KeyMapAdapter, swap_rope_layout
+from torchtitan.models.hf_adapter import Fused, KeyMapAdapter, swap_rope_layout
 from torchtitan.testing.gloo import run_ranks
 
 SHAPE = (24, 5)
@@ -33,41 +34,14 @@ def _swap_sharded():
                 expected = swap_rope_layout(whole(bias), n_heads, to_hf)
                 for mesh, placements in layouts:
                     sharded = distribute_tensor(whole(bias), mesh, placements)
-                    swapped, case = (
-                        swap_rope_layout(sharded, n_heads, to_hf),
-                        (n_heads, bias, to_hf),
-                    )
+                    swapped = swap_rope_layout(sharded, n_heads, to_hf)
+                    case = (n_heads, bias, to_hf, placements)
                     assert swapped.placements == sharded.placements, case
-                    assert torch.equal(swapped.full_tensor(), expected), (*case, placements)
+                    assert torch.equal(swapped.full_tensor(), expected), case
 
 
 def test_sharded_projections_are_reordered_like_whole_ones():
     run_ranks(_swap_sharded, 4)
-
-
-H, D = 4, 6
-
-
-class Experts(KeyMapAdapter):
-    from_hf_map = HF_EXPERTS
-
-
-class FusedExperts(KeyMapAdapter):
-    from_hf_map = {
-        "layers.{}.gate_up": Fused(
-            ("layers.{}.moe.experts.w1", "layers.{}.moe.experts.w3"), transposed=True
-        ),
-        "layers.{}.down": Fused(("layers.{}.moe.experts.w2",), transposed=True),
-    }
-
-
-def whole_experts(n):
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"w1": (n, H, D), "w2": (n, D, H), "w3": (n, H, D)}
-    return {
-        f"layers.0.moe.experts.{name}": torch.randn(shape, generator=generator)
-        for name, shape in shapes.items()
-    }
 
 
 def _experts_sharded():
@@ -85,9 +59,9 @@ def _experts_sharded():
         (4, grid, [_StridedShard(0, split_factor=2), Shard(0)]),
     ]
     for n_experts, mesh, placements in layouts:
-        whole = whole_experts(n_experts)
+        whole = expert_weights(n_experts, layers=(0,))
         sharded = {k: distribute_tensor(t, mesh, placements) for k, t in whole.items()}
-        for adapter in (Experts(None, None), FusedExperts(None, None)):
+        for adapter in (PerExpert(None, None), FusedExperts(None, None)):
             where = (type(adapter).__name__, n_experts, placements)
             files = adapter.to_hf(sharded)
             expected = adapter.to_hf(whole)
@@ -102,7 +76,7 @@ def _experts_sharded():
                 assert torch.equal(back[name].full_tensor(), whole[name]), (where, name)
                 row_split = any(p.is_shard(dim=1) for p in placements)
                 assert row_split or back[name].placements == tensor.placements, (where, name)
-                if type(adapter) is Experts:  # not copied
+                if type(adapter) is PerExpert:  # not copied
                     assert back[name].to_local().data_ptr() == tensor.to_local().data_ptr(), where
 
 

@@ -6,43 +6,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.distributed.layout_matrix import FAMILIES
+from tests.unit.models.tiny import filled
 from torchtitan.checkpoint.folder import find_damage
-from torchtitan.config.job_config import (
-    ActivationCheckpoint,
-    Checkpoint,
-    Job,
-    JobConfig,
-    Model,
-    Training,
-)
 from torchtitan.engine import TrainingEngine
-from torchtitan.models.llama4 import TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols import train_spec
 from torchtitan.testing.gloo import run_ranks
+from torchtitan.testing.tiny_jobs import tiny_job
 
 LENGTH = 16
-SIZES = dict(dim=32, n_heads=4, n_kv_heads=2, vocab_size=64)
+# One rank has a shard of two of them, the other of one.
+THREE = MoEArgs(
+    num_experts=3, num_shared_experts=0, top_k=2, score_func="softmax", use_grouped_mm=False
+)
 
 
-def llama4_args():
-    return TransformerModelArgs(
-        **SIZES, n_layers=4, multiple_of=8, max_seq_len=LENGTH, every_n_layers_nope=3,
-        fixed_attn_block_size=4, moe_args=MoEArgs(num_experts=4), attn_type="flex",
-    )  # fmt: skip
-
-
-def qwen3_args(**changes):
-    return Qwen3ModelArgs(**SIZES, n_layers=2, head_dim=16, hidden_dim=48, **changes)
-
-
-def three_experts():
-    """One rank has a shard of two of them, the other of one."""
-    experts = MoEArgs(
-        num_experts=3, num_shared_experts=0, top_k=2, score_func="softmax", use_grouped_mm=False
-    )
-    return qwen3_args(moe_enabled=True, moe_inter_dim=16, moe_args=experts)
+def args_of(case, **changes):
+    """Return (family, args in the sizes of the matrix of layouts)."""
+    family, flavor, sizes = FAMILIES[case]
+    args = train_spec.get_train_spec(family).model_args[flavor]
+    return family, dataclasses.replace(args, **sizes | {"max_seq_len": LENGTH} | changes)
 
 
 def load_and_export(family, args, files_folder, dump_folder):
@@ -51,16 +35,14 @@ def load_and_export(family, args, files_folder, dump_folder):
 
     hf._BYTES_PER_PART = 10_000
     hf._BYTES_PER_FILE = 20_000
-    config = JobConfig(
-        job=Job(dump_folder=dump_folder),
-        model=Model(name=family, flavor="tiny"),
-        training=Training(seq_len=LENGTH, steps=1),
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-        checkpoint=Checkpoint(
-            enable=True, initial_load_path=files_folder, initial_load_in_hf=True,
-            last_save_in_hf=True, untrained_weights="copy",
-        ),
+    checkpoint = dict(
+        enable=True, initial_load_path=files_folder, initial_load_in_hf=True,
+        last_save_in_hf=True, untrained_weights="copy",
     )  # fmt: skip
+    model, training = {"name": family}, {"seq_len": LENGTH, "steps": 1}
+    config = tiny_job(
+        dump_folder, "tiny", None, None, model=model, training=training, checkpoint=checkpoint
+    )
     spec = dataclasses.replace(train_spec.get_train_spec(family), model_args={"tiny": args})
     engine = TrainingEngine(config, train_spec=spec)
     assert engine.checkpointer.load()
@@ -72,10 +54,7 @@ def load_and_export(family, args, files_folder, dump_folder):
 
 def hf_weights(family, args):
     spec = train_spec.get_train_spec(family)
-    model = spec.model_cls(args)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights()
+    model = filled(spec.model_cls(args))
     weights = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
     return {name: tensor.clone() for name, tensor in weights.items()}
 
@@ -101,16 +80,18 @@ def assert_same_bits(written, weights):
 
 
 @pytest.mark.parametrize(
-    "args", [qwen3_args(enable_weight_tying=True), three_experts()], ids=["tied", "three experts"]
+    ("case", "changes"), [("qwen3, tied", {}), ("qwen3 MoE", {"moe_args": THREE})]
 )
-def test_weights_come_from_and_go_to_hugging_face_files_bit_for_bit(tmp_path, args):
-    weights = hf_weights("qwen3", args)
+def test_weights_come_from_and_go_to_hugging_face_files_bit_for_bit(case, changes, tmp_path):
+    family, args = args_of(case, n_layers=2, **changes)
+    weights = hf_weights(family, args)
     assert ("lm_head.weight" in weights) != args.enable_weight_tying
-    assert_same_bits(after_two_ranks("qwen3", args, weights, tmp_path), weights)
+    assert_same_bits(after_two_ranks(family, args, weights, tmp_path), weights)
 
 
 def test_multimodal_weights_come_in_and_go_out_with_a_copy_of_the_vision_tower(tmp_path):
-    weights = hf_weights("llama4", llama4_args())
+    family, args = args_of("llama4")
+    weights = hf_weights(family, args)
     files = {f"language_model.{name}": tensor.contiguous() for name, tensor in weights.items()}
     files |= {
         "vision_model.layernorm_pre.weight": torch.ones(3),
@@ -118,4 +99,4 @@ def test_multimodal_weights_come_in_and_go_out_with_a_copy_of_the_vision_tower(t
         "vision_model.position_ids": torch.arange(5)[None],
         "vision_model.mask": torch.tensor([True, False]),
     }
-    assert_same_bits(after_two_ranks("llama4", llama4_args(), files, tmp_path), files)
+    assert_same_bits(after_two_ranks(family, args, files, tmp_path), files)

@@ -64,23 +64,25 @@ def test_layout_gives_the_numbers_of_one_process(name, cases, one_process, tmp_p
         assert_same_numbers(run, expected, case)
 
 
-def test_adapter_of_the_output_gives_the_numbers_of_one_process(tmp_path):
-    flags = (*FLAGS, "--lora.target_modules=all-linear,lm_head")
-    layouts = [shallow(x) for x in (ONE_PROCESS, BY_NAME["TP 2, whole logits, op AC"])]
-    one, other = (measure(each, [DENSE], str(tmp_path), flags)[0] for each in layouts)
-    assert {"output.lora_a", "output.lora_b"} < other.gradients.keys()
-    assert_same_numbers(other, one, DENSE)
-
-
-FOUR_BITS = (
-    "--lora.base_format=nf4",
-    "--model.args=dim=128, {}",  # a rank's part of a row has at least one block of 64 numbers
-)
 SIZES = {
     "llama3": "n_heads=8",
     "qwen3, tied": "head_dim=32",
     "qwen3 MoE": "head_dim=32, moe_inter_dim=128",
 }
+
+
+def compare(layouts, case, folder, *flags, **tolerance):
+    """Return both runs, after a check that they have the same numbers."""
+    one, other = (measure(each, [case], str(folder), (*FLAGS, *flags))[0] for each in layouts)
+    assert one.losses[-1] < one.losses[0]
+    assert_same_numbers(other, one, case, **tolerance)
+    return one, other
+
+
+def test_adapter_of_the_output_gives_the_numbers_of_one_process(tmp_path):
+    layouts = [shallow(x) for x in (ONE_PROCESS, BY_NAME["TP 2, whole logits, op AC"])]
+    _, run = compare(layouts, DENSE, tmp_path, "--lora.target_modules=all-linear,lm_head")
+    assert {"output.lora_a", "output.lora_b"} < run.gradients.keys()
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP casts integers")
@@ -96,13 +98,12 @@ SIZES = {
 )
 def test_base_in_4_bits_gives_the_numbers_of_one_process(name, tmp_path):
     (case,) = QUICK.get(name, [DENSE])
-    flags = (*FLAGS, FOUR_BITS[0], FOUR_BITS[1].format(SIZES[case[0]]))
+    # A rank's part of a row has at least one block of 64 numbers.
+    flags = ("--lora.base_format=nf4", f"--model.args=dim=128, {SIZES[case[0]]}")
     layouts = [ONE_PROCESS, BY_NAME[name]]
     if not needs_four_layers(BY_NAME[name]):
         layouts = list(map(shallow, layouts))
-    one, other = (measure(each, [case], str(tmp_path), flags)[0] for each in layouts)
-    assert one.losses[-1] < one.losses[0]
-    assert_same_numbers(other, one, case)
+    compare(layouts, case, tmp_path, *flags)
 
 
 @pytest.mark.slow

@@ -19,14 +19,10 @@ from tests.distributed.layout_matrix import (
     whole,
 )
 from tests.distributed.test_engine_state import TIED, build
+from tests.unit.models.tiny import filled, on_meta
 from torchtitan.checkpoint.stream import WeightStream
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.tied_copies import (
-    FIRST,
-    SECOND,
-    copies_in,
-    sum_gradients,
-)
+from torchtitan.distributed.tied_copies import FIRST, SECOND, copies_in, sum_gradients
 from torchtitan.rl.policy import ReferencePolicy
 from torchtitan.rl.snapshots import exchange
 from torchtitan.rl.weight_sync import OurNames, copy_weights
@@ -108,11 +104,8 @@ def in_pipeline(layout, folder):
     engine.checkpointer.save(3, last_step=True)
     found["streamed"] = {name: tensor.clone() for name, tensor in engine.iter_hf_weights()}
 
-    with torch.device("meta"):
-        generator = engine.train_spec.model_cls(engine.model_args)
-    generator.to_empty(device="cpu")
-    with torch.no_grad():
-        generator.init_weights()
+    generator = on_meta(engine.train_spec.model_cls, engine.model_args).to_empty(device="cpu")
+    filled(generator)
     schedule = engine.pp_schedule
     ours = WeightStream(
         *(engine.model_parts, OurNames(), engine.device),
@@ -177,9 +170,8 @@ def test_pipeline_reads_and_writes_the_hugging_face_files_of_one_process(runs, n
     for file in (folder / name).glob("checkpoint/step-3/*.safetensors"):
         files |= load_file(file)
     for rank in in_pipeline[name]:
-        assert_same(
-            files | {"lm_head.weight": rank["streamed"]["lm_head.weight"]}, rank["streamed"]
-        )
+        streamed = rank["streamed"]
+        assert_same(files | {"lm_head.weight": streamed["lm_head.weight"]}, streamed)
     assert "lm_head.weight" not in files
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_hf import tiny_hf_config, tiny_hf_model
 from torchtitan.checkpoint.hf_assets import write_model_files
-from torchtitan.config.job_config import Checkpoint, Job, JobConfig, Model, Training
+from torchtitan.config.job_config import Checkpoint, JobConfig, Model, Training
 from torchtitan.data.tokenizer import HuggingFaceTokenizer, build_hf_tokenizer
 from torchtitan.engine import TrainingEngine
 from torchtitan.models.hf_config import NOT_READ, from_hf_config, hf_types
@@ -42,13 +42,23 @@ def edit(file, **changes):
 
 
 def job(**sections):
-    sections.setdefault("training", Training(seq_len=32, mixed_precision_param="float32"))
-    return JobConfig(**sections)
+    return JobConfig(
+        training=Training(seq_len=32, mixed_precision_param="float32"),
+        checkpoint=Checkpoint(**sections.pop("checkpoint", {})),
+        **sections,
+    )
 
 
-def logits_of(folder, **sections):
-    with TrainingEngine.from_hf(folder, job(**sections)) as engine:
+def logits_of(folder, export=None, **checkpoint):
+    """Return the logits of a folder's model, and export it."""
+    with TrainingEngine.from_hf(folder, job(checkpoint=checkpoint)) as engine:
+        if export is not None:
+            engine.save_hf(folder / export)
         return engine.forward_step({"input": TOKENS})[0].clone()
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
 def opened(folder):
@@ -104,8 +114,8 @@ def test_flavor_that_computes_something_else_than_the_weights_config_is_refused(
     args |= {"rope_theta": 1e6}
 
     def load(args, **model):
-        config = job(model=Model(name="llama3", flavor="debugmodel", args=args, **model))
-        with TrainingEngine(config) as engine:
+        model = Model(name="llama3", flavor="debugmodel", args=args, **model)
+        with TrainingEngine(job(model=model)) as engine:
             engine.load(folder, model_only=True)
 
     with pytest.raises(ValueError) as error:
@@ -190,25 +200,23 @@ def test_quantized_weights_of_one_file_are_read_and_exported_as_what_they_are(tm
     edit(tmp_path / "config.json", quantization_config=fp8, auto_map={"AutoConfig": "c.C"})
     with pytest.raises(ValueError, match="set checkpoint.initial_load_in_hf_quantized = true"):
         logits_of(tmp_path)
-    with TrainingEngine.from_hf(tmp_path, job(checkpoint=Checkpoint(**QUANTIZED))) as engine:
-        ours = engine.forward_step({"input": TOKENS})[0].clone()
-        engine.save_hf(tmp_path / "out")
-    content = json.loads((tmp_path / "out/config.json").read_text())
+    ours = logits_of(tmp_path, export="out", **QUANTIZED)
+    content = config_of(tmp_path / "out")
     assert not content.keys() & {"quantization_config", "auto_map"}
     assert content["num_nextn_predict_layers"] == 0
     assert_same_logits(ours, opened(tmp_path / "out"))
     edit(tmp_path / "config.json", quantization_config=fp8 | {"weight_block_size": [1, 128]})
     with pytest.raises(ValueError, match=r"weight_block_size = \[1, 128\], and only square"):
-        logits_of(tmp_path, checkpoint=Checkpoint(**QUANTIZED))
+        logits_of(tmp_path, **QUANTIZED)
     edit(tmp_path / "config.json", quantization_config=fp8)
     # A quantized file without a scale, or with a tensor that the model lacks.
     scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
     save_file({n: t for n, t in tensors.items() if n != scale}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="it has no scales of model.layers.0.mlp.up_proj.weight"):
-        logits_of(tmp_path, checkpoint=Checkpoint(**QUANTIZED))
+        logits_of(tmp_path, **QUANTIZED)
     save_file(tensors | {"model.extra.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="not in the model: model.extra.weight"):
-        logits_of(tmp_path, checkpoint=Checkpoint(**QUANTIZED))
+        logits_of(tmp_path, **QUANTIZED)
 
 
 # ---- parts of a model that are not trained ----
@@ -244,9 +252,7 @@ def with_untrained_parts(folder, kind):
 
 
 def exported(folder, choice, to="out"):
-    config = job(checkpoint=Checkpoint(initial_load_in_hf=True, untrained_weights=choice))
-    with TrainingEngine.from_hf(folder, config) as engine:
-        engine.save_hf(folder / to)
+    logits_of(folder, export=to, initial_load_in_hf=True, untrained_weights=choice)
     weight_map = json.loads((folder / "out" / INDEX).read_text())["weight_map"]
     files = {name: load_file(folder / "out" / name) for name in set(weight_map.values())}
     return {name: files[file][name] for name, file in weight_map.items()}
@@ -262,9 +268,8 @@ def test_untrained_parts_are_copied_to_the_export_byte_for_byte(kind, is_sharded
     for name, tensor in untrained.items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
     assert_same_logits(model(TOKENS).logits, opened(tmp_path / "out"))
-    content = json.loads((tmp_path / "out/config.json").read_text())
     if kind == "MTP":
-        assert content["num_nextn_predict_layers"] == 1
+        assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 1
         return
     multimodal = transformers.AutoModelForImageTextToText
     whole, report = multimodal.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -278,7 +283,7 @@ def test_config_of_an_export_without_the_vision_tower_describes_the_text_model(t
     tensors = exported(tmp_path, "drop")
     assert 'checkpoint.untrained_weights = "copy"' in caplog.text
     assert tensors.keys() == model.state_dict().keys()
-    content = json.loads((tmp_path / "out/config.json").read_text())
+    content = config_of(tmp_path / "out")
     assert content["model_type"] == "llama4_text"
     assert content["architectures"] == ["Llama4ForCausalLM"]
     assert not content.keys() & {"text_config", "vision_config"}
@@ -294,7 +299,7 @@ def test_untrained_parts_are_refused_if_the_user_says_so_or_they_cannot_be_copie
     tensors = quantized(load_file(tmp_path / "model.safetensors"))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="are quantized, and an export is not.*'drop'"):
-        logits_of(tmp_path, checkpoint=Checkpoint(**QUANTIZED, untrained_weights="copy"))
+        logits_of(tmp_path, **QUANTIZED, untrained_weights="copy")
 
 
 # ---- exports ----
@@ -302,12 +307,9 @@ def test_untrained_parts_are_refused_if_the_user_says_so_or_they_cannot_be_copie
 
 def export_of(folder, **training):
     """Return the folder that a run exports that began from `folder`."""
-    out = folder / "out"
-    settings = Training(seq_len=32, mixed_precision_param="float32", **training)
-    config = JobConfig(job=Job(dump_folder=str(folder / "run")), training=settings)
-    config.model.hf_assets_path = str(folder)
-    tokenizer = build_hf_tokenizer(config)
-    template = settings.chat_template and Path(settings.chat_template).read_text()
+    out, path = folder / "out", training.get("chat_template")
+    config = JobConfig(training=Training(**training), model=Model(hf_assets_path=str(folder)))
+    tokenizer, template = build_hf_tokenizer(config), path and Path(path).read_text()
     args = from_hf_config(folder).model_args
     write_model_files(str(out), args, str(folder), torch.float32, tokenizer, template)
     return out
@@ -344,7 +346,7 @@ def test_export_ends_with_the_token_and_has_the_template_that_were_trained(base)
     shutil.rmtree(out), out.mkdir()
     edit(base / "config.json", eos_token_id=[7, old])
     out = export_of(base)
-    assert json.loads((out / "config.json").read_text())["eos_token_id"] == [7, old]
+    assert config_of(out)["eos_token_id"] == [7, old]
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == old
     assert transformers.AutoTokenizer.from_pretrained(out).chat_template is None
 
@@ -365,17 +367,14 @@ def test_tokenizer_of_an_export_has_a_class_that_transformers_4_knows(base):
 
 
 # Fields that transformers 4 wrote, in place of those in the second table that 5 writes.
-THETA, DEFAULT = {"rope_theta": 1e6, "rope_scaling": None}, {"rope_type": "default"}
+THETA = {"rope_theta": 1e6, "rope_scaling": None}
+IN_TABLE = {"rope_type": "default", "rope_theta": 1e6}
 OLD_GPT_OSS = {"rope_theta": 150000.0, "rope_scaling": GPT_OSS, "initial_context_length": 16}
 SPELLINGS = {
     "llama3": (THETA | {"rope_scaling": LLAMA3}, LLAMA3 | {"rope_theta": 1e6}, {}),
-    "qwen3": (THETA, DEFAULT | {"rope_theta": 1e6}, {}),
-    "qwen3_moe": (
-        THETA | {"num_experts": 4},
-        DEFAULT | {"rope_theta": 1e6},
-        {"num_local_experts": 4},
-    ),
-    "deepseek_v3": (THETA, DEFAULT | {"rope_theta": 1e6}, {}),
+    "qwen3": (THETA, IN_TABLE, {}),
+    "qwen3_moe": (THETA | {"num_experts": 4}, IN_TABLE, {"num_local_experts": 4}),
+    "deepseek_v3": (THETA, IN_TABLE, {}),
     "gpt_oss": (OLD_GPT_OSS, GPT_OSS | {"rope_theta": 150000.0}, {}),
 }
 
@@ -388,16 +387,14 @@ def test_export_has_the_fields_of_its_base_and_those_of_the_other_release(
     four, rope, five = SPELLINGS[family]
     five = five | {"rope_parameters": rope}
     reference = saved(tmp_path, family, rope_parameters=five["rope_parameters"])
-    file = tmp_path / "config.json"
-    content = json.loads(file.read_text())
+    content = config_of(tmp_path)
     assert five.items() <= content.items()  # 5 is installed
     if written_by == 4:
         content = {name: value for name, value in content.items() if name not in five} | four
-        file.write_text(json.dumps(content))
-    assert_same_logits(logits_of(tmp_path), reference)
-    with TrainingEngine.from_hf(tmp_path, job()) as engine:
-        engine.save_hf(tmp_path / "out")
-    written = json.loads((tmp_path / "out/config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(content))
+    ours = logits_of(tmp_path, export="out")
+    assert_same_logits(ours, reference)
+    written = config_of(tmp_path / "out")
     changed = {name for name in content if written.get(name, 0) != content[name]}
     assert changed <= {"num_nextn_predict_layers", "eos_token_id", "bos_token_id"}
     if four["rope_scaling"]:  # 5 takes theta from this table only
@@ -407,4 +404,4 @@ def test_export_has_the_fields_of_its_base_and_those_of_the_other_release(
     known = [name for name in four if name != "rope_scaling" and name in written]
     assert {name: written[name] for name in known}.items() <= four.items() and "rope_theta" in known
     assert_same_logits(logits_of(tmp_path / "out"), reference)
-    assert_same_logits(logits_of(tmp_path), opened(tmp_path / "out"))
+    assert_same_logits(ours, opened(tmp_path / "out"))

@@ -213,7 +213,7 @@ def adapted_weights(parts: Iterable[nn.Module]) -> Iterator[Adapted]:
 
 
 def quantized_weights(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield (name, dtype to compute in) of the 4-bit weights."""
+    """Yield (name, compute dtype) of each 4-bit weight."""
     for part in parts:
         for long_name, module in part.named_modules():
             for name in getattr(module, "in_4_bits", ()):

@@ -224,7 +224,8 @@ class MultiLoRA:
     def _gradients(self, sums: Tensor, n_models: int) -> list[dict[str, Tensor]]:
         self._all_reduce(sums, n_models, lambda matrix: matrix.sums)
         if self._group is not None and self._has_ddp:
-            sums /= self._group.size()  # undo the hook that scales gradients for DDP's averaging
+            # A hook has multiplied gradients by this size, which DDP's averaging would undo.
+            sums /= self._group.size()
         stacks = self._stacks(sums, n_models)
 
         def own_part(matrix: _Matrix, model: int) -> Tensor:

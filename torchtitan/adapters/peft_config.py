@@ -69,8 +69,8 @@ def config_of(
     layers: HF layers with an adapter. known: HF names of all matrices. trained_whole: HF names of
     parameters that train whole.
     `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
-    unless the patterns name the joined parameter. In a model with experts, `peft` takes every
-    layer with such a name for an expert, so target_parameters lists such layers outside experts.
+    unless the patterns name the joined parameter. In a model with experts, `peft` treats every layer
+    named gate_proj, up_proj or down_proj as an expert's; target_parameters lists such layers elsewhere.
     """
     known = set(known)
     ranks = {name: layer.rank for name, layer in layers.items()}

@@ -52,7 +52,7 @@ _PREFIX = "base_model.model."
 
 
 class _Stored(NamedTuple):
-    """A matrix in a file. cut: slices of the stored tensor (maybe of all experts) that are the matrix."""
+    """A matrix in a file. cut: slices that select it from the stored tensor, which may hold all experts."""
 
     key: str
     shape: tuple[int, ...]

@@ -73,7 +73,7 @@ def get_document_mask_mod(
             "get_document_mask_mod needs document_ids [B, T], positions [B, T], or tokens [B, T] with "
             f"eos_id, got {', '.join(sources) or 'none of them'}; give one"
         )
-    # Without `batch` only the shape of "input" is used, so any of the tensors will do.
+    # If `batch` is None, `read_document_ids` uses only the shape of "input", which all tensors have.
     tokens = next(iter(sources.values()))
     mask_type = "block_causal" if positions is None else "position_block_causal"
     eos_id = None if batch is None else eos_id
@@ -188,7 +188,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
-    batch_invariant = False  # of every wrapper; True: sum as in `numerics.batch_invariant`
+    batch_invariant = False  # every wrapper has this; True: sum as in `numerics.batch_invariant`
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -240,7 +240,7 @@ class FlexAttentionWrapper(nn.Module):
     batch_invariant = False
     # Read from the class, never from an instance: `set_determinism` replaces it there.
     _compiled_flex_attn: ClassVar[Callable[..., Any]] = _compiled_flex_attention
-    # (query head size, value head size) -> options in compiled blocks, where no kernel is tuned.
+    # (query head size, value head size) -> options in compiled blocks, where torch tunes no kernel.
     kernel_options: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType({})
 
     def forward(
@@ -423,8 +423,8 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
 
-    mask: an argument of `DocumentMask.from_mask`. If the mask has a `part`, the T tokens are this rank's
-        tokens of rows that context-parallel ranks share.
+    mask: any mask that `DocumentMask.from_mask` accepts. If the mask has a `part`, the T tokens are this
+        rank's part of rows that are split over context-parallel ranks.
     window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
         flex ignores it, because a BlockMask contains the window.
     return_lse: also return the log-sum-exp of the scores [B, T, H].

@@ -36,11 +36,11 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 
-# Queries per kernel call under a sliding window; a call computes this many keys plus the window.
+# Queries per kernel call under a sliding window; the call's keys are this many plus the window.
 _WINDOW_QUERIES = 64
 # torch's kernel computes whole blocks of 512 keys, even if causal. Documents of 257 to 512 keys are
-# split into calls of 128 queries, each with the keys up to its last query: about half of the square,
-# and 6 to 10 % of a small model's step at 512. Documents with fewer queries than keys are split too,
+# split into calls of 128 queries, each with the keys up to its last query. This computes about half of
+# the scores, and saves 6 to 10 % of a small model's step at 512. Documents with fewer queries than keys are split too,
 # because the kernel aligns causality at the first key instead of the last.
 SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
@@ -70,7 +70,7 @@ def _calls(
             continue
         reach = window if is_windowed else n_keys
         size = _WINDOW_QUERIES if is_windowed else _SPLIT_QUERIES
-        # Masks of long documents are large, and used once.
+        # Masks of long documents are large and used only once, so they are not cached.
         make_mask = _cached_mask if is_windowed or n_keys <= LONGEST_SPLIT else _window_mask
         for last in range(end, start, -size):
             first = max(last - size, start)
@@ -146,8 +146,8 @@ def _forward(
     lse = torch.empty(q.shape[:2], dtype=dtype)
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     if len(lone):
-        # With one key the softmax is 1 and the output is the value. Calling the kernel for every
-        # token of padding would cost more than the text.
+        # With one key the softmax is 1 and the output is the value. A kernel call per padding token
+        # would cost more than the calls for all documents.
         out[lone] = _for_queries(v[lone_keys], q.shape[1])
         keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
@@ -224,7 +224,7 @@ def _backward(
 
 
 class DocumentAttention(torch.autograd.Function):
-    """Attention within documents by a given kernel; the gradient is `_backward`'s."""
+    """Attention within documents. The caller passes the forward kernel; backward is `_backward`."""
 
     @staticmethod
     def forward(ctx, kernel, q, k, v, cu_seq_q, cu_seq_k, scale, window):
@@ -274,7 +274,7 @@ document_attention = torch.ops.torchtitan.document_attention
 
 
 def batch_invariant_document_attention(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """`document_attention` with the sums of `numerics.batch_invariant`, for as many queries as keys."""
+    """`document_attention` with the sums of `numerics.batch_invariant`; documents have as many queries as keys."""
     with torch.autocast(q.device.type, enabled=False):
         return DocumentAttention.apply(_batch_invariant_forward, q, *arguments)
 
@@ -292,8 +292,8 @@ def _batch_invariant_forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     starts, lengths = ends[:-1].long(), ends.diff().long()
     n_tiles = -(-lengths // KEYS)
-    # Documents of as many tiles of keys are computed together. Those of one token, such as padding, also have
-    # one tile, and get the number 0, because they need one query instead of the longest document's.
+    # Documents with equally many tiles of keys are computed together, with as many queries as the longest of
+    # them has. Documents of one token, such as padding, get the number 0, and are computed with one query.
     n_tiles[lengths == 1] = 0
     for n in n_tiles.unique().tolist():
         of_size = n_tiles == n

@@ -36,7 +36,7 @@ class LayerKind:
 
     rope: None for layers without RoPE. window: a token sees itself and the window - 1 tokens before it.
     mixer: "gated_delta" for linear attention, see `models.gated_delta`.
-    head_dim, n_kv_heads: None: those of `CausalLMArgs`. values_from_keys: see `Attention`.
+    head_dim, n_kv_heads: None means the value in `CausalLMArgs`. values_from_keys: see `Attention`.
     """
 
     rope: RoPEArgs | None = RoPEArgs()
@@ -160,7 +160,7 @@ class CausalLM(Decoder):
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
-        """See `optim.groups`. Weight decay would change the decay of states, and pull offset norms to scale 1."""
+        """See `optim.groups`. Weight decay is off for the states' decay, and for norms, which scale by 1 + weight."""
         if not self.model_args.n_linear_layers:
             return ()
         return (

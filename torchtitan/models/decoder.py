@@ -283,8 +283,8 @@ class ValueHead(nn.Linear):
 class Decoder(ModelProtocol):
     """A decoder-only transformer.
 
-    rope_buffer_name: the RoPE table's buffer, which also selects the pairs: "rope_cache" rotates pairs of a
-        head's halves, "freqs_cis" neighbouring pairs.
+    rope_buffer_name: name of the RoPE table's buffer, and how a head's numbers are paired: "rope_cache" pairs
+        its two halves, "freqs_cis" pairs neighbours.
 
     The norm is followed by `output`, or by `score` if the args set `value_head`; the unused
     attribute is None. A pipeline stage sets the modules it does not hold to None and drops the
@@ -433,12 +433,12 @@ class Decoder(ModelProtocol):
             return sequence.join(h, seq_len)
         h = sequence.gather(h, seq_len)
         if (divisor := self.model_args.logits_divisor) != 1:
-            h = h / divisor  # instead of the logits, which a head does not store
+            h = h / divisor  # not the logits, because a head never has them all in memory
         return self.output(h) if head is None else self.output(h, head)
 
     @functools.cached_property
     def moe_layers(self) -> list[int]:
-        """The indices of the blocks with a mixture of experts, of all pipeline stages."""
+        """The indices of all blocks with a mixture of experts, also on other pipeline stages."""
         return [i for i in range(self.n_layers) if self.is_moe_layer(i)]
 
     def check_routed_experts(self, tokens: Tensor, routed_experts: Tensor) -> None:

@@ -74,7 +74,7 @@ def add_old_paths(family: str) -> None:
         "infra": dict.fromkeys(("parallelize", "expert_parallel"), infra),
     }.items():
         parent = sys.modules[f"{family}.{package}"] = ModuleType(f"{family}.{package}")
-        parent.__path__ = []  # a package
+        parent.__path__ = []  # makes the module a package
         setattr(own, package, parent)
         for name, module in modules.items():
             setattr(parent, name, module)

@@ -110,7 +110,7 @@ HF_EXPERTS: HFKeyMap = {
 
 
 def block_hf_key_map(names: Mapping[str, str], *kinds: str) -> HFKeyMap:
-    """Return the table for modules of every block. names: HF's -> ours. kinds: default "weight"."""
+    """Return the table for modules of every block. names: HF's -> ours. kinds: of parameters, by default "weight"."""
     return {
         f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}"
         for kind in kinds or ("weight",)
@@ -160,7 +160,7 @@ def hf_key_map(args: Any) -> HFKeyMap:
         return table
     table |= HF_EXPERTS
     if args.moe_args.num_shared_experts:
-        has_gate = args.moe_args.shared_expert_gate  # Qwen's files use the singular
+        has_gate = args.moe_args.shared_expert_gate  # files with a gate, Qwen's, use the singular
         module = "mlp.shared_expert" if has_gate else "mlp.shared_experts"
         table |= block_hf_key_map(feed_forward_names(module, "moe.shared_experts"))
         if has_gate:
@@ -207,7 +207,7 @@ class KeyMapAdapter(StateDictAdapter):
         self._mtp_layers: tuple[str, ...] = ()  # like ignored_hf_keys
 
     def name_text_model(self, table: HFKeyMap) -> None:
-        """Accept names with each of the `text_prefixes`; write names with the prefix in the index file, if any.
+        """Accept names with each of the `text_prefixes`; write names with the prefix that the index file uses.
 
         table: the table for files of the text model alone. A prefix "model.x." replaces "model."; any other
         prefix is put in front of all names.
@@ -237,7 +237,7 @@ class KeyMapAdapter(StateDictAdapter):
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
         if from_quantized and self.quantized_format is not None:
-            from torchtitan.models.hf_quantized import build_quantized_reader  # loads DCP
+            from torchtitan.models.hf_quantized import build_quantized_reader  # imports DCP
 
             return build_quantized_reader(path, self.quantized_format)
         return super().get_hf_storage_reader(path, from_quantized)
@@ -252,7 +252,7 @@ class KeyMapAdapter(StateDictAdapter):
     _is_tied = property(lambda self: getattr(self.model_args, "enable_weight_tying", False))
 
     def _to_hf_map(self) -> dict[str, str]:
-        """Return our template -> the HF template to write; of several, one that the files to read contain."""
+        """Return our template -> the HF template to write: one that the files to read contain, else the first."""
         chosen: dict[str, str] = {}
         in_files = self._hf_templates
         for hf, entry in self.from_hf_map.items():

@@ -67,7 +67,7 @@ def has_rope(config: Config) -> list[int]:
 
 
 def _dense_layers(config: Config) -> tuple[int, ...]:
-    """Return the indices of the layers without experts, by Qwen's rule."""
+    """Return the indices of the layers without experts, by Qwen's two fields for them."""
     only, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config["num_hidden_layers"])
     return tuple(n for n in layers if n in only or (n + 1) % step != 0)
@@ -108,9 +108,10 @@ class Layers(Row):
         field, and all layers share one window. window: the value if a config lacks sliding_window.
     is_switched: windows are used only if use_sliding_window is true.
     lacks_rope: the field no_rope_layers may turn RoPE off in some layers.
-    theta, share: values if a config lacks rope_theta or partial_rotary_factor; share may be a function of it.
-    thetas: layer type -> theta if a config lacks it, in a family with one RoPE table per layer type. A table in
-        the older field rope_scaling is for layers with full attention.
+    theta, share: values if a config lacks rope_theta or partial_rotary_factor; share may also be a function of
+        the config.
+    thetas: layer type -> theta if a config lacks it; only for families with one RoPE table per layer type,
+        where the older field rope_scaling holds the table of full-attention layers.
     has_query_scale: the RoPE table also has the fields of `query_scale`.
     """
 
@@ -212,7 +213,8 @@ class Layers(Row):
         full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
         local = self.thetas[SLIDING_ATTENTION]
         if local == self.thetas[FULL_ATTENTION] != full["rope_theta"]:
-            kinds = " and ".join(self.thetas)  # transformers 5 uses it for full attention only
+            # transformers 5 uses rope_theta for full attention only
+            kinds = " and ".join(self.thetas)
             raise refusal(config, "rope_theta", f"rope_parameters must have tables for {kinds}")
         local = config.get("rope_local_base_freq", local)
         return {

@@ -213,7 +213,7 @@ def take(config: Config, rows: Iterable[Row]) -> dict[str, Any]:
         elif not missing or isinstance(row, Field):  # other rows may need what is missing
             found |= row.read(config)
     if missing:
-        raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add what it lacks")
+        raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add these fields")
     return found
 
 

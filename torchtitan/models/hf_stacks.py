@@ -157,7 +157,7 @@ def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
 
 
 def _row_dim(ndim: int) -> int:
-    """Return the dim of rows: the last but one of weights, the only one of biases."""
+    """Return the dim of rows: the second last for weights, the only one for biases."""
     return max(ndim - 2, 0)
 
 

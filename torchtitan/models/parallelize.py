@@ -60,7 +60,7 @@ def parallelize_decoder(
     return model
 
 
-parallelize_decoder.shards_one_rank = True  # see TrainSpec
+parallelize_decoder.shards_one_rank = True  # see `TrainSpec.fact`
 
 
 def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
@@ -68,9 +68,9 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     ops = torch.ops
     saved: set[Any] = {
         ops.aten.mm.default,
-        ops.torchtitan.mm.default,  # the same by oneDNN
-        ops.aten.addmm.default,  # of a Linear with a bias
-        ops.torchtitan.linear_with_low_rank.default,  # of a Linear with an adapter
+        ops.torchtitan.mm.default,  # oneDNN's product
+        ops.aten.addmm.default,  # a Linear with a bias
+        ops.torchtitan.linear_with_low_rank.default,  # a Linear with an adapter
         ops.torchtitan.nf4_mm.default,
         ops.torchtitan.grouped_mm.default,
         ops.aten.max.default,  # scaling factors of low-precision matmuls
@@ -78,7 +78,7 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
         ops.torchtitan.gated_delta_rule.default,
         ops.torchtitan.fla_gated_delta_rule.default,
         OPS.reduce_scatter_tensor.default,
-        ops.torchtitan.reduce_scatter.default,  # the same on the CPU
+        ops.torchtitan.reduce_scatter.default,  # the reduce-scatter on the CPU
         OPS.all_to_all_single.default,
         ops.higher_order.flex_attention,
     }

@@ -32,7 +32,7 @@ class RoPEScalingArgs:
     original_max_position_embeddings: int = 8192
 
     def shortened(self, most: int) -> Self:
-        """Return args of equal frequencies, with an even original length halved until it is below `most`."""
+        """Return args with the same frequencies; the original length is halved, while even, to be below `most`."""
         n, share = self.original_max_position_embeddings, 1.0
         while n >= most and n % 2 == 0:
             n, share = n // 2, share / 2  # halving is exact in floating point
@@ -44,7 +44,7 @@ class RoPEScalingArgs:
         )
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Return frequencies [D/2], in radians per token, stretched; theta is not used."""
+        """Return the stretched frequencies [D/2] in radians per token; theta is not used."""
         # Rotations of each pair within the context that the model was first trained on.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         slow = frequencies / self.scaling_factor
@@ -71,7 +71,7 @@ class YaRNArgs:
     truncate: bool = True
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Return frequencies [D/2], in radians per token, stretched."""
+        """Return the stretched frequencies [D/2] in radians per token."""
         if self.factor == 1:
             return frequencies
         n_pairs = len(frequencies)
@@ -116,7 +116,7 @@ class LongRoPE:
     original_seq_len: int
 
     def for_length(self, length: int) -> "LongRoPE":
-        """Return the scaling with the factors for rows of this length in `short_factors`."""
+        """Return a scaling whose `short_factors` are the factors for rows of this length."""
         is_long = length > self.original_seq_len
         return replace(self, short_factors=self.long_factors) if is_long else self
 
@@ -167,7 +167,7 @@ class RoPEArgs:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor (equation 22) on queries and keys; on a softmax scale the factor is its square."""
+    """Return YaRN's factor on queries and keys (equation 22), which scales attention scores by its square."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import SHALLOW, batch_flags, build_engine, global_batch
+from tests.unit.models.tiny import Operators
 from torchtitan.adapters.lora import adapted_weights, add_adapter, fits
 from torchtitan.adapters.multi_lora import MultiLoRA
 from torchtitan.config import JobConfig
@@ -41,9 +41,16 @@ def build(tmp_path):
 
 def train(engine, steps=2):
     for step in range(steps):
-        batch, labels = global_batch(step, False)
-        engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
+        backward_of(engine, step)
         engine.optim_step()
+
+
+def backward_of(engine, step=0, n_rows=8):
+    """Run forward and backward on the first rows of a step's batch; return (loss, gradients)."""
+    batch, labels = global_batch(step, False)
+    arguments = {"input_dict": {"input": batch["input"][:n_rows]}, "labels": labels[:n_rows]}
+    loss = engine.forward_backward_step(**arguments, global_valid_tokens=32 * n_rows)
+    return loss, [p.grad for p in engine.model_parts[0].parameters() if p.requires_grad]
 
 
 def logits(engine):
@@ -62,21 +69,16 @@ def adapted(engine):
 # ---- which layers ----
 
 
-@pytest.mark.parametrize(
-    "pattern, name",
-    [
-        ("q_proj", "layers.0.attention.wq"),
-        ("wq", "layers.10.attention.wq"),
-        ("self_attn.o_proj", "layers.0.attention.wo"),
-        ("model.layers.1.mlp.down_proj", "layers.1.feed_forward.w2"),
-        ("mlp", "layers.1.moe.experts.w1"),
-        ("mlp.experts.gate_proj", "layers.1.moe.experts.w1"),
-        ("layers.1", "layers.1.feed_forward.w2"),
-    ],
-)
-def test_names_of_peft_and_ours_fit(pattern, name):
-    assert fits(pattern, name)
-    assert not fits(pattern, "layers.11.attention_norm")
+def test_names_of_peft_and_ours_fit():
+    for pattern, name in {
+        "q_proj": "layers.0.attention.wq",
+        "wq": "layers.10.attention.wq",
+        "self_attn.o_proj": "layers.0.attention.wo",
+        "mlp.down_proj": "layers.1.feed_forward.w2",
+        "mlp.experts.gate_proj": "layers.1.moe.experts.w1",
+        "layers.1": "layers.1.feed_forward.w2",
+    }.items():
+        assert fits(pattern, name) and not fits(pattern, "layers.11.attention_norm")
 
 
 def test_linear_layers_have_adapters_and_nothing_else_trains(build):
@@ -92,33 +94,6 @@ def test_linear_layers_have_adapters_and_nothing_else_trains(build):
     for name, parameter in engine.model_parts[0].named_parameters():
         assert torch.equal(parameter, before[name]) == (name not in trained(engine)), name
         assert parameter.grad is None or parameter.requires_grad
-
-
-def test_targets_patterns_and_whole_modules_are_chosen_by_name(build):
-    flags = ["--lora.target_modules=q_proj,layers.1.feed_forward", "--lora.rank_pattern=wq=2"]
-    flags += ["--lora.also_train=norms,lm_head", "--lora.alpha_pattern=w2=1.0"]
-    engine = build(flags=flags)
-    model = engine.model_parts[0]
-    assert adapted(engine) == {
-        *(f"layers.{i}.attention.wq.weight" for i in range(2)),
-        *(f"layers.1.feed_forward.w{i}.weight" for i in (1, 2, 3)),
-    }
-    assert model.layers["0"].attention.wq.lora_a.shape == (2, 64)
-    assert model.layers["1"].feed_forward.w1.lora_b.shape[1] == 4
-    scales = {one.weight: one.scale for one in adapted_weights(engine.model_parts)}
-    assert scales["layers.0.attention.wq.weight"] == 16 / 2
-    assert scales["layers.1.feed_forward.w2.weight"] == 1 / 4
-    whole = {name for name in trained(engine) if "lora" not in name}
-    assert whole == {
-        "norm.weight",
-        "output.weight",
-        *(f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attention_norm", "ffn_norm")),
-    }
-
-
-def test_value_head_trains_with_the_adapters(build):
-    engine = build(flags=["--model.value_head"])
-    assert {n for n in trained(engine) if "lora" not in n} == {"score.weight", "score.bias"}
 
 
 def test_load_of_experts_is_not_balanced_because_their_bias_is_frozen(build):
@@ -183,9 +158,7 @@ def test_adapters_off_gives_the_base_model_and_backward_goes_on(build):
     assert not torch.equal(on, logits(plain))
     with engine.adapters_off():
         assert torch.equal(logits(engine), logits(plain))
-        with pytest.raises(
-            ValueError, match="^forward_backward_step was called in a context of adap"
-        ):
+        with pytest.raises(ValueError, match="^forward_backward_step was called in a context of"):
             train(engine)
         with pytest.raises(ValueError, match="^backward was called in a context of adapters_off"):
             engine.backward(torch.zeros((), requires_grad=True))
@@ -227,31 +200,16 @@ def test_grouped_experts_with_adapters_are_those_computed_one_by_one(dtype, buil
     torch.testing.assert_close(logits(engine), grouped, rtol=0, atol=1e-5)
 
 
-class ProductShapes(TorchDispatchMode):
-    """Records the sizes of matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.torchtitan.grouped_mm_weight_grad.default):
-            self.shapes.append(tuple(out.shape))
-        return out
-
-
 @pytest.mark.parametrize("family", ["llama3", "qwen3 MoE"])
 def test_backward_computes_no_gradient_of_a_frozen_weight(family, build):
     engine = build(family)
     weights = [p for p in engine.model_parts[0].parameters() if not p.requires_grad and p.ndim > 1]
     shapes = {s for p in weights for s in (tuple(p.shape), (*p.shape[:-2], *p.shape[:-3:-1]))}
-    batch, labels = global_batch(0, False)
-    batch = {"input": batch["input"][:7]}  # 224 tokens: a number that is no size of a weight
-    with ProductShapes() as products:
-        engine.forward_backward_step(input_dict=batch, labels=labels[:7], global_valid_tokens=224)
-    assert products.shapes
-    assert not shapes & set(products.shapes)
+    with Operators() as operators:
+        backward_of(engine, n_rows=7)  # 224 tokens: a number that is no size of a weight
+    products = (torch.ops.aten.mm.default, torch.ops.torchtitan.grouped_mm_weight_grad.default)
+    found = {shape for operator, shape in operators.calls if operator in products}
+    assert found and not shapes & found
 
 
 def test_models_share_no_batch_if_something_else_trains(build):
@@ -278,24 +236,12 @@ def test_dropout_is_the_same_when_blocks_are_recomputed(build):
         flags += ["--activation_checkpoint.selective_ac_option=op"]
         engine = build(flags=flags)
         torch.manual_seed(5)
-        batch, labels = global_batch(0, False)
-        engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
-        gradients.append([p.grad for p in engine.model_parts[0].parameters() if p.requires_grad])
+        gradients.append(backward_of(engine)[1])
     without, kept, *recomputed = gradients
     assert not all(map(torch.equal, without, kept))
     assert all(all(map(torch.equal, kept, own)) for own in recomputed)
     with engine.eval_mode():
         assert torch.equal(logits(engine), logits(build(adapters=False)))
-
-
-class LayersWithAdapters(TorchDispatchMode):
-    """Counts the layers that are computed."""
-
-    n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += func is torch.ops.torchtitan.linear_with_low_rank.default
-        return func(*args, **(kwargs or {}))
 
 
 # Of a block's products wq, wk, wv, wo, w1, w3 and w2, the first, the third and so on are kept.
@@ -304,19 +250,13 @@ def test_selective_checkpointing_keeps_the_layers_that_it_keeps_without_adapters
     targets, n_again, build
 ):
     gradients, computed = [], []
+    flags = [f"--lora.target_modules={targets}", "--activation_checkpoint.selective_ac_option=op"]
     for mode in ("none", "selective"):
-        engine = build(
-            flags=[
-                f"--lora.target_modules={targets}",
-                f"--activation_checkpoint.mode={mode}",
-                "--activation_checkpoint.selective_ac_option=op",
-            ]
-        )
-        batch, labels = global_batch(0, False)
-        with LayersWithAdapters() as layers:
-            engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
-        computed.append(layers.n)
-        gradients.append([p.grad for p in engine.model_parts[0].parameters() if p.requires_grad])
+        engine = build(flags=[*flags, f"--activation_checkpoint.mode={mode}"])
+        with Operators() as operators:
+            gradients.append(backward_of(engine)[1])
+        layer = torch.ops.torchtitan.linear_with_low_rank.default
+        computed.append(sum(operator is layer for operator, _ in operators.calls))
     assert all(map(torch.equal, *gradients))
     n_layers = 2 * len(targets.split(","))
     assert computed == [n_layers, n_layers + n_again]
@@ -374,6 +314,8 @@ BAD_NAMES = {
         "lora.also_train names 'wq', but the layer layers.0.attention.wq has an adapter"),
     "experts of gpt-oss": ("gpt_oss", [],
         "experts of GptOssGroupedExperts cannot have adapters; name other layers"),
+    "experts that PEFT cannot store": ("llama4", ["--checkpoint.enable", "--checkpoint.last_save_peft"],
+        "no place for the adapter of layers.1.moe.experts"),
     "rows that are no whole blocks": ("qwen3 MoE", ["--lora.base_format=nf4"],
         "needs weights whose rows have a multiple of 64 elements, got [8, 64, 32] in layers.0.moe.experts.w2"),
 }  # fmt: skip
@@ -387,46 +329,31 @@ def test_bad_name_is_refused_in_one_sentence(case, build):
     assert "\n" not in str(error.value)
 
 
-def rewritten(folder, config=None, tensors=None):
-    """Change the config's fields and the tensors of saved adapters."""
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
-    if tensors is not None:
-        file = folder / "adapter_model.safetensors"
-        save_file(tensors({k: v for k, v in load_file(file).items()}), file)
+def narrow(name, tensor):
+    return name, tensor[:, :32].contiguous() if "q_proj.lora_A" in name else tensor
 
 
-def cut(tensors, name, rows, columns):
-    return {k: v[:rows, :columns].contiguous() if name in k else v for k, v in tensors.items()}
-
-
+# case -> flags of the run that writes the file, change of each (name, tensor), words of the message
 BAD_FILES = {
-    "another rank": ({"tensors": lambda t: cut(cut(t, "lora_A", 2, 999), "lora_B", 999, 2)},
-        "has rank 2 in the file and 4 in the model; set lora.rank"),
-    "base of another width": ({"tensors": lambda t: cut(t, "q_proj.lora_A", 4, 32)},
+    "another rank": (["--lora.rank=2"], None, "has rank 2 in the file and 4 in the model; set lora.rank"),
+    "another scale": (["--lora.alpha=5"], None, "set lora.alpha = 5 and lora.use_rslora"),
+    "base of another width": ([], narrow,
         "is [4, 32] in the file and [4, 64] in the model: the adapters belong to another base model"),
-    "another scale": ({"config": {"lora_alpha": 5}}, "set lora.alpha = 5 and lora.use_rslora"),
-    "more layers": ({"tensors": lambda t: {k.replace("layers.1", "layers.7"): v for k, v in t.items()}},
+    "more layers": ([], lambda name, tensor: (name.replace("layers.1", "layers.7"), tensor),
         "the model has no model.layers.7.mlp.down_proj.lora_A.weight"),
-    "DoRA": ({"config": {"use_dora": True}}, "has use_dora = True, and only adapters with"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_bad_file_is_refused_in_one_sentence(case, build, tmp_path):
-    changes, words = BAD_FILES[case]
-    engine = build()
-    engine.save_peft(tmp_path / "adapters")
-    rewritten(tmp_path / "adapters", **changes)
+    flags, change, words = BAD_FILES[case]
+    file = tmp_path / "adapters/adapter_model.safetensors"
+    build(flags=flags).save_peft(file.parent)
+    if change is not None:
+        save_file(dict(change(*item) for item in load_file(file).items()), file)
     with pytest.raises(ValueError, match=re.escape(words)) as error:
-        engine.load_peft(tmp_path / "adapters")
+        build().load_peft(file.parent)
     assert "\n" not in str(error.value)
-
-
-def test_adapters_that_peft_cannot_store_are_refused_before_training(build):
-    flags = ["--checkpoint.enable", "--checkpoint.last_save_peft"]
-    with pytest.raises(ValueError, match=r"no place for the adapter of layers.*moe.experts"):
-        build("llama4", flags)
 
 
 @pytest.mark.parametrize("n_steps_survived", range(3))
@@ -452,11 +379,7 @@ def test_writer_that_is_killed_leaves_adapters_whole_or_without_weights(
     with pytest.raises(KeyboardInterrupt):
         other.save_peft(folder)
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
-    weights, config = "adapter_model.safetensors", "adapter_config.json"
-    assert weights not in after or (after[weights], after[config]) == (
-        before[weights],
-        before[config],
-    )
+    assert "adapter_model.safetensors" not in after or before.items() <= after.items()
 
 
 def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):
@@ -464,11 +387,8 @@ def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):
     train(engine)
     engine.save_peft(tmp_path / "adapters", base_model="some/base")
     config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (
-        "some/base",
-        4,
-        16.0,
-    )
+    expected = {"base_model_name_or_path": "some/base", "r": 4, "lora_alpha": 16.0}
+    assert expected.items() <= config.items()
     before = logits(engine)
     train(engine, 1)
     (tmp_path / "file").write_text("")
@@ -478,8 +398,7 @@ def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):
     engine.load_peft(tmp_path / "adapters")
     assert torch.equal(logits(engine), before)
     assert engine.weights_version == version + 1
-    batch, labels = global_batch(0, False)
-    engine.forward_backward_step(input_dict=batch, labels=labels, global_valid_tokens=256)
+    backward_of(engine)
     engine.load_peft(tmp_path / "adapters")
     with pytest.raises(ValueError, match="optim_step found no gradient on any rank"):
         engine.optim_step()
@@ -491,12 +410,9 @@ def test_adapters_come_back_from_their_files_bitwise(build, tmp_path):
 def test_backward_keeps_no_numbers_of_weights_in_4_bits(compiled, build):
     flags = ["--lora.base_format=nf4", *["--compile.enable"] * compiled]
     engine, kept, eager = build(flags=flags), [], build(flags=flags[:1])
-    batch, labels = global_batch(0, False)
-    batch = {"input": batch["input"][:7]}  # 224 tokens: a number that is no size of a weight
-    arguments = {"input_dict": batch, "labels": labels[:7], "global_valid_tokens": 224}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        loss = engine.forward_backward_step(**arguments)
-    torch.testing.assert_close(loss, eager.forward_backward_step(**arguments))
+        loss, _ = backward_of(engine, n_rows=7)  # 224 tokens: a number that is no size of a weight
+    torch.testing.assert_close(loss, backward_of(eager, n_rows=7)[0])
     linear = engine.model_parts[0].layers["0"].feed_forward.w2
     n_stored = linear.weight.numel()
     assert n_stored == linear.in_features * linear.out_features * 36 // 64

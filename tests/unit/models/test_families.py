@@ -2,14 +2,15 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
+from tests.distributed.layout_matrix import FAMILIES
 from tests.unit.models.tiny import filled, on_meta
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
-from torchtitan.models.moe import MoEArgs
 from torchtitan.models.parallelize import apply_compile
 from torchtitan.optim.optimizer import build_optimizers, build_optimizers_with_moe_load_balancing
 from torchtitan.protocols.train_spec import get_train_spec
@@ -72,31 +73,20 @@ KNOWN_SIZES = {
 # Parameters including the embedding, in billions, as published.
 BILLIONS = {
     "qwen3": {
-        "Qwen2-0.5B": 0.49,
-        "Qwen2.5-3B": 3.09,
-        "Qwen2.5-7B": 7.61,
-        "Qwen2.5-14B": 14.7,
+        "Qwen2-0.5B": 0.49, "Qwen2.5-3B": 3.09, "Qwen2.5-7B": 7.61, "Qwen2.5-14B": 14.7,
         "Qwen2.5-32B": 32.5,
     },
     "mistral": {
-        "7B-v0.3": 7.25,
-        "Nemo-12B": 12.2,
-        "Small-24B": 23.6,
-        "Mixtral-8x7B": 46.7,
+        "7B-v0.3": 7.25, "Nemo-12B": 12.2, "Small-24B": 23.6, "Mixtral-8x7B": 46.7,
         "Mixtral-8x22B": 141,
     },
     "olmo": {
-        "OLMo-2-1B": 1.48,
-        "OLMo-2-7B": 7.30,
-        "OLMo-2-13B": 13.7,
-        "OLMo-2-32B": 32.2,
-        "OLMo-3-7B": 7.30,
-        "OLMo-3-32B": 32.2,
-        "OLMoE-1B-7B": 6.92,
+        "OLMo-2-1B": 1.48, "OLMo-2-7B": 7.30, "OLMo-2-13B": 13.7, "OLMo-2-32B": 32.2,
+        "OLMo-3-7B": 7.30, "OLMo-3-32B": 32.2, "OLMoE-1B-7B": 6.92,
     },
     "gemma3": {"270M": 0.268, "1B": 1.00, "4B": 3.88, "12B": 11.8, "27B": 27.0},
     "gemma4": {"31B": 30.7},
-}
+}  # fmt: skip
 WITHOUT_KNOWN_SIZE = {"qwen3": [*BILLIONS["qwen3"]], "gpt_oss": ["debugmodel_small"]}
 WITH_EXPERTS = ("qwen3", "deepseek_v3", "llama4", "gpt_oss", "qwen3_5")
 
@@ -113,19 +103,13 @@ def meta_model(family, args):
 
 
 @pytest.mark.parametrize("family", KNOWN_SIZES)
-def test_flavors_are_the_known_ones(family):
+def test_flavors_are_the_known_ones_and_have_their_known_size_and_flops(family):
     # Other tests of the process add tiny ones.
-    flavors = [f for f in get_train_spec(family).model_args if not f.startswith("tiny")]
-    assert sorted(flavors) == sorted([*KNOWN_SIZES[family], *WITHOUT_KNOWN_SIZE.get(family, [])])
-
-
-@pytest.mark.parametrize(
-    "family, flavor", [(family, flavor) for family in KNOWN_SIZES for flavor in KNOWN_SIZES[family]]
-)
-def test_flavor_has_its_known_size_and_flops(family, flavor):
-    args = args_of(family, flavor)
-    found = args.get_nparams_and_flops(meta_model(family, args), 2048)
-    assert found == KNOWN_SIZES[family][flavor]
+    flavors = {f for f in get_train_spec(family).model_args if not f.startswith("tiny")}
+    assert flavors == {*KNOWN_SIZES[family], *WITHOUT_KNOWN_SIZE.get(family, [])}
+    for flavor, known in KNOWN_SIZES[family].items():
+        args = args_of(family, flavor)
+        assert args.get_nparams_and_flops(meta_model(family, args), 2048) == known, flavor
 
 
 @pytest.mark.parametrize(
@@ -137,29 +121,22 @@ def test_flavor_has_its_published_size(family, flavor):
     assert float(f"{billions:.3g}") == pytest.approx(BILLIONS[family][flavor], rel=0.01)
 
 
-# (family, flavors whose names contain this) -> what else is published of them
+# (family, flavors whose names contain this) -> what is published of them and no size shows
 PUBLISHED = [
     ("llama3", "", {"rope_theta": 500000}),
     ("llama3", "flex", {"attn_type": "flex", "attn_mask_type": "block_causal"}),
     ("llama3", "varlen", {"attn_type": "varlen", "attn_mask_type": "block_causal"}),
-    ("llama3", "debugmodel", {"ffn_hidden_dim": 768}),
-    ("llama3", "1B", {"ffn_hidden_dim": 8192, "attn_type": "sdpa", "attn_mask_type": "causal"}),
-    ("llama3", "8B", {"ffn_hidden_dim": 14336}),
-    ("llama3", "70B", {"ffn_hidden_dim": 28672}),
-    ("llama3", "405B", {"ffn_hidden_dim": 53248}),
+    ("llama3", "1B", {"attn_type": "sdpa", "attn_mask_type": "causal"}),
     ("qwen3", "debugmodel", {"norm_eps": 1e-6, "rope_theta": 1e6}),
-    ("qwen3", "0.6B", {"head_dim": 128, "enable_weight_tying": True}),
-    ("qwen3", "1.7B", {"head_dim": 128, "enable_weight_tying": True, "max_seq_len": 4096}),
-    ("qwen3", "32B", {"head_dim": 128, "enable_weight_tying": False}),
-    ("qwen3", "30B", {"rope_theta": 1e6, "max_seq_len": 262144, "num_experts": 128}),
-    ("qwen3", "235B", {"rope_theta": 5e6, "max_seq_len": 4096, "num_experts": 128}),
+    ("qwen3", "1.7B", {"max_seq_len": 4096}),
+    ("qwen3", "30B", {"rope_theta": 1e6, "max_seq_len": 262144}),
+    ("qwen3", "235B", {"rope_theta": 5e6, "max_seq_len": 4096}),
     ("deepseek_v3", "", {"norm_eps": 1e-6, "score_before_experts": False}),
     ("deepseek_v3", "B", {"attn_type": "flex", "attn_mask_type": "block_causal"}),
     # DeepSeek-V2 ranks groups by their best expert, V3 by the sum of the two best.
     ("deepseek_v3", "16B", {"num_expert_groups": None}),
     ("deepseek_v3", "236B", {"num_expert_groups": 8, "group_score": "max"}),
     ("deepseek_v3", "671B", {"num_expert_groups": 8, "group_score": "top2_sum"}),
-    ("llama4", "17b", {"ffn_hidden_dim": 16384, "expert_hidden_dim": 8192}),
     ("llama4", "16e", {"max_seq_len": 10485760}),
     ("llama4", "128e", {"max_seq_len": 1048576, "rope_scaling_args": None}),
     ("llama4", "irope", {"every_n_layers_nope": 4, "attn_type": "flex"}),
@@ -234,59 +211,41 @@ def test_names_and_order_of_the_state_dict_are_fixed(family, flavor):
 
 # ---- small models ----
 
-_SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64}
-_GQA = _SIZES | {"n_kv_heads": 2}
-_EXPERTS = {"num_experts": 4, "top_k": 2}
-TINY = {
-    "llama3": ("debugmodel", _GQA),
-    "qwen3": ("debugmodel", _GQA | {"head_dim": 16, "hidden_dim": 48}),
-    "deepseek_v3": (
-        "debugmodel",
-        _SIZES
-        | {"inter_dim": 48, "moe_inter_dim": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
-        | {"qk_rope_head_dim": 8, "v_head_dim": 8}
-        | {"moe_args": MoEArgs(**_EXPERTS, score_before_experts=False)},
-    ),
-    "llama4": (
-        "debugmodel_irope",
-        _GQA
-        | {"every_n_layers_nope": 2, "use_qk_norm": True, "attn_temperature_tuning": True}
-        | {"fixed_attn_block_size": 4, "moe_args": MoEArgs(**_EXPERTS)},
-    ),
-    "gpt_oss": (
-        "debugmodel_small",
-        _GQA | {"head_dim": 16, "moe_inter_dim": 32, "sliding_window_size": 4},
-    ),
-}
+TINY = ["llama3", "qwen3", "deepseek_v3", "llama4", "gpt_oss"]
+KINDS = ["sdpa", "flex", "varlen"]
+QUICK = [*(("llama3", kind) for kind in KINDS), ("qwen3_5 MoE", "varlen")]
 
 
 def tiny_args(family, **changes):
-    flavor, sizes = TINY[family]
-    sizes = sizes | {"max_seq_len": 64} | changes
-    return dataclasses.replace(args_of(family, flavor), **sizes)
+    """Return the args of the matrix of layouts."""
+    name, flavor, sizes = FAMILIES[family]
+    return dataclasses.replace(args_of(name, flavor), **sizes | {"max_seq_len": 64} | changes)
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_meta_model_becomes_the_model_built_at_once(family):
     args = tiny_args(family)
     model = filled(meta_model(family, args).to_empty(device="cpu"))
-    other = filled(get_train_spec(family).model_cls(args))
+    other = filled(get_train_spec(FAMILIES[family][0]).model_cls(args))
     state, tensors = other.state_dict() | dict(other.named_buffers()), dict(model.named_buffers())
     for name, tensor in (model.state_dict() | tensors).items():
         assert torch.equal(tensor, state[name]), name
         assert "norm" not in name or torch.all(tensor == 1), name
 
 
-@pytest.mark.parametrize("attn_type", ["sdpa", "flex", "varlen"])
 @pytest.mark.parametrize(
-    "family", [f if f == "llama3" else pytest.param(f, marks=pytest.mark.slow) for f in TINY]
+    "family, attn_type",
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product([*TINY, "qwen3_5 MoE"], KINDS)
+        # These have windows, sinks or chunks.
+        if case not in [("llama4", "sdpa"), ("gpt_oss", "sdpa")]
+    ],
 )
 def test_compiled_blocks_give_the_same_loss_and_gradients(family, attn_type):
-    if attn_type == "sdpa" and family in ("llama4", "gpt_oss"):
-        pytest.skip("has windows, sinks or chunks")
     mask_type = "causal" if attn_type == "sdpa" else "position_block_causal"
     args = tiny_args(family, attn_type=attn_type, attn_mask_type=mask_type)
-    model = filled(get_train_spec(family).model_cls(args))
+    model = filled(get_train_spec(FAMILIES[family][0]).model_cls(args))
     compiled = copy.deepcopy(model)
     apply_compile(compiled, Compile(enable=True, backend="aot_eager"))
     tokens = torch.randint(0, 64, (2, 12))
@@ -312,12 +271,15 @@ def test_config_reaches_the_model_and_no_shared_flavor(family):
     config.training.seq_len = 128
     config.debug.moe_force_load_balance = True
     flavors = {"qwen3": "debugmodel_moe_small", "qwen3_5": "debugmodel_moe"}
-    flavor = flavors.get(family, "debugmodel")
-    shared = args_of(family, flavor)
-    before = copy.deepcopy(shared)
-    args = copy.copy(shared)
+    shared = args_of(family, flavors.get(family, "debugmodel"))
+    before, args = copy.deepcopy(shared), copy.copy(shared)
     args.update_from_config(config)
     assert args.max_seq_len == 128 and args.moe_args._debug_force_load_balance
+    kinds = (before.attn_type, before.attn_mask_type)
+    assert (args.attn_type, args.attn_mask_type) == kinds != ("varlen", "position_block_causal")
+    config.model.attn_type, config.model.attn_mask_type = "varlen", "position_block_causal"
+    args.update_from_config(config)
+    assert (args.attn_type, args.attn_mask_type) == ("varlen", "position_block_causal")
     assert shared == before and args.moe_args.num_experts == before.moe_args.num_experts
     blocks = meta_model(family, args).layers.values()
     routers = [block.moe.router for block in blocks if block.moe_enabled]
@@ -326,7 +288,6 @@ def test_config_reaches_the_model_and_no_shared_flavor(family):
 
 @pytest.mark.parametrize("family", KNOWN_SIZES)
 def test_spec_balances_the_load_of_experts_and_validates(family):
-    spec = get_train_spec(family)
-    with_experts = build_optimizers_with_moe_load_balancing
-    build = with_experts if family in (*WITH_EXPERTS, "qwen3_5") else build_optimizers
+    spec, build = get_train_spec(family), build_optimizers_with_moe_load_balancing
+    build = build if family in WITH_EXPERTS else build_optimizers
     assert spec.build_optimizers_fn is build and spec.build_validator_fn is not None

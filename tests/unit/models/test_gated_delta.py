@@ -1,4 +1,4 @@
-"""Layers of linear attention: their parameters in fp32, their optimizer groups, compiled, and what is refused."""
+"""Layers of linear attention: their parameters in fp32, their optimizer groups, and what is refused."""
 
 import dataclasses
 
@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from tests.unit.models.tiny import filled
-from torchtitan.batch.mask import DocumentMask, VarlenMetadata
+from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import JobConfig
 from torchtitan.config.checks.layout import context_parallel, tensor_parallel_sizes
-from torchtitan.config.job_config import Compile, Optimizer, ParameterGroup
+from torchtitan.config.job_config import Optimizer, ParameterGroup
 from torchtitan.models.attention import create_attention_mask, get_causal_mask_mod
 from torchtitan.models.gated_delta import Decay
-from torchtitan.models.parallelize import apply_compile
 from torchtitan.numerics import delta_rule_fla
 from torchtitan.optim.groups import ParameterGroups
 from torchtitan.protocols.train_spec import get_train_spec
@@ -24,8 +23,8 @@ DOCUMENTS = torch.tensor([[*range(12)], [*range(5), *range(7)]])  # their positi
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def tiny_args(flavor="debugmodel", **changes):
-    args = get_train_spec("qwen3_5").model_args[flavor]
+def tiny_args(**changes):
+    args = get_train_spec("qwen3_5").model_args["debugmodel"]
     return dataclasses.replace(args, **SIZES | changes)
 
 
@@ -92,28 +91,10 @@ def test_muon_leaves_convolutions_to_adamw():
 # ---- masks ----
 
 
-def test_all_forms_of_a_mask_give_the_same_documents():
-    model = tiny_model(attn_type="varlen", attn_mask_type="position_block_causal")
-    masks = model.get_attention_masks(TOKENS, None, {"positions": DOCUMENTS})
-    assert isinstance(masks, VarlenMetadata)
-    layer, x = model.layers["0"].attention, torch.randn(2, 12, 32)
-    starts = torch.zeros(2, 12, dtype=torch.int32)
-    starts[1, 5:] = 5
-    outputs = [layer(x, None, mask) for mask in (masks, DocumentMask(starts))]
-    assert torch.equal(*outputs)
-    alone = layer(x[1:, 5:], None, None)
-    torch.testing.assert_close(outputs[0][1:, 5:], alone)
-    whole = [layer(x, None, mask) for mask in (None, DocumentMask.from_rows(2, 12, x.device))]
-    assert torch.equal(*whole)
-
-
 def test_mask_without_boundaries_is_refused():
     model = tiny_model(attn_type="flex")
     mask = create_attention_mask(get_causal_mask_mod(), 2, None, 12, 12)
-    with pytest.raises(
-        ValueError,
-        match="document boundaries, which a mask of trees or a custom mask does not have",
-    ):
+    with pytest.raises(ValueError, match="boundaries, which a mask of trees or a custom mask does"):
         model(TOKENS, attention_masks=mask)
 
 
@@ -129,19 +110,3 @@ def test_degrees_that_do_not_divide_the_key_heads_are_refused():
     config.parallelism.context_parallel_degree = 2
     (problem,) = context_parallel(config, args, builds_data=False)
     assert "must divide a rank's key heads of linear attention, got 2 with 3" in problem
-
-
-@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_moe"])
-def test_compiled_blocks_give_the_same_logits_and_gradients(flavor):
-    kinds = {"attn_type": "varlen", "attn_mask_type": "position_block_causal"}
-    model = tiny_model(flavor=flavor, moe_inter_dim=16, **kinds)
-    masks = model.get_attention_masks(TOKENS, None, {"positions": DOCUMENTS})
-
-    def run():
-        logits = model(TOKENS, attention_masks=masks, positions=DOCUMENTS)
-        return [logits, *torch.autograd.grad(logits.square().sum(), [*model.parameters()])]
-
-    expected = run()
-    apply_compile(model, Compile(enable=True, backend="aot_eager"))
-    for ours, theirs in zip(run(), expected, strict=True):
-        torch.testing.assert_close(ours, theirs)

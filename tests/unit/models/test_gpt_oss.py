@@ -1,4 +1,4 @@
-"""What gpt_oss has of its own: initial weights, sinks, windows, experts, published weights."""
+"""What gpt_oss has of its own: initial weights, masks of clients, experts, published weights."""
 
 import copy
 import json
@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from tests.unit.models.tiny import sized
+from tests.unit.models.tiny import filled, sized
 from torchtitan.batch.mask import DocumentMask
-from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models.gpt_oss import (
     GptOssGroupedExperts,
     GptOssModel,
@@ -33,10 +32,7 @@ def tiny_args(**changes):
 
 
 def built(args, seed=0):
-    model = GptOssModel(args)
-    with torch.no_grad(), seeded_init(model, seed):
-        model.init_weights()
-    return model
+    return filled(GptOssModel(args), seed)
 
 
 def test_every_parameter_is_initialised_with_its_spread():
@@ -57,22 +53,6 @@ def test_every_parameter_is_initialised_with_its_spread():
                 assert parameter.std().item() == pytest.approx(wanted, rel=0.36), name
 
 
-def test_a_sink_is_one_more_key_with_value_zero():
-    model = built(tiny_args(n_layers=2))
-    attention = model.layers["1"].attention
-    attention.sinks.data.copy_(torch.tensor([-5.0, 0.0, 2.0, 50.0]))
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 9, 16, generator=generator) for heads in (4, 2, 2))
-    masks = model.get_attention_masks(torch.zeros(1, 9, dtype=torch.int64), None)
-    out = attention.attend(q, k, v, masks["basic_mask"])
-    scores = q @ k.repeat_interleave(2, dim=1).mT / 4
-    scores = scores.masked_fill(~torch.ones(9, 9).tril().bool(), float("-inf"))
-    scores = torch.cat((scores, attention.sinks[:, None, None].expand(1, 4, 9, 1)), dim=-1)
-    expected = scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, dim=1)
-    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
-    assert out[:, :, 3].abs().max() < 1e-15  # a high sink takes everything
-
-
 def first_difference(args, changed):
     """Positions whose logits depend on the token at `changed`."""
     model, tokens, logits = built(args), torch.arange(24)[None] % 60 + 1, []
@@ -82,11 +62,6 @@ def first_difference(args, changed):
     # Other tokens of an expert change how its products are rounded, if the group grows.
     moved = (logits[0] - logits[1]).abs() > 1e-4 * logits[0].abs().max()
     return moved.any(-1)[0].nonzero().flatten().tolist()
-
-
-def test_causal_masks_look_back_only_and_no_further_than_the_window_in_even_layers():
-    assert first_difference(tiny_args(n_layers=1), 5) == [5, 6, 7, 8]
-    assert first_difference(tiny_args(n_layers=2), 5) == list(range(5, 24))
 
 
 @pytest.mark.parametrize(("attn_type", "last"), [("flex", 23), ("varlen", 8)])
@@ -108,17 +83,6 @@ def test_sdpa_is_refused_with_the_remedy():
 # ---- experts ----
 
 
-def test_swiglu_by_hand():
-    # (gate, linear) pairs: nothing cut off; gate above the limit; linear beyond it on both sides
-    x = torch.tensor([[1.0, 2.0, 9.0, -9.0, -9.0, 9.0]])
-    sigmoid = torch.sigmoid(1.702 * torch.tensor([1.0, 7.0, -9.0]))
-    expected = torch.tensor([1.0, 7.0, -9.0]) * sigmoid * torch.tensor([3.0, -6.0, 8.0])
-    torch.testing.assert_close(swiglu(x), expected[None])
-    torch.testing.assert_close(
-        swiglu(x, alpha=1.0, limit=0.5)[0, 1], torch.tensor(0.5) / (1 + torch.e**-0.5) * 0.5
-    )
-
-
 def tiny_experts(use_grouped_mm):
     experts = GptOssGroupedExperts(16, 24, 4, swiglu_limit=1.0, use_grouped_mm=use_grouped_mm)
     generator = torch.Generator().manual_seed(0)
@@ -131,22 +95,15 @@ def tiny_experts(use_grouped_mm):
 @pytest.mark.parametrize("use_grouped_mm", [True, False])
 def test_experts_equal_a_loop_over_tokens_with_gradients(use_grouped_mm):
     experts = tiny_experts(use_grouped_mm)
-    counts = torch.tensor([3, 0, 1, 5])
     x = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    out = experts(x, counts)
-    rows = []
+    out, rows = experts(x, torch.tensor([3, 0, 1, 5])), []
     for row, e in zip(x, [0, 0, 0, 2, 3, 3, 3, 3, 3], strict=True):
         h = swiglu(F.linear(row, experts.mlp1_weight[e], experts.mlp1_bias[e]), limit=1.0)
         rows.append(F.linear(h, experts.mlp2_weight[e], experts.mlp2_bias[e]))
-    expected = torch.stack(rows)
+    expected, inputs = torch.stack(rows), [x, *experts.parameters()]
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    inputs = [x, *experts.parameters()]
-    for got, want in zip(
-        torch.autograd.grad(out.square().sum(), inputs),
-        torch.autograd.grad(expected.square().sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)  # sums of order 100
+    both = (torch.autograd.grad(y.square().sum(), inputs) for y in (out, expected))
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-3)  # sums of order 100
 
 
 def test_rows_that_belong_to_no_expert_leave_gradients_alone():
@@ -161,12 +118,10 @@ def test_rows_that_belong_to_no_expert_leave_gradients_alone():
         for rows in (x, with_rest)
     ]
     # The rows' addresses in memory may change how a CPU's matrix product rounds.
-    for got, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-4)
 
 
-# ---- compile, published weights ----
-
+# ---- published weights ----
 
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 

@@ -17,12 +17,11 @@ class PerExpert(KeyMapAdapter):
 
 
 class FusedExperts(KeyMapAdapter):
-    """Llama 4's fused tensors; `down` also has a second HF name, not transposed."""
+    """Llama 4's fused tensors."""
 
     from_hf_map = {
         "prefix.layers.{}.gate_up": Fused((W1, W3), transposed=True),
         "prefix.layers.{}.down": Fused((W2,), transposed=True),
-        "layers.{}.down_blocks": W2,
     }
 
 
@@ -30,12 +29,12 @@ class WithBias(KeyMapAdapter):
     from_hf_map = {"layers.{}.bias": "layers.{}.moe.expert_bias", "norm": "norm"}
 
 
-def weights():
+def expert_weights(n_experts=E, layers=(0, 11)):
     generator = torch.Generator().manual_seed(0)
-    shapes = {"w1": (E, H, D), "w2": (E, D, H), "w3": (E, H, D)}
+    shapes = {"w1": (n_experts, H, D), "w2": (n_experts, D, H), "w3": (n_experts, H, D)}
     return {
         f"layers.{layer}.moe.experts.{name}": torch.randn(shape, generator=generator)
-        for layer in (0, 11)
+        for layer in layers
         for name, shape in shapes.items()
     }
 
@@ -50,19 +49,8 @@ def shares_memory(a, b):
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def test_experts_are_named_one_by_one_and_stacked_again():
-    ours = weights()
-    adapter = PerExpert(None, None)
-    files = adapter.to_hf(ours)
-    assert len(files) == 2 * 3 * E
-    up = files["model.layers.11.mlp.experts.3.up_proj.weight"]
-    assert torch.equal(up, ours["layers.11.moe.experts.w3"][3])
-    copies = {name: files[name].clone() for name in reversed(files)}
-    assert same(PerExpert(None, None).from_hf(copies), ours)
-
-
 def test_reading_into_the_views_changes_the_parameter_without_a_copy():
-    ours = weights()
+    ours = expert_weights()
     adapter = PerExpert(None, None)
     files = adapter.to_hf(ours)
     for tensor in files.values():
@@ -73,78 +61,36 @@ def test_reading_into_the_views_changes_the_parameter_without_a_copy():
     assert same(back, ours)
 
 
-def test_fused_names_of_transformers_5_are_read():
-    ours = weights()
-    layer = {name: ours[f"layers.0.moe.experts.{name}"] for name in ("w1", "w2", "w3")}
-    in_memory = {
-        "model.layers.0.mlp.experts.gate_up_proj": torch.cat([layer["w1"], layer["w3"]], dim=1),
-        "model.layers.0.mlp.experts.down_proj": layer["w2"],
-    }
-    found = PerExpert(None, None).from_hf(in_memory)
-    assert same(found, {f"layers.0.moe.experts.{name}": t for name, t in layer.items()})
-
-
-def test_adapter_asks_for_the_names_that_the_files_have():
-    ours = weights()
-    fused_names = [
-        "model.layers.0.mlp.experts.gate_up_proj",
-        "model.layers.0.mlp.experts.down_proj",
-    ]
-    adapter = PerExpert(None, None)
-    asked = adapter.spelled_like(fused_names).to_hf(ours)
-    assert {name.replace(".11.", ".0.") for name in asked} == set(fused_names)
-    assert same(adapter.spelled_like(fused_names).from_hf(asked), ours)
-    assert len(adapter.to_hf(ours)) == 2 * 3 * E  # writing does not change
-
-
-def test_joined_and_transposed_tensors_go_there_and_back():
-    ours = weights()
-    adapter = FusedExperts(None, None)
-    files = adapter.to_hf(ours)
-    w1, w2, w3 = (ours[f"layers.0.moe.experts.w{n}"] for n in (1, 2, 3))
-    expected = torch.cat([w1.transpose(1, 2), w3.transpose(1, 2)], dim=-1)
-    assert torch.equal(files["prefix.layers.0.gate_up"], expected)
-    assert torch.equal(files["prefix.layers.0.down"], w2.transpose(1, 2))
-    assert same(adapter.from_hf(files), ours)
-    assert set(adapter.spelled_like(["layers.0.down_blocks"]).to_hf(ours)) == {
-        "prefix.layers.0.gate_up",
-        "prefix.layers.11.gate_up",
-        "layers.0.down_blocks",
-        "layers.11.down_blocks",
-    }
-
-
 def test_half_of_a_fused_tensor_is_an_error():
-    ours = weights()
+    ours = expert_weights()
     del ours["layers.11.moe.experts.w3"]
     with pytest.raises(ValueError, match=r"joins in prefix\.layers\.11\.gate_up"):
         FusedExperts(None, None).to_hf(ours)
 
 
 def test_missing_expert_is_named():
-    files = PerExpert(None, None).to_hf(weights())
+    files = PerExpert(None, None).to_hf(expert_weights())
     del files["model.layers.0.mlp.experts.2.down_proj.weight"]
     with pytest.raises(ValueError, match=r"layers\.0\.moe\.experts\.w2 .* \[2\] are missing"):
         PerExpert(None, None).from_hf(files)
 
 
-def test_expert_bias_stays_behind_where_files_have_no_place_for_it():
-    bias = {"layers.0.moe.expert_bias": torch.ones(E), "norm": torch.ones(1)}
-    assert set(PerExpert(None, None).to_hf(bias)) == {"norm"}
-    assert set(WithBias(None, None).to_hf(bias)) == {"layers.0.bias", "norm"}
-    # Files of an older model have no such tensor.
-    assert set(WithBias(None, None).spelled_like(["norm"]).to_hf(bias)) == {"norm"}
-
-
 @pytest.mark.parametrize(
-    ("adapter", "value", "is_told"),
-    [(PerExpert, 1, True), (PerExpert, 0, False), (WithBias, 1, False)],
+    ("adapter", "value", "names", "is_told"),
+    [
+        (PerExpert(None, None), 1, {"norm"}, True),
+        (PerExpert(None, None), 0, {"norm"}, False),
+        (WithBias(None, None), 1, {"layers.0.bias", "norm"}, False),
+        # Files of an older model have no such tensor.
+        (WithBias(None, None).spelled_like(["norm"]), 0, {"norm"}, False),
+    ],
 )
-def test_export_tells_of_an_expert_bias_that_files_have_no_place_for(
-    tmp_path, caplog, adapter, value, is_told
+def test_expert_bias_stays_behind_where_files_have_no_place_for_it_and_export_tells(
+    adapter, value, names, is_told, tmp_path, caplog
 ):
     state = {"layers.0.moe.expert_bias": torch.full((E,), value), "norm": torch.ones(1)}
-    save_to_hf(state, adapter(None, None), str(tmp_path / "export"))
+    assert set(adapter.to_hf(state)) == names
+    save_to_hf(state, adapter, str(tmp_path / "export"))
     assert ("cannot hold layers.0.moe.expert_bias" in caplog.text) == is_told
 
 
@@ -234,13 +180,8 @@ class Text(KeyMapAdapter):
     def __init__(self, index=None):
         super().__init__(None, None)
         self.fqn_to_index_mapping = index
-        self.name_text_model(
-            {
-                "lm_head.weight": "output.weight",
-                "model.layers.{}.a": "layers.{}.x",
-                "model.layers.1.b": "layers.1.x",
-            }
-        )
+        names = {"model.layers.{}.a": "layers.{}.x", "model.layers.1.b": "layers.1.x"}
+        self.name_text_model({"lm_head.weight": "output.weight"} | names)
 
 
 OURS = ["output.weight", "layers.0.x", "layers.1.x"]
@@ -254,11 +195,8 @@ def test_each_spelling_of_a_multimodal_model_is_read_and_written(names):
     ours = {name: torch.ones(n + 1) for n, name in enumerate(OURS)}
     files = dict(zip(names, ours.values(), strict=True))
     assert same(Text().from_hf(files), ours)
-    for adapter in (
-        Text().spelled_like(names),
-        Text(dict.fromkeys(names, 1)),
-        Text().for_export(names),
-    ):
+    in_index = Text(dict.fromkeys(names, 1))
+    for adapter in (Text().spelled_like(names), in_index, Text().for_export(names)):
         assert same(adapter.to_hf(ours), files)
     alone = Text(dict.fromkeys(names, 3)).for_export([])
     assert list(alone.to_hf(ours)) == NAMES
@@ -266,11 +204,8 @@ def test_each_spelling_of_a_multimodal_model_is_read_and_written(names):
 
 
 def test_layer_with_a_projection_of_two_tokens_is_left_out_and_no_other():
-    files = [
-        *NEW,
-        "model.language_model.layers.2.eh_proj.weight",
-        "model.language_model.layers.2.a",
-    ]
+    layer = "model.language_model.layers.2"
+    files = [*NEW, f"{layer}.eh_proj.weight", f"{layer}.a"]
     adapter = Text().spelled_like(files)
     assert [name for name in files if adapter.holds_untrained_part(name)] == files[-2:]
     assert not Text().spelled_like([*NEW, files[-1]]).holds_untrained_part(files[-1])

@@ -111,29 +111,11 @@ def test_numbers_without_a_flavor_become_args():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_theta": 10000.0},
-        {"rms_norm_eps": 1e-6},
-        {"tie_word_embeddings": True},
-        {"rope_scaling": None},
-        {"num_key_value_heads": 32},
-        {"intermediate_size": 11008},
-        {"attention_bias": True},
-        {"head_dim": 64},
-    ],
-    ids=lambda change: next(iter(change)),
+    "name, value",
+    [("rope_theta", 1e4), ("rope_scaling", None), ("intermediate_size", 11008), ("head_dim", 64)],
 )
-def test_one_other_number_is_another_model(change):
-    assert from_hf_config(LLAMA_3_1_8B | change).flavor is None
-
-
-def test_both_spellings_of_rope_and_experts_say_the_same():
-    rope = LLAMA_3_1_8B["rope_scaling"] | {"rope_theta": LLAMA_3_1_8B["rope_theta"]}
-    newer = {k: v for k, v in LLAMA_3_1_8B.items() if not k.startswith("rope")}
-    assert from_hf_config(newer | {"rope_parameters": rope}) == from_hf_config(LLAMA_3_1_8B)
-    newer = {k: v for k, v in QWEN3_30B_A3B.items() if k != "num_experts"}
-    assert from_hf_config(newer | {"num_local_experts": 128}) == from_hf_config(QWEN3_30B_A3B)
+def test_one_other_number_is_another_model(name, value):
+    assert from_hf_config(LLAMA_3_1_8B | {name: value}).flavor is None
 
 
 # `tests/reference/test_families_transformers.py` has the fields of other families.
@@ -191,20 +173,14 @@ SMALL = dict(
 @pytest.mark.parametrize(
     "change",
     [
-        {"num_hidden_layers": -2},
-        {"num_hidden_layers": 10**12},
         {"num_attention_heads": 0},
         {"num_key_value_heads": 3},
-        {"hidden_size": "64"},
         {"hidden_size": True},
         {"hidden_size": 64.0},
-        {"vocab_size": [100]},
         {"rms_norm_eps": float("nan")},
-        {"rope_theta": float("inf")},
         {"rope_scaling": "llama3"},
         {"rope_scaling": {"rope_type": "llama3", "factor": "a"}},
         {"attention_bias": "no"},
-        {"hidden_act": {}},
         {"eos_token_id": []},
         {"model_type": ["llama"]},
     ],

@@ -1,7 +1,6 @@
-"""What llama4 has of its own: layers without RoPE, chunks, temperature, bad values."""
+"""What llama4 has of its own: chunks, cached attention, bad values."""
 
 import copy
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +11,7 @@ from torchtitan.batch.mask import DocumentMask
 from torchtitan.config import JobConfig
 from torchtitan.distributed.context_parallel import ContextPart
 from torchtitan.generation.kv_cache import kv_cache
-from torchtitan.models.llama4 import (
-    Llama4StateDictAdapter,
-    Transformer,
-    TransformerModelArgs,
-    llama4_args,
-)
+from torchtitan.models.llama4 import Transformer, TransformerModelArgs, llama4_args
 from torchtitan.models.moe import MoEArgs
 
 
@@ -40,67 +34,6 @@ def test_every_expert_has_the_full_width_without_auto_scaling():
     assert tiny_args(moe_inter_dim=24).expert_hidden_dim == 24
 
 
-# ---- layers without RoPE ----
-
-
-def test_every_nth_layer_is_without_positions_counted_as_in_hugging_face():
-    model = meta_model(tiny_args(n_layers=8, every_n_layers_nope=4))
-    attentions = [layer.attention for layer in model.layers.values()]
-    assert [a.mask_name for a in attentions] == ["rope", "rope", "rope", "nope"] * 2
-    assert [a.apply_rope is None for a in attentions] == [False, False, False, True] * 2
-
-
-def test_only_layers_without_positions_carry_what_lies_before_the_chunk():
-    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
-    changed = tokens.index_fill(1, torch.tensor([0]), 9)
-    for interval, first_that_is_equal in ((None, 4), (2, None)):
-        model = tiny_model(every_n_layers_nope=interval)
-        masks = model.get_attention_masks(tokens, None)
-        with torch.no_grad():
-            difference = model(tokens, masks) - model(changed, masks)
-        differs = (difference.abs().amax(-1) > 0)[0].tolist()
-        assert differs == [i < (first_that_is_equal or 8) for i in range(8)]
-
-
-# ---- chunks ----
-
-POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0], [5, 6, 0, 1, 2, 3, 4, 0, -1]])
-# The documents of POSITIONS, cut into chunks of 3 tokens.
-CHUNKS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 3], [0, 0, 1, 1, 1, 2, 2, 3, 4]])
-DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1, 2, 3]])
-
-
-def pairs_of(ids):
-    """bool [B, T, T]: True where a query sees a key."""
-    return (ids[:, :, None] == ids[:, None, :]).tril()
-
-
-def allowed_by(block_mask, n_rows):
-    row = torch.arange(n_rows)[:, None, None]
-    query, key = torch.arange(9)[:, None], torch.arange(9)
-    return block_mask.mask_mod(row, torch.tensor(0), query, key).expand(n_rows, 9, 9)
-
-
-def test_flex_masks_keep_chunks_and_documents_apart():
-    model = meta_model(tiny_args(fixed_attn_block_size=3, attn_mask_type="position_block_causal"))
-    masks = model.get_attention_masks(torch.ones(2, 9), None, {"positions": POSITIONS})
-    assert masks.keys() == {"rope", "nope"}
-    assert torch.equal(allowed_by(masks["rope"], 2), pairs_of(CHUNKS))
-    assert torch.equal(allowed_by(masks["nope"], 2), pairs_of(DOCUMENTS))
-
-
-def test_varlen_masks_keep_chunks_and_documents_apart():
-    model = meta_model(
-        tiny_args(
-            fixed_attn_block_size=3, attn_type="varlen", attn_mask_type="position_block_causal"
-        )
-    )
-    masks = model.get_attention_masks(torch.ones(2, 9), None, {"positions": POSITIONS})
-    assert masks["rope"].cu_seq_q.tolist() == [0, 3, 6, 8, 9, 11, 14, 16, 17, 18]
-    assert masks["nope"].cu_seq_q.tolist() == [0, 8, 9, 11, 16, 17, 18]
-    assert (masks["rope"].max_q, masks["nope"].max_q) == (3, 8)
-
-
 def test_sdpa_equals_flex_within_a_chunk_and_refuses_more():
     flex, sdpa = tiny_model(), tiny_model(attn_type="sdpa")
     tokens = torch.arange(8)[None]
@@ -114,10 +47,9 @@ def test_sdpa_equals_flex_within_a_chunk_and_refuses_more():
 def test_sdpa_refuses_padded_rows_and_rows_of_which_a_rank_holds_less_than_a_chunk():
     sdpa = tiny_model(attn_type="sdpa")
     over_two_ranks = DocumentMask(part=ContextPart(SimpleNamespace(cp=2), "alltoall"))
-    with pytest.raises(ValueError, match="chunks of 4 tokens apart, got rows of 6"):
-        sdpa(torch.arange(3)[None], over_two_ranks)
-    with pytest.raises(ValueError, match="chunks of 4 tokens apart, got rows of 6"):
-        sdpa(torch.arange(6)[None], torch.ones(1, 6))
+    for length, mask in ((3, over_two_ranks), (6, torch.ones(1, 6))):
+        with pytest.raises(ValueError, match="chunks of 4 tokens apart, got rows of 6"):
+            sdpa(torch.arange(length)[None], mask)
 
 
 def test_sdpa_with_rows_beyond_a_chunk_is_a_config_error():
@@ -144,19 +76,6 @@ def test_cached_forward_has_the_logits_of_the_full_one(attn_type):
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected)
 
 
-# ---- temperature ----
-
-
-def test_temperature_is_a_column_of_the_table():
-    plain = tiny_model().freqs_cis
-    tuning = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5}
-    table = tiny_model(**tuning).freqs_cis
-    assert torch.equal(table[:, :-1], plain)
-    steps = (torch.arange(64) + 1) // 4
-    torch.testing.assert_close(table[:, -1], 1 + 0.5 * torch.log(1 + steps).to(table.dtype))
-    assert meta_model(tiny_args(**tuning)).freqs_cis.shape == table.shape
-
-
 # ---- bad values ----
 
 
@@ -173,22 +92,3 @@ def test_temperature_is_a_column_of_the_table():
 def test_bad_value_is_named(name, value, least):
     with pytest.raises(ValueError, match=f"{name}.*at least {least}, got {value}"):
         meta_model(tiny_args(**{name: value}))
-
-
-# ---- weights of Hugging Face ----
-
-
-@pytest.mark.parametrize("prefix", ["", "language_model."])
-def test_files_are_written_with_the_names_that_the_index_has(prefix, tmp_path):
-    head = f"{prefix}lm_head.weight"
-    index = {"weight_map": {head: "model-00001-of-00001.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    adapter = Llama4StateDictAdapter(tiny_args(), str(tmp_path))
-    state = tiny_model().state_dict()
-    files = adapter.to_hf(state)
-    assert all(name.startswith((f"{prefix}model.", head)) for name in files)
-    assert files[f"{prefix}model.layers.1.feed_forward.experts.gate_up_proj"].shape == (4, 32, 96)
-    assert files[f"{prefix}model.layers.0.feed_forward.up_proj.weight"].shape == (88, 32)
-    back = adapter.from_hf(files)
-    assert back.keys() == state.keys() - {"layers.1.moe.expert_bias"}
-    assert all(torch.equal(back[name], state[name]) for name in back)

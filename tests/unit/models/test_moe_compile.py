@@ -37,13 +37,10 @@ def results(model, replays=False):
     losses = []
     for rows in (2, 3):
         tokens = torch.randint(0, 64, (rows, 7), generator=torch.Generator().manual_seed(rows))
-        experts = {}
-        if replays:  # the last two, and for some tokens the router's own
-            experts["routed_experts"] = torch.tensor([3, 2], dtype=torch.int16).repeat(
-                rows, 7, 1, 1
-            )
-            experts["routed_experts"][:, ::2] = -1
-        losses.append(model(tokens, **experts).pow(2).mean())
+        # The last two, and for some tokens the router's own.
+        experts = torch.tensor([3, 2], dtype=torch.int16).repeat(rows, 7, 1, 1)
+        experts[:, ::2] = -1
+        losses.append(model(tokens, **{"routed_experts": experts} if replays else {}).pow(2).mean())
         losses[-1].backward()
     return losses, [p.grad for p in model.parameters()], model.layers["0"].moe.tokens_per_expert
 

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.unit.models.tiny import Operators
 from torchtitan.distributed.token_groups import take_rows
 from torchtitan.models.moe import moe as moe_module
 from torchtitan.models.moe import utils
@@ -90,20 +90,6 @@ def test_padded_experts_equal_unpadded_ones_with_gradients():
     torch.testing.assert_close(*results)
 
 
-class OperatorsOnRows(TorchDispatchMode):
-    """Counts the operators that return a matrix of `width` columns."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.width, self.counts = width, Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == self.width:
-            self.counts[func.name()] += 1
-        return out
-
-
 def test_rows_are_gathered_in_forward_and_backward_and_never_added_by_index(monkeypatch):
     monkeypatch.setattr(moe_module, "_needs_padding", lambda parameter: True)
     torch.manual_seed(0)
@@ -111,12 +97,13 @@ def test_rows_are_gathered_in_forward_and_backward_and_never_added_by_index(monk
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     x = torch.randn(1, 9, 32, requires_grad=True)
-    with OperatorsOnRows(32) as operators:
+    with Operators() as operators:
         moe(x).square().sum().backward()
+    on_rows = Counter(op.name() for op, shape in operators.calls if shape and shape[1:] == (32,))
     # To the experts' order, to padded slots, and both back; the same in backward.
-    assert operators.counts["aten::index_select"] == 8
+    assert on_rows["aten::index_select"] == 8
     for name in ("index_add", "index_add_", "index_copy", "index_put", "_index_put_impl_", "cat"):
-        assert not operators.counts[f"aten::{name}"], name
+        assert not on_rows[f"aten::{name}"], name
 
 
 def test_row_without_a_place_gets_zeros_and_no_gradient():

@@ -1,34 +1,37 @@
 """The parallelize plan on a single process: what it applies, in which order, what it refuses."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.unit.models.tiny import filled, sized
+from tests.unit.models.tiny import Operators, filled, sized
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.decoder import FeedForward
 from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-from torchtitan.models.parallelize import (
-    _ops_saved_by_selective_checkpointing,
-    apply_compile,
-    parallelize_decoder,
-)
+from torchtitan.models.parallelize import apply_compile, parallelize_decoder
 
 pytestmark = pytest.mark.long
 
 
 def dims(**degrees):
-    everything = {name: 1 for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")}
-    everything |= degrees
-    world_size = 1
-    for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
-        world_size *= everything[name]
-    return ParallelDims(**everything, world_size=world_size)
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+    world_size = math.prod(degrees.values())
+    return ParallelDims(**dict.fromkeys(names, 1) | degrees, world_size=world_size)
+
+
+def config_with(mode, option="op", compiled=True):
+    config = JobConfig()
+    config.activation_checkpoint.mode = mode
+    config.activation_checkpoint.selective_ac_option = option
+    config.compile.enable = compiled
+    config.compile.backend = "aot_eager"
+    return config
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +45,9 @@ def tiny_model(**changes):
 
 
 def test_one_process_without_options_gets_the_model_as_it_is():
-    config = JobConfig()
-    config.activation_checkpoint.mode = "none"
     model = tiny_model()
     names = [name for name, _ in model.named_modules()]
-    assert parallelize_decoder(model, dims(), config) is model
+    assert parallelize_decoder(model, dims(), config_with("none", compiled=False)) is model
     assert [name for name, _ in model.named_modules()] == names
 
 
@@ -67,12 +68,7 @@ def test_checkpointed_compiled_blocks_have_the_gradients_of_plain_ones(attn_type
     mask_type = "causal" if attn_type == "sdpa" else "position_block_causal"
     changes = {"attn_type": attn_type, "attn_mask_type": mask_type}
     plain, wrapped = tiny_model(**changes), tiny_model(**changes)
-    config = JobConfig()
-    config.activation_checkpoint.mode = mode
-    config.activation_checkpoint.selective_ac_option = option
-    config.compile.enable = True
-    config.compile.backend = "aot_eager"
-    parallelize_decoder(wrapped, dims(), config)
+    parallelize_decoder(wrapped, dims(), config_with(mode, option))
 
     tokens = torch.randint(0, 64, (2, 12))
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4])[None]
@@ -93,43 +89,20 @@ def test_all_blocks_share_one_compiled_graph(mode):
 
     counters.clear()
     model = tiny_model(n_layers=10)  # more than dynamo's limit of 8 variants
-    config = JobConfig()
-    config.activation_checkpoint.mode = mode
-    config.activation_checkpoint.selective_ac_option = "op"
-    config.compile.enable = True
-    config.compile.backend = "aot_eager"
-    parallelize_decoder(model, dims(), config)
+    parallelize_decoder(model, dims(), config_with(mode))
     model(torch.randint(0, 64, (2, 12))).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_selective_checkpointing_keeps_what_attention_computed_on_the_cpu():
-    class Attentions(torch.utils._python_dispatch.TorchDispatchMode):
-        seen: list[str] = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if "document_attention.default" in str(func):
-                self.seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     model = tiny_model(attn_type="varlen", attn_mask_type="position_block_causal")
-    config = JobConfig()
-    config.activation_checkpoint.mode = "selective"
-    config.activation_checkpoint.selective_ac_option = "op"
-    parallelize_decoder(model, dims(), config)
+    parallelize_decoder(model, dims(), config_with("selective", compiled=False))
     tokens, positions = torch.randint(0, 64, (1, 6)), torch.arange(6)[None]
     masks = model.get_attention_masks(tokens, None, {"positions": positions})
-    with Attentions() as attentions:
+    with Operators() as operators:
         model(tokens, attention_masks=masks, positions=positions).sum().backward()
     # Once per layer: backward did not run it again.
-    assert len(attentions.seen) == 2
-
-
-def test_save_list_holds_matmul_and_every_attention_there_is():
-    saved = {str(op) for op in _ops_saved_by_selective_checkpointing(compile_blocks=False)}
-    assert {"aten.mm.default", "aten.max.default", "torchtitan.document_attention.default"} <= saved
-    assert "aten._scaled_dot_product_flash_attention.default" in saved
-    assert any("flex_attention" in name for name in saved)
+    assert sum("document_attention.default" in str(op) for op, _ in operators.calls) == 2
 
 
 VARLEN = {"attn_type": "varlen", "attn_mask_type": "position_block_causal"}
@@ -188,11 +161,8 @@ def test_varlen_in_bf16_and_fp32_on_the_cpu_are_not_refused(config_on_cuda, monk
 
 
 def test_sdpa_that_cpu_compilation_would_recompute_is_refused_under_tensor_parallelism():
-    config = JobConfig()
-    config.compile.enable = True
-    config.activation_checkpoint.mode = "full"
     with pytest.raises(ValueError, match="activation_checkpoint.mode = 'full'.*option = 'op'"):
-        parallelize_decoder(tiny_model(), dims(tp=2), config)
+        parallelize_decoder(tiny_model(), dims(tp=2), config_with("full"))
 
 
 def test_more_kinds_of_blocks_compile_than_torch_allows_a_function_by_itself():

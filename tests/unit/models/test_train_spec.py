@@ -5,7 +5,6 @@ from functools import wraps
 
 import pytest
 import torch
-from torch import nn
 
 from torchtitan.config import ConfigManager
 from torchtitan.data.text_datasets import build_text_dataloader
@@ -20,29 +19,17 @@ from torchtitan.protocols import train_spec as train_spec_module
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools.errors import ConfigError
 
-
-class FakeModel(ModelProtocol):
-    def __init__(self, model_args: BaseModelArgs) -> None:
-        super().__init__(model_args)
-        self.linear = nn.Linear(8, 8)
-
-    def init_weights(self, buffer_device=None) -> None:
-        self.linear.reset_parameters()
-
-
-def fake_spec(**changes):
-    fields = {
-        "model_cls": FakeModel,
-        "model_args": {"tiny": BaseModelArgs()},
-        "parallelize_fn": parallelize_llama,
-        "pipelining_fn": None,
-        "build_optimizers_fn": build_optimizers,
-        "build_lr_schedulers_fn": build_lr_schedulers,
-        "build_dataloader_fn": build_text_dataloader,
-        "build_tokenizer_fn": build_hf_tokenizer,
-        "build_loss_fn": build_cross_entropy_loss,
-    }
-    return TrainSpec(**fields | changes)
+SPEC = TrainSpec(
+    model_cls=ModelProtocol,
+    model_args={"tiny": BaseModelArgs()},
+    parallelize_fn=parallelize_llama,
+    pipelining_fn=None,
+    build_optimizers_fn=build_optimizers,
+    build_lr_schedulers_fn=build_lr_schedulers,
+    build_dataloader_fn=build_text_dataloader,
+    build_tokenizer_fn=build_hf_tokenizer,
+    build_loss_fn=build_cross_entropy_loss,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,20 +37,11 @@ def empty_registry(monkeypatch):
     monkeypatch.setattr(train_spec_module, "_extra_train_specs", {})
 
 
-def test_registered_spec_is_found_by_its_name():
-    spec = fake_spec()
-    register_train_spec("fake", spec)
-    assert get_train_spec("fake") == spec
-
-
-def test_name_can_be_registered_once():
-    register_train_spec("fake", fake_spec())
+def test_registered_spec_is_found_by_its_name_which_can_be_registered_once():
+    register_train_spec("fake", SPEC)
+    assert get_train_spec("fake") == SPEC
     with pytest.raises(ValueError, match="'fake' is already registered"):
-        register_train_spec("fake", fake_spec())
-
-
-def test_unknown_name_lists_the_known_ones_and_suggests_the_nearest():
-    register_train_spec("fake", fake_spec())
+        register_train_spec("fake", SPEC)
     with pytest.raises(ValueError, match="'lama3'.*did you mean 'llama3'.*fake.*llama3.*qwen3"):
         get_train_spec("lama3")
 

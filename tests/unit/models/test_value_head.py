@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.models.tiny import sized
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
 from torchtitan.distributed.seeded_init import seeded_init
@@ -24,13 +25,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.testing.tiny_jobs import add_tiny_flavors, tiny_job
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.long]
-SIZES = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=64)
 HEAD = {"score.weight": (1, 32), "score.bias": (1,)}
 TOKENS = torch.arange(24).view(2, 12)
 
 
 def tiny_value_model(seed=0, **changes):
-    model = Transformer(TransformerModelArgs(**SIZES | {"value_head": True} | changes))
+    model = Transformer(sized(TransformerModelArgs, n_kv_heads=2, **{"value_head": True} | changes))
     with torch.no_grad(), seeded_init(model, seed):
         model.init_weights()
     return model
@@ -91,19 +91,17 @@ def test_initial_head_is_that_of_transformers_and_changes_no_other_weight():
 # ---- Hugging Face files ----
 
 
-def folder_with(tmp_path, weights, name="hf"):
-    folder = tmp_path / name
-    folder.mkdir()
-    save_file(
-        {key: tensor.contiguous() for key, tensor in weights.items()}, folder / "model.safetensors"
-    )
-    return str(folder)
-
-
-def hf_weights(tmp_path, **options):
-    """Return HF name -> tensor of an engine with another seed."""
+def hf_folder(tmp_path, changes=(), **options):
+    """Write the Hugging Face weights of an engine with another seed; return (folder, weights)."""
     with make_engine(tmp_path, seed=7, **options) as engine:
-        return {name: tensor.clone() for name, tensor in engine.iter_hf_weights()}
+        files = {
+            name: t.clone(memory_format=torch.contiguous_format)
+            for name, t in engine.iter_hf_weights()
+        }
+    files.update(changes)
+    (tmp_path / "hf").mkdir()
+    save_file(files, tmp_path / "hf/model.safetensors")
+    return str(tmp_path / "hf"), files
 
 
 def weights_of(engine):
@@ -112,8 +110,7 @@ def weights_of(engine):
 
 @pytest.mark.parametrize("flavor", ["tiny", "tiny_tied"])
 def test_language_models_files_give_all_but_the_head(tmp_path, caplog, flavor):
-    files = hf_weights(tmp_path, flavor=flavor, value_head=False)
-    folder = folder_with(tmp_path, files)
+    folder, files = hf_folder(tmp_path, flavor=flavor, value_head=False)
     with make_engine(tmp_path, flavor) as engine, caplog.at_level(logging.INFO):
         initial = weights_of(engine)
         engine.load(folder)
@@ -128,22 +125,18 @@ def test_language_models_files_give_all_but_the_head(tmp_path, caplog, flavor):
 
 
 def test_files_with_two_labels_are_refused(tmp_path):
-    files = hf_weights(tmp_path) | {"score.weight": torch.ones(2, 32), "score.bias": torch.ones(2)}
-    folder = folder_with(tmp_path, files)
-    with (
-        make_engine(tmp_path) as engine,
-        pytest.raises(ValueError, match=r"score.bias: saved \[2\], model \[1\]"),
-    ):
+    two = {"score.weight": torch.ones(2, 32), "score.bias": torch.ones(2)}
+    folder, _ = hf_folder(tmp_path, two)
+    words = r"score.bias: saved \[2\], model \[1\]"
+    with make_engine(tmp_path) as engine, pytest.raises(ValueError, match=words):
         engine.load(folder)
 
 
 def test_dcp_checkpoint_loads_in_a_value_model_and_only_there(tmp_path):
-    for name, value_head in (("values", True), ("logits", False)):
-        with make_engine(tmp_path, seed=7, value_head=value_head) as engine:
+    for name in ("logits", "values"):
+        with make_engine(tmp_path, seed=7, value_head=name == "values") as engine:
             engine.save(str(tmp_path / name))
-            saved = weights_of(engine)
-        if value_head:
-            expected = saved
+            expected = weights_of(engine)
     with make_engine(tmp_path) as engine:
         engine.load(str(tmp_path / "values"))
         loaded = weights_of(engine)
@@ -177,19 +170,11 @@ def test_config_of_a_classifier_makes_args_with_a_value_head(tmp_path, monkeypat
     assert "head: one value per token, model.value_head = true" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [
-        {"id2label": {"0": "no", "1": "yes"}},
-        {"id2label": None},
-        {"id2label": None, "num_labels": 3},
-    ],
-)
-def test_config_with_several_labels_is_refused(labels):
-    with pytest.raises(
-        ValueError, match=r"a value head needs one label, not \d; .* num_labels = 1"
-    ):
-        from_hf_config(CLASSIFIER | labels)
+def test_config_with_several_labels_is_refused():
+    two, three = {"id2label": {"0": "no", "1": "yes"}}, {"id2label": None, "num_labels": 3}
+    for labels in (two, three, {"id2label": None}):
+        with pytest.raises(ValueError, match=r"needs one label, not \d; .* num_labels = 1"):
+            from_hf_config(CLASSIFIER | labels)
     assert from_hf_config(CLASSIFIER | {"id2label": None, "num_labels": 1}).model_args.value_head
 
 
@@ -198,10 +183,8 @@ def test_config_with_several_labels_is_refused(labels):
 
 def test_default_loss_and_heads_are_refused_and_the_engine_goes_on(tmp_path):
     with make_engine(tmp_path) as engine:
-        with pytest.raises(
-            ValueError,
-            match="no logits for a head or the default loss; leave head out, and give a loss_fn",
-        ):
+        words = "no logits for a head or the default loss; leave head out, and give a loss_fn"
+        with pytest.raises(ValueError, match=words):
             step(engine)
         with pytest.raises(ValueError, match="leave head out"):
             step(engine, loss_fn=squared, head=TokenLogProbs())
@@ -215,9 +198,7 @@ def test_default_loss_and_heads_are_refused_and_the_engine_goes_on(tmp_path):
 def test_training_on_text_is_refused_unless_the_spec_has_another_loss(monkeypatch):
     flags = ["--model.value_head", "--model.name=qwen3", "--model.flavor=debugmodel"]
     config = ConfigManager().parse_args(flags)
-    with pytest.raises(
-        ConfigError, match="model.value_head = True .* train with an engine and a loss_fn"
-    ):
+    with pytest.raises(ConfigError, match="_head = True .* train with an engine and a loss_fn"):
         resolve_job(config)
     resolve_job(config, builds_data=False)
     spec = get_train_spec("qwen3")

@@ -1,6 +1,7 @@
-"""Tiny models of every family."""
+"""Tiny models of every family, and a record of the operators that run."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "max_seq_len": 64}
 
@@ -20,3 +21,16 @@ def filled(model, seed=0):
     with torch.no_grad():
         model.init_weights()
     return model
+
+
+class Operators(TorchDispatchMode):
+    """Records operators and the shapes of their results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, tuple(out.shape) if isinstance(out, torch.Tensor) else None))
+        return out

@@ -1,4 +1,5 @@
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -21,20 +22,25 @@ needs_mx = pytest.mark.skipif(
 )
 
 EMULATED = ["--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"]
+GATHERED = [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather"]
+MX = ["--model.converters=quantize.linear.mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"]
 
 
-def one_rank() -> ParallelDims:
-    return ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+def build(*flags: str, n_ranks: int = 1) -> ModelConvertersContainer:
+    return converters_of(ConfigManager().parse_args(list(flags)), n_ranks)
 
 
-def build(*flags: str) -> ModelConvertersContainer:
-    return build_model_converters(ConfigManager().parse_args(list(flags)), one_rank())
+def converters_of(config: JobConfig, n_ranks: int = 1) -> ModelConvertersContainer:
+    others = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1)
+    return build_model_converters(
+        config, ParallelDims(**others, dp_shard=n_ranks, world_size=n_ranks)
+    )
 
 
 def build_named(*names: str) -> ModelConvertersContainer:
     config = JobConfig()
     config.model.converters = list(names)
-    return build_model_converters(config, one_rank())
+    return converters_of(config)
 
 
 @pytest.fixture
@@ -51,10 +57,9 @@ class Recorder:
         pass
 
     def convert(self, model):
-        self.calls.append((type(self).__name__, "convert", model))
+        self.calls.append((type(self), model))
 
-    def post_optimizer_hook(self, model):
-        self.calls.append((type(self).__name__, "hook", model))
+    post_optimizer_hook = convert
 
 
 class OtherRecorder(Recorder):
@@ -70,10 +75,7 @@ def test_converters_run_in_config_order(registry, monkeypatch):
     container.convert(model)
     container.post_optimizer_hook([model])
     assert Recorder.calls == [
-        ("OtherRecorder", "convert", model),
-        ("Recorder", "convert", model),
-        ("OtherRecorder", "hook", [model]),
-        ("Recorder", "hook", [model]),
+        (cls, x) for x in (model, [model]) for cls in (OtherRecorder, Recorder)
     ]
 
 
@@ -95,21 +97,42 @@ def test_unknown_converter_is_a_key_error_that_names_the_choices():
 # --- quantization ---------------------------------------------------------------------------
 
 
+class Block(nn.Module):
+    """Two linear layers of which `small` does not fit the float8 kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(32, 64)
+        self.small = nn.Linear(64, 8)
+        self.output = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.output(self.wide(x))
+
+
+def convert(*flags, dtype=torch.float32, n_ranks=1):
+    """Return (converter, a model, the model after conversion)."""
+    (converter,) = build(*flags, n_ranks=n_ranks).converters
+    torch.manual_seed(0)
+    plain = Block().to(dtype)
+    model = copy.deepcopy(plain)
+    converter.convert(model)
+    return converter, plain, model
+
+
 @pytest.mark.parametrize(
-    "module, fqn, filter_fqns, converted",
+    "module, filter_fqns, converted",
     [
-        (nn.Linear(32, 16), "layers.0.wq", [], True),
-        (nn.Linear(32, 16), "layers.0.wq", ["output"], True),
-        (nn.Linear(32, 16), "layers.0.wq", ["output", "layers.0"], False),
-        (nn.Linear(32, 8), "layers.0.wq", [], False),
-        (nn.Linear(8, 32), "layers.0.wq", [], False),
-        (nn.Embedding(16, 16), "tok_embeddings", [], False),
+        (nn.Linear(32, 16), ["output"], True),
+        (nn.Linear(32, 16), ["output", "layers.0"], False),
+        (nn.Linear(8, 32), [], False),
+        (nn.Embedding(16, 16), [], False),
     ],
 )
 def test_only_linear_layers_that_fit_and_pass_the_filters_are_converted(
-    module, fqn, filter_fqns, converted
+    module, filter_fqns, converted
 ):
-    assert module_filter_fn(module, fqn, filter_fqns) is converted
+    assert module_filter_fn(module, "layers.0.wq", filter_fqns) is converted
 
 
 @pytest.fixture
@@ -145,22 +168,17 @@ def gpu(monkeypatch):
     return of_capability
 
 
-ROWWISE = [
-    "--model.converters=quantize.linear.float8",
-    "--quantize.linear.float8.recipe_name=rowwise",
-]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rowwise_float8_on_one_gpu_warns_unless_it_is_compiled(gpu, compiled, caplog):
     import torch._inductor.config
 
+    rowwise = [*EMULATED[:2], "--quantize.linear.float8.recipe_name=rowwise"]
     gpu(8, 6)
     with pytest.raises(ValueError, match="compute capability 8.9"):
-        build(*ROWWISE, "--compile.enable")
+        build(*rowwise, "--compile.enable")
     gpu(8, 9)
     with torch._inductor.config.patch(emulate_precision_casts=False):
-        (converter,) = build(*ROWWISE, *["--compile.enable"] * compiled).converters
+        (converter,) = build(*rowwise, *["--compile.enable"] * compiled).converters
     assert not converter.config.emulate
     assert converter.config.cast_config_weight.scaling_granularity.name == "AXISWISE"
     assert ("slower than bf16: set compile.enable" in caplog.text) is not compiled
@@ -183,11 +201,8 @@ def test_experts_that_are_converted_compute_in_8_bits(dtype, gpu, monkeypatch):
     monkeypatch.setattr(
         mx, "_from_recipe", lambda config, name: from_recipe(config, "MXFP8_EMULATED_RCEIL")
     )
-    (converter,) = build(
-        "--model.converters=quantize.grouped_mm.mx",
-        "--quantize.grouped_mm.mx.fqns=experts",
-        "--compile.enable",
-    ).converters
+    flags = "--model.converters=quantize.grouped_mm.mx", "--quantize.grouped_mm.mx.fqns=experts"
+    (converter,) = build(*flags, "--compile.enable").converters
     monkeypatch.undo()  # the CPU again
     assert token_groups.TOKEN_GROUP_ALIGN_SIZE_M == 8
     torch.manual_seed(0)
@@ -205,39 +220,18 @@ def test_experts_that_are_converted_compute_in_8_bits(dtype, gpu, monkeypatch):
         assert 1e-3 * p.grad.norm() < (p.grad - q.grad).norm() < 0.1 * p.grad.norm()
 
 
-def missing_torchao(name):
-    raise ImportError(f"No module named {name!r}")
-
-
 def test_missing_torchao_names_the_extra(monkeypatch):
-    monkeypatch.setattr(quantization, "import_module", missing_torchao)
+    missing = mock.Mock(side_effect=ImportError("No module named 'torchao'"))
+    monkeypatch.setattr(quantization, "import_module", missing)
     with pytest.raises(ImportError, match=r"pip install -U torchtitan-embeddable\[float8\]"):
         build(*EMULATED)
 
 
-class Block(nn.Module):
-    """Two linear layers of which `small` does not fit the float8 kernels."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Linear(32, 64)
-        self.small = nn.Linear(64, 8)
-        self.output = nn.Linear(64, 32)
-
-    def forward(self, x):
-        return self.output(self.wide(x))
-
-
 def test_emulated_float8_trains_on_cpu_close_to_fp32():
-    (converter,) = build(*EMULATED).converters
+    converter, plain, model = convert(*EMULATED)
     assert type(converter).__name__ == "Float8LinearConverter" and converter.enabled
-    torch.manual_seed(0)
-    plain = Block()
-    model = copy.deepcopy(plain)
-    converter.convert(model)
     assert type(model.wide).__name__ == type(model.output).__name__ == "Float8Linear"
     assert type(model.small) is nn.Linear
-
     x = torch.randn(16, 32)
     for block in (plain, model):
         block(x).square().sum().backward()
@@ -253,51 +247,27 @@ def test_emulated_float8_trains_on_cpu_close_to_fp32():
 def test_float8_recipes_reach_torchao(recipe):
     import torch._inductor.config
 
-    before = torch._inductor.config.emulate_precision_casts
-    try:
-        (converter,) = build(*EMULATED, "--quantize.linear.float8.recipe_name", recipe).converters
-        assert converter.config.emulate
-        model = Block()
-        converter.convert(model)
+    with torch._inductor.config.patch(emulate_precision_casts=False):
+        converter, _, model = convert(*EMULATED, f"--quantize.linear.float8.recipe_name={recipe}")
         model(torch.randn(16, 32)).sum().backward()
-        assert torch._inductor.config.emulate_precision_casts == (before or recipe == "rowwise")
-    finally:
-        torch._inductor.config.emulate_precision_casts = before
+        assert torch._inductor.config.emulate_precision_casts == (recipe == "rowwise")
+    assert converter.config.emulate
 
 
 def test_float8_all_gather_needs_sharded_data_parallelism():
-    flags = [
-        *EMULATED,
-        "--quantize.linear.float8.enable_fsdp_float8_all_gather",
-        "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-    ]
+    flags = [*GATHERED, "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"]
     with pytest.raises(ValueError, match="exclude each other, got recipe_name = 'rowwise'"):
         build(*flags, "--quantize.linear.float8.recipe_name", "rowwise")
-    config = ConfigManager().parse_args(flags)
-    (alone,) = build_model_converters(config, one_rank()).converters
+    (alone,) = build(*flags).converters
     assert not alone.config.enable_fsdp_float8_all_gather and not alone.precompute_scale
-    two_ranks = ParallelDims(
-        dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2
-    )
-    (sharded,) = build_model_converters(config, two_ranks).converters
+    (sharded,) = build(*flags, n_ranks=2).converters
     assert sharded.config.enable_fsdp_float8_all_gather and sharded.precompute_scale
 
 
-WRAPPED_WEIGHTS = {
-    "float8 all-gather": [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather"],
-    "mx": [
-        "--model.converters=quantize.linear.mx",
-        "--quantize.linear.mx.recipe_name=mxfp8_emulated",
-    ],
-}
-
-
 @needs_mx
-@pytest.mark.parametrize("flags", WRAPPED_WEIGHTS.values(), ids=WRAPPED_WEIGHTS)
+@pytest.mark.parametrize("flags", [GATHERED, MX], ids=["float8 all-gather", "mx"])
 def test_state_dicts_of_wrapped_weights_are_plain_and_live(flags):
-    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
-    model = Block()
-    build_model_converters(ConfigManager().parse_args(flags), dims).convert(model)
+    _, _, model = convert(*flags, n_ranks=2)
     assert type(model.wide.weight) is not nn.Parameter
     state = model.state_dict()
     assert {type(value) for value in state.values()} == {torch.Tensor}
@@ -308,13 +278,13 @@ def test_state_dicts_of_wrapped_weights_are_plain_and_live(flags):
     saved = {name: torch.full_like(value, 5) for name, value in state.items()}
     model.load_state_dict(saved)
     assert state["wide.weight"].eq(5).all()
-    assert model.wide.weight._precomputed_scale is None or "mx" in flags[0]
+    assert model.wide.weight._precomputed_scale is None or flags is MX
 
 
 def test_auto_filter_leaves_small_layers_and_the_config_alone():
     config = ConfigManager().parse_args(EMULATED)
     config.quantize.linear.float8.filter_fqns = ["auto_filter_small_kn", "output"]
-    (converter,) = build_model_converters(config, one_rank()).converters
+    (converter,) = converters_of(config).converters
     assert converter.filter_fqns == ["output"]
     assert config.quantize.linear.float8.filter_fqns == ["auto_filter_small_kn", "output"]
     model = Block()
@@ -327,17 +297,13 @@ def test_auto_filter_leaves_small_layers_and_the_config_alone():
 def test_mxfp8_on_an_old_torch_names_the_remedy(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ValueError, match="newer than 2.11, got.*upgrade it"):
-        build(*WRAPPED_WEIGHTS["mx"])
+        build(*MX)
 
 
 @needs_mx
 def test_emulated_mxfp8_trains_on_cpu():
     pytest.importorskip("torchao.prototype.moe_training.config")
-    (converter,) = build(*WRAPPED_WEIGHTS["mx"]).converters
-    torch.manual_seed(0)
-    plain = Block().bfloat16()
-    model = copy.deepcopy(plain)
-    converter.convert(model)
+    _, plain, model = convert(*MX, dtype=torch.bfloat16)
     x = torch.randn(32, 32, dtype=torch.bfloat16)
     torch.testing.assert_close(model(x), plain(x), atol=0.1, rtol=0.1)
     assert not torch.equal(model.wide(x), plain.wide(x))

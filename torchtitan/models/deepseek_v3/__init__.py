@@ -198,7 +198,7 @@ class DeepSeekV3StateDictAdapter(HFAdapter):
                 "self_attn.kv_b_proj": "attention.wkv_b",
             }
         ),
-        **CORRECTION_BIAS,  # V2's files have none
+        **CORRECTION_BIAS,  # missing in V2's files
     }
 
 
@@ -283,7 +283,10 @@ _ROWS = (
 
 
 def _router(norm_topk_prob: bool, scoring_func: str, method: Any) -> tuple[hf.Row, ...]:
-    """Return the router's rows. method: the only topk_method; the others: values if a config lacks them."""
+    """Return the router's rows. method: the only topk_method accepted.
+
+    norm_topk_prob, scoring_func: the values if a config lacks these fields.
+    """
     return (
         hf.Field("norm_topk_prob", "moe_args.route_norm", bool, norm_topk_prob),
         hf.Field("scoring_func", "moe_args.score_func", str, scoring_func),

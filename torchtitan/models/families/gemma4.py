@@ -39,7 +39,7 @@ class _Layers(Layers):
         if n_kv_heads is not None and config["attention_k_eq_v"]:
             sizes["num_key_value_heads"] = n_kv_heads
         full_layers = [str(n) for n, name in enumerate(types) if name == FULL_ATTENTION]
-        by_layer = config.get("per_layer_config")  # as transformers writes these sizes
+        by_layer = config.get("per_layer_config")  # where transformers writes these sizes
         if by_layer is not None:
             sizes = next(iter(by_layer.values()), {})
             given = {str(layer): own for layer, own in by_layer.items()}

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts, and a shared expert with a gate, which sees every token."""
+"""Qwen 1.5 and 2 with experts, and with a gated shared expert that sees every token."""
 
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf
@@ -7,7 +7,7 @@ from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION, Layers
 
 
 def _types(config: hf.Config) -> list[str]:
-    """Return the layers' types: every other layer below max_window_layers has a window."""
+    """Return the layers' types: layers 0, 2, 4, ... below max_window_layers have a window."""
     last = config.get("max_window_layers", 28)
     local = [(n + 1) % 2 and n < last for n in range(config["num_hidden_layers"])]
     return [SLIDING_ATTENTION if is_local else FULL_ATTENTION for is_local in local]

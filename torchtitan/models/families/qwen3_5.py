@@ -12,7 +12,7 @@ from torchtitan.models.hf_causal_lm import LINEAR_ATTENTION, Layers
 
 
 def _names(args: CausalLMArgs) -> HFKeyMap:
-    """Return the table of linear attention, with layer indices: elsewhere wq, wk, wv, wo have other HF names."""
+    """Return the table of linear-attention layers, by layer index: other layers' weights have other HF names."""
     keys = args.linear_key_heads * args.linear_key_dim
     values = args.linear_value_heads * args.linear_value_dim
     qkv = (keys, keys, values)

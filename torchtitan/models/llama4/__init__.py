@@ -112,7 +112,7 @@ class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
 
 
 class Transformer(llama3.Transformer):
-    """Llama 4, with experts. Layers with RoPE attend within chunks, layers without within documents.
+    """Llama 4, with experts. Layers with RoPE attend within chunks, other layers within documents.
 
     Masks are {"rope": within a chunk, "nope": within a document}. With temperature tuning the RoPE
     table is complex64 [L, D/2 + 1]; the last column is the queries' factor at each position.

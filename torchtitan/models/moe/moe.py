@@ -52,7 +52,7 @@ class StackedExperts(nn.Module):
         return selected, self.num_experts
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x: [N, D], sorted by group; num_tokens_per_expert: tokens per group, [E * n] int. Returns [N, D].
+        """x: [N, D], sorted by group. num_tokens_per_expert: tokens per group, int [E * n]. Returns [N, D].
 
         A group is one expert's tokens. With `MultiLoRA` each expert has n groups, one for the tokens of each
         model. Under expert parallelism E counts this rank's experts, and groups are padded.
@@ -314,7 +314,7 @@ _ROUTER_ARGS = inspect.signature(TokenChoiceTopKRouter).parameters.keys() - {"di
 
 
 class TokenReorderer(nn.Module):
-    """Sorts (token, expert) pairs by expert, or by the experts' groups."""
+    """Sorts (token, expert) pairs by expert, or by the group of each pair."""
 
     def __init__(self, num_experts: int, top_k: int):
         super().__init__()

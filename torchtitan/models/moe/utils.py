@@ -32,9 +32,10 @@ def _permute(
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `func(*weights, x, num_tokens_per_expert)`: x has each local expert's tokens together and padded.
+    """Return `func(*weights, x, num_tokens_per_expert)` for x sorted by rank and then by expert.
 
-    The padding is removed from func's result. The largest dim 0 of the weights is the number of local experts.
+    func gets each local expert's tokens together and padded; its result's padding is removed. The largest
+    dim 0 of the weights is the number of local experts.
     """
 
     # Not `functools.wraps`: the compiler cannot trace it on a partial, which `func` may be.
