@@ -1,14 +1,12 @@
 """Episodes of several turns on 2 gloo ranks equal those of one process."""
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.distributed.test_rl_layouts import assert_first_steps_of_one_process
 from tests.unit.rl.test_dialogues import GUESS, STOPS
-from tests.unit.rl.toy import rows_of, toy_config
+from tests.unit.rl.toy import rows_of
 from torchtitan.experiments.rl_toy.tasks import GuessTask
-from torchtitan.rl.controller import Controller
 from torchtitan.testing.gloo import run_ranks
 
 
@@ -68,21 +66,3 @@ def test_ranks_that_only_generate_hold_the_same_dialogues(ahead, tmp_path):
     assert turns_of_episodes(tmp_path / "both") == turns_of_episodes(tmp_path / "apart")
     assert any(step["rl/turns"] > 1 for step in both[0]["steps"])
     assert any(step["rl/redraws"] > 0 for step in both[0]["steps"])
-
-
-def fail_on_rank_one(folder, extra):
-    controller = Controller(toy_config(folder, *GUESS, *STOPS, *extra))
-    controller.setup()
-    fails = dist.get_rank() == 1
-    controller.task.reply = lambda prompt, turns: 1 / 0 if fails else "<"
-    try:
-        controller.train_step()
-    except Exception as error:
-        return repr(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("extra", [[], ["--rl.async_steps=1"]], ids=["together", "apart"])
-def test_reply_that_fails_on_one_rank_ends_the_step_on_all(extra, tmp_path):
-    for error in run_ranks(fail_on_rank_one, 2, tmp_path, [*extra, *LAYOUTS["FSDP"]]):
-        assert "a reply failed" in error and "division by zero" in error
