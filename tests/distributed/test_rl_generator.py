@@ -1,5 +1,6 @@
 """Generators on several ranks: the draws do not depend on the layout."""
 
+import dataclasses
 import itertools
 import sys
 from unittest import mock
@@ -40,13 +41,8 @@ from torchtitan.tools.errors import RunError
 from torchtitan.tools.torch_parts import name_without_wrappers
 
 INTERLEAVED = ("--parallelism.pipeline_parallel_schedule=Interleaved1F1B",)
-DENSE_LAYOUTS = [
-    Layout("FSDP 2", dp_shard=2),
-    Layout("TP 2", tp=2),
-    Layout("PP 2", pp=2),
-    Layout("DDP 2", dp_replicate=2),
-    Layout("CP 2", cp=2),
-]
+LAYOUTS = [Layout("FSDP 2", dp_shard=2), Layout("TP 2", tp=2)]
+SLOW_LAYOUTS = [Layout("PP 2", pp=2), Layout("DDP 2", dp_replicate=2), Layout("CP 2", cp=2)]
 MOE_LAYOUTS = [
     Layout("FSDP 2, EP 2", dp_shard=2, ep=2),
     Layout("PP 2, Interleaved1F1B", pp=2, extra=INTERLEAVED),
@@ -54,11 +50,6 @@ MOE_LAYOUTS = [
 # Five rows of different lengths, so that two ranks get different numbers of rows.
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11], [12, 13, 14, 15]]
 SAMPLING = SamplingConfig(temperature=0.8, max_tokens=12, seed=3)
-
-
-def stop_tokens(completions: list[Completion]) -> tuple[int, ...]:
-    """Tokens that end three of the rows early, at different places."""
-    return completions[0].token_ids[1], completions[3].token_ids[4], completions[4].token_ids[7]
 
 
 def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int, ...]):
@@ -74,7 +65,7 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
     free = generator.generate(PROMPTS, SAMPLING)
     stopped = None
     if stops:
-        sampling = SamplingConfig(temperature=0.8, max_tokens=12, seed=3, stop_token_ids=stops)
+        sampling = dataclasses.replace(SAMPLING, stop_token_ids=stops)
         # The ranks' rows begin and end at different steps, two at a time.
         few = LocalGenerator(engine, max_rows=2)
         stopped = generator.generate(PROMPTS, sampling) + few.generate(PROMPTS, sampling, 3)
@@ -92,35 +83,34 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
     now = [item for part in engine.model_parts for item in part.named_parameters()]
     stayed = all(a is b for (_, a), (_, b) in zip(named, now, strict=True))
     after = [parameter.grad for _, parameter in named if parameter.grad is not None]
-    stayed &= all(
-        torch.equal(whole(a), whole(b)) for a, b in zip(gradients, after, strict=True)
-    ) and all(part.training for part in engine.model_parts)
+    stayed &= all(map(torch.equal, map(whole, gradients), map(whole, after)))
+    stayed &= all(part.training for part in engine.model_parts)
     engine.optim_step()
     loss = run_step(engine, layout, 1)
     engine.close()
     return free, stopped, of_copy, (off, still_off), stayed, loss
 
 
-def generate_in_layouts(layouts: list[Layout], family: str, folder: str, stops: tuple[int, ...]):
-    return [generate_on_rank(layout, family, folder, stops) for layout in layouts]
+def generate_in_layouts(layouts: list[Layout], *arguments):
+    return [generate_on_rank(layout, *arguments) for layout in layouts]
 
 
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
-        ("llama3", DENSE_LAYOUTS[:2]),
-        pytest.param("llama3", DENSE_LAYOUTS[2:], marks=pytest.mark.slow),
+        ("llama3", LAYOUTS),
+        pytest.param("llama3", SLOW_LAYOUTS, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", MOE_LAYOUTS, marks=pytest.mark.slow),
     ],
 )
 def test_completions_are_those_of_one_process_in_every_layout(family, layouts, tmp_path):
     free, *_ = generate_on_rank(ONE_PROCESS, family, str(tmp_path), ())
-    stops = stop_tokens(free)
+    # Tokens that end three of the rows early, at different places.
+    stops = free[0].token_ids[1], free[3].token_ids[4], free[4].token_ids[7]
     expected = generate_on_rank(ONE_PROCESS, family, str(tmp_path), stops)
     assert {c.finish_reason for c in expected[1]} == {"stop", "length"}
-    ranks = run_ranks(
-        generate_in_layouts, 2, layouts, family, str(tmp_path), stops, timeout_seconds=300
-    )
+    arguments = layouts, family, str(tmp_path), stops
+    ranks = run_ranks(generate_in_layouts, 2, *arguments, timeout_seconds=300)
     for layout, *of_ranks in zip(layouts, *ranks, strict=True):
         for free, stopped, of_copy, (off, still_off), stayed, loss in of_ranks:
             assert off <= 5e-6 and still_off == 0, layout.name
@@ -147,10 +137,8 @@ def gathers_on_rank(folder: str):
     engine = build_engine("qwen3", [*layout.overrides(), *extra], folder)
     generator, counts, drawn = LocalGenerator(engine), [], []
     for room in (float("inf"), 0.0):
-        with (
-            mock.patch.object(decoding, "free_memory", return_value=room),
-            CountingGathers() as gathers,
-        ):
+        has_room = mock.patch.object(decoding, "free_memory", return_value=room)
+        with has_room, CountingGathers() as gathers:
             drawn.append(generator.generate(PROMPTS, SAMPLING))
         counts.append(gathers.count)
     assert drawn[0] == drawn[1]
@@ -250,17 +238,11 @@ class FailsOnRankOne(Scripted):
 
 def errors_on_rank(folder: str) -> list[str]:
     errors = []
-    for fails_at, *flags in (
-        (1, "--rl.task.max_turns=3"),
-        (2, "--rl.task.max_turns=3"),
-        (3, "--rl.task.max_turns=3"),
-        (1, "--rl.task.max_turns=1", "--rl.redraws=1"),
-        (2, "--rl.task.max_turns=1", "--rl.redraws=1"),
-    ):
+    for fails_at, turns, redraws in (1, 3, 0), (2, 3, 0), (3, 3, 0), (1, 1, 1), (2, 1, 1):
         task = GuessTask(value_max=6)
-        draws = Draws(
-            task, FailsOnRankOne(task.tokenizer, fails_at), torch.device("cpu"), ahead=False
-        )
+        generator = FailsOnRankOne(task.tokenizer, fails_at)
+        draws = Draws(task, generator, torch.device("cpu"), ahead=False)
+        flags = [f"--rl.task.max_turns={turns}", f"--rl.redraws={redraws}"]
         rollouts = Rollouts(task, toy_config(folder, "--rl.task.name=guess", *flags).rl, draws)
         rollouts.start_until(1)
         with pytest.raises((ValueError, RunError)) as error:

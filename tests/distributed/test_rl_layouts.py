@@ -150,6 +150,7 @@ def fail_on_rank_one(dump_folder, method, flags):
 def test_task_that_fails_on_one_rank_ends_the_step_on_all(method, message, flags, ahead, tmp_path):
     flags = [*flags, f"--rl.async_steps={ahead}", *LAYOUTS["FSDP"]]
     first, second = run_ranks(fail_on_rank_one, 2, tmp_path, method, flags)
-    assert "rank 1 could not draw or grade its episodes: ValueError" in first
     assert all(message in error and "division by zero" in error for error in (first, second))
-    assert "rank 1 could" not in second
+    if method == "grade":  # replies are exchanged, so all ranks have the same error
+        assert "rank 1 could not draw or grade its episodes: ValueError" in first
+        assert "rank 1 could" not in second

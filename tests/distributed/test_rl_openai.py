@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.distributed.rl_runs import LAYOUTS
 from tests.distributed.test_rl_roles import run_roles
 from tests.unit.rl.test_openai_generator import (
     FILES,
@@ -15,16 +16,13 @@ from tests.unit.rl.test_openai_generator import (
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "flags"),
-    [
-        (2, ["--parallelism.data_parallel_shard_degree=2"]),
-        (2, ["--rl.generator.ranks=1", "--rl.async_steps=1"]),
-    ],
+    "flags",
+    [LAYOUTS["FSDP"], ["--rl.generator.ranks=1", "--rl.async_steps=1"]],
     ids=["FSDP", "a rank that generates"],
 )
-def test_server_gets_each_version_once_before_it_draws(n_ranks, flags, server, tmp_path):  # noqa: F811
+def test_server_gets_each_version_once_before_it_draws(flags, server, tmp_path):  # noqa: F811
     flags = [*SHORT, *flags, *flags_of(server.url, FILES), "--training.steps=3"]
-    first, *_ = run_roles(tmp_path, n_ranks, *flags)
+    first, *_ = run_roles(tmp_path, 2, *flags)
     assert len(first["steps"]) == 3
     for step in first["steps"]:
         ahead = "--rl.async_steps=1" in flags and step["step"] > 1

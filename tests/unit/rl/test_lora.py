@@ -3,7 +3,6 @@
 import torch
 
 from tests.unit.rl.toy import toy_config, toy_samples
-from torchtitan.rl.controller import Controller
 from torchtitan.rl.policy import PolicyTrainer
 
 LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=1e-2"]
@@ -27,12 +26,10 @@ def test_reference_is_the_model_without_adapters_and_copies_nothing(start):
     assert "rl_reference" not in controller.checkpointer.states
 
 
-def test_folders_for_peft_are_written_though_steps_come_two_at_a_time(tmp_path):
+def test_folders_for_peft_are_written_though_steps_come_two_at_a_time(tmp_path, start):
     flags = ["--rl.minibatches=2", "--training.steps=10", "--checkpoint.enable"]
     flags += ["--checkpoint.interval=4", "--checkpoint.save_peft_interval=3"]
-    controller = Controller(toy_config(tmp_path, *LORA, *flags))
-    controller.train()
-    controller.close()
+    start(*LORA, *flags).train()
     found = {path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()}
     # Steps 3, 6 and 9 are passed at the ends of the batches.
     peft = {"peft-step-4", "peft-step-6", "peft-step-10"}
