@@ -104,7 +104,9 @@ def test_token_without_finite_logprob_is_left_out_of_loss_and_denominator():
 @pytest.mark.parametrize("kind", [{}, {"packing": True}, {"bucketing": True}], ids=str)
 @pytest.mark.parametrize("n_samples", [0, 1, 2, 5, 16])
 def test_all_ranks_get_equally_many_microbatches_of_one_shape(kind, n_samples):
-    batch = make_batcher(dp_size=3, rows=2, **kind).batch(random_samples(n_samples))
+    """A row has samples of one model, and rows of the same model are adjacent."""
+    models = [i * 4 // n_samples for i in range(n_samples)]
+    batch = make_batcher(dp_size=3, rows=2, **kind).batch(random_samples(n_samples), models)
     assert all(len(of_ranks) == 3 for of_ranks in batch.microbatches)
     shapes = [
         {tuple(cell.inputs["input"].shape) for cell in of_ranks} for of_ranks in batch.microbatches
@@ -116,6 +118,10 @@ def test_all_ranks_get_equally_many_microbatches_of_one_shape(kind, n_samples):
     cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
     assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
     assert [cell.slots for cell in batch.of_rank(1)] == [row[1].slots for row in batch.microbatches]
+    for cell in cells:
+        own = cell.inputs["models"]
+        assert own == sorted(own) and len(own) == len(cell.inputs["labels"])
+        assert all(own[slot.row] == models[slot.sample] for slot in cell.slots)
 
 
 def test_samples_of_advantage_zero_are_skipped_with_the_same_gradient():
@@ -219,22 +225,6 @@ def sequences_of(*lengths):
     return [
         TrainingSample.from_sequence([1], [2] * length, [-1.0] * length, 1.0) for length in lengths
     ]
-
-
-@pytest.mark.parametrize("dp_size", [1, 2])
-@pytest.mark.parametrize("kind", [{}, {"packing": True}, {"bucketing": True}], ids=str)
-def test_rows_have_one_model_and_those_of_a_model_are_next_to_each_other(kind, dp_size):
-    samples = random_samples(23)
-    models = [place * 4 // 23 for place in range(23)]
-    batch = make_batcher(dp_size=dp_size, rows=5, **kind).batch(samples, models)
-    cells = [cell for of_ranks in batch.microbatches for cell in of_ranks]
-    for cell in cells:
-        own = cell.inputs["models"]
-        assert own == sorted(own) and len(own) == len(cell.inputs["labels"])
-        assert all(own[slot.row] == models[slot.sample] for slot in cell.slots)
-    assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(23))
-    plain = make_batcher(dp_size=dp_size, rows=5, **kind).batch(samples)
-    assert not any("models" in cell.inputs for of_ranks in plain.microbatches for cell in of_ranks)
 
 
 def test_packing_fills_rows_to_their_last_slot_and_not_beyond():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.rl.toy import rows_of, toy_config, toy_samples, weights_of
 from torchtitan.rl.advantages import GAE
-from torchtitan.rl.critic import Critic, ValueLoss, _fit_of_values
+from torchtitan.rl.critic import Critic, ValueLoss
 from torchtitan.rl.policy import PolicyTrainer
 
 NUMBERS = st.floats(-3, 3)
@@ -90,14 +90,6 @@ def test_value_loss_and_its_gradient_are_those_worked_out_token_by_token(value_c
     assert (n_clipped > 0) == (value_clip > 0)
 
 
-def test_explained_variance_is_the_share_of_the_returns_that_values_tell():
-    returns = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    for values, expected in (([1.0, 2.0, 3.0], 1.0), ([7.0] * 3, 0.0), ([0.5, 1.0, 1.5], 0.75)):
-        fit = _fit_of_values([*torch.tensor(values).split([2, 1])], returns)
-        assert fit["explained_variance"] == pytest.approx(expected)
-        assert (fit["value_mean"], fit["return_mean"]) == (sum(values) / 3, 2.0)
-
-
 # ---- the critic ----
 
 
@@ -162,7 +154,6 @@ def test_old_values_and_advantages_are_of_the_critic_before_the_first_update(sta
 
     controller.critic.update = recorded
     metrics = controller.train_step()
-    controller.close()
     for first, again in ((0, 2), (1, 3)):
         assert all(map(torch.equal, seen[first][:2], seen[again][:2]))
     changes = [change for *_, change in seen]

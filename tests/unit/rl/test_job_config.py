@@ -73,7 +73,6 @@ BAD_VALUES = [
     ({"task.num_min": 3}, "rl.task.num_min must be at most rl.task.num_max = 2, got 3"),
     ({"task.name": "sort", "task.num_letters": 27}, "at most 26"),
     ({"task.name": "jsonl"}, "rl.task.path must be a file"),
-    (JSONL | {"task.eval_path": "none"}, "rl.task.eval_path must be a file .* got 'none'"),
     (JSONL | {"task.chat_template": "a.jinja"}, "must be a file with a Jinja template, got 'a.j"),
     (JSONL | {"task.chat_variables": "[1]"}, r"must be a JSON object, got '\[1\]'"),
     (JSONL | {"task.tools": ["nowhere:f"]}, "rl.task.tools names a function to import"),
@@ -81,27 +80,21 @@ BAD_VALUES = [
     (JSONL | {"task.reward_fn": "json.loads"}, "got 'json.loads': .*; write it like my_rewards:"),
     (JSONL | {"task.reward_fn": "json:no_such_function"}, "no_such_function"),
     # The critic.
-    (GAE | {"advantage.std": True}, "without comparing .*, got rl.advantage.std = True"),
     (GAE | {"batch.skip_zero_advantage": True}, "learns from all .*skip_zero_advantage = True"),
     (GAE | {"critic.warmup_steps": 10_000}, "at most training.steps - 1 = 9999, got 10000"),
     (GAE | {"critic.initial_load_path": "no"}, "must be a folder of weights, got 'no'"),
     ({"critic.lr": 1.0}, "rl.critic.lr = 1.0 has no effect with .*'group_mean'; set that to 'gae'"),
     (GAE | {"advantage.lam": -0.1}, "rl.advantage.lam must be at least 0, got -0.1"),
     # The generator and its weights.
-    ({"generator.memory_share": 0.5}, "memory_share = 0.5 has no effect with .*backend = 'local'"),
     ({"async_steps": 1, "weight_sync.mode": "reference"}, "rl.async_steps = 1 draws"),
-    (VLLM | {"weight_sync.mode": "reference"}, "backend = 'vllm' has weights of its own"),
     ({"generator.ranks": 1, "weight_sync.mode": "reference"}, "ranks = 1 generates on separate"),
-    ({"async_steps": 2, "generator.rescore": True}, "got rl.async_steps = 2"),
     (VLLM | {"generator.rescore": True}, "rl.generator.rescore would hide how far"),
     ({"weight_sync.delta": True}, "got rl.generator.ranks = 0, weight_transfer = '' and adapters"),
     ({"generator.ranks": 1, SEED: True}, "needs separate ranks .* got checkpoint.create_seed"),
     (VLLM | SPLIT_COPY, "have to exchange redraws and replies"),
     (VLLM | FLIES | {"async_steps": 1}, "that draws during.* = 'vllm' and rl.async_steps = 1; set"),
     (VLLM | EXACT, "got rl.generator.backend = 'vllm'; change one"),
-    (EXACT | {"generator.rescore": True}, "got rl.generator.rescore = True"),
     (EXACT | {"parallelism.tensor_parallel_degree": 2}, "tensor_parallel_degree = 2; change one"),
-    (EXACT | {"compile.enable": True}, "got compile.enable = True; change one of the two"),
     (OPENAI | {"generator.reload_url": "a:80"}, "reload_url must be an .* got 'a:80'"),
     (OPENAI | {"generator.url": "http://a,b:80"}, "url must be an address like .* got 'b:80'"),
     (RELOADS | {"generator.url": "http://a, http://b"}, "names 2 servers.*got reload_url = 'http"),
@@ -110,7 +103,6 @@ BAD_VALUES = [
     (OPENAI | {"generator.ranks": 2}, "must not take weights while .* rl.generator.ranks = 2"),
     ({"generator.url": "a"}, "url = 'a' has no effect .*; set that to 'openai'"),
     (TO_SERVER | {"model.converters": []}, "sends the adapters of the converter 'lora', got"),
-    (RELOADS | LORA, "got rl.generator.reload_url = 'http://a/r';"),
     (TO_SERVER | {"lora.rank_pattern": {"wq": 2}}, "one LoRA rank and scale .* lora.rank_patt"),
     (LORA, "files of adapters .*backend = 'local'"),
     (LORA | VLLM, "vLLM read the base model from .*; train from that"),
@@ -153,10 +145,7 @@ def test_rl_sections_are_read_from_toml_and_flags(tmp_path):
     path.write_text('[rl]\nnum_prompts_per_step = 4\n[rl.loss]\nname = "dapo"\n')
     module = "--job.custom_config_module=torchtitan.rl.job_config"
     flags = [f"--job.config_file={path}", "--rl.loss.entropy_coef=0.02"]
-    for manager, arguments in (
-        (ConfigManager(JobConfig), flags),
-        (ConfigManager(), [module, *flags]),
-    ):
-        config = manager.parse_args(arguments)
+    for manager, more in (ConfigManager(JobConfig), []), (ConfigManager(), [module]):
+        config = manager.parse_args([*more, *flags])
         assert config.rl.num_prompts_per_step == 4
         assert (config.rl.loss.name, config.rl.loss.entropy_coef) == ("dapo", 0.02)

@@ -65,11 +65,10 @@ def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, sta
 
 def test_first_draws_are_those_without_redraws(start):
     found = []
-    for overrides in ([], ["--rl.redraws=3"]):
-        controller = start(TWO, *overrides)
+    for n_redraws in (0, 3):
+        controller = start(TWO, f"--rl.redraws={n_redraws}")
         rewards = iter([0.0, 1.0] * 4)
         controller.task.grade = lambda prompt, text, rewards=rewards: Grade(next(rewards), {})
         controller.rollouts.start_until(1)
         found.append([(e.prompt, e.token_ids) for e in controller.rollouts.take(1)])
-        controller.close()
     assert found[0] == found[1]
