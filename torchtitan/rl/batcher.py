@@ -174,7 +174,7 @@ class Batcher:
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
         """Return (row indices of all ranks, rows per rank, slots per row) of each microbatch.
 
-        row_lengths: tokens of each row. Of a microbatch's row indices, rank r gets entries r, r + dp_size, ...
+        row_lengths: tokens of each row. Rank r gets the microbatch's row indices at r, r + dp_size, ...
         """
         n_slots = self._rounded(max(row_lengths, default=1))
         if not self.bucketing or not row_lengths:
@@ -213,7 +213,7 @@ class Batcher:
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
         """Build the microbatches: rows go to ranks in turn, so ranks differ by at most one row.
 
-        lengths, indices, models: one per sample. values: by name, the concatenated tokens of all samples.
+        lengths, indices, models: one entry per sample. values: name -> one entry per token, sample after sample.
         """
         sizes = [tree.size for tree in trees]
         of_trees = [models[tree.sequences[0]] for tree in trees]
@@ -222,7 +222,7 @@ class Batcher:
             rows = fill_rows(sizes, self.seq_len, of_trees)
         groups = self._groups_of([sum(sizes[i] for i in row) for row in rows])
         shapes = [(self.dp_size, n_rows, n_slots) for _, n_rows, n_slots in groups]
-        # By (group, rank): the slots of its samples, and the model of each row with samples.
+        # For each (group, rank): the slots of samples, and the model of each row that has samples.
         slots: dict[tuple[int, int], list[Slot]] = defaultdict(list)
         models_of_rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         nothing = torch.empty(0, dtype=torch.int64)
@@ -250,7 +250,7 @@ class Batcher:
         }
         is_shared = any(any(tree.shared) for tree in trees)
         if is_shared:
-            # A shared slot gets the values of a sample that has it in the loss, else of one with a label.
+            # A shared slot gets the values of a sample whose loss includes it, or else of a sample with a label there.
             n_tokens = len(slot_of_token)
             rank_of_token = (values["loss_mask"] != 0).long() + (values["labels"] != IGNORE_INDEX)
             order = torch.arange(n_tokens) + n_tokens * rank_of_token
@@ -283,7 +283,6 @@ class Batcher:
 
 
 def _joined_experts(samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the routed experts of all samples' tokens, one sample after another."""
     experts = [sample.routed_experts for sample in samples]
     if len(shapes := {tuple(x.shape[1:]) for x in experts}) > 1:
         raise ValueError(

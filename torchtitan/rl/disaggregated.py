@@ -137,7 +137,9 @@ class RemoteGenerator:
         self._weights_sent: Future | None = None
         self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
-        self._answers: dict[int, list[Share]] = {}  # request number -> not yet taken
+        self._answers: dict[
+            int, list[Share]
+        ] = {}  # request number -> shares that no caller has taken
         self._failure: Exception | None = None  # once set, nothing is sent or received
 
     def take_policy(self, policy: PolicyModel) -> None:
