@@ -1,4 +1,4 @@
-"""RL on 2 gloo ranks takes the steps of one process, and goes on after a kill bit for bit."""
+"""RL on 2 gloo ranks takes the steps of one process."""
 
 import functools
 import itertools
@@ -6,12 +6,7 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.rl_runs import (
-    LAYOUTS,
-    check_that_killed_run_goes_on,
-    numbers,
-    run_on_this_rank,
-)
+from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.unit.rl.test_dialogues import GUESS, STOPS
 from tests.unit.rl.toy import toy_config
 from torchtitan.rl.controller import Controller
@@ -79,22 +74,6 @@ def assert_first_steps_of_one_process(runs, one_process):
             () if of_critic else ("policy_loss", "entropy", "ratio_mean", "logprob_diff_max")
         ):
             assert step[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], abs=2e-5)
-
-
-RESUMED = ["--training.steps=8", "--checkpoint.enable", "--checkpoint.interval=4"]
-RESUMED += ["--checkpoint.no_last_save_model_only", "--lr_scheduler.warmup_steps=5"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("async_steps", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_killed_run_goes_on_bit_for_bit(world_size, async_steps, tmp_path):
-    overrides = [*RESUMED, f"--rl.async_steps={async_steps}"]
-
-    def run(folder, kill=False):
-        return run_ranks(run_on_this_rank, world_size, folder, overrides, 6 if kill else None)
-
-    check_that_killed_run_goes_on(run, tmp_path, [5, 6, 7, 8])
 
 
 # Four updates per batch, prompts drawn again, long completions penalized, buckets, corrections.

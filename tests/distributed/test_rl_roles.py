@@ -11,12 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.rl_runs import (
-    LAYOUTS,
-    check_that_killed_run_goes_on,
-    numbers,
-    run_on_this_rank,
-)
+from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.integrations.tinker.client import LocalTrainingClient
@@ -82,10 +77,20 @@ SAVED += ["--checkpoint.no_last_save_model_only", "--rl.async_steps=2", "--rl.ge
     ids=["one update", "redraws and two updates"],
 )
 def test_killed_run_with_generating_ranks_goes_on_bit_for_bit(extra, steps_left, tmp_path):
-    def run(folder, kill=False):
-        return run_roles(folder, 2, *SAVED, *extra, kill_after=8 if kill else None)
+    flags = [*SAVED, *extra]
+    assert steps_after_a_kill(tmp_path, run_on_this_rank, flags, kill_after=8) == steps_left
 
-    check_that_killed_run_goes_on(run, tmp_path, steps_left)
+
+def steps_after_a_kill(folder, killed_run, flags, kill_after):
+    """The steps of a continued run, which must have the bits of a run that was not killed."""
+    unbroken = run_roles(folder / "unbroken", 2, *flags)[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        run_roles(folder / "killed", 2, *flags, kill_after=kill_after, run=killed_run)
+    resumed = run_roles(folder / "killed", 2, *flags)[0]
+    steps = [step["step"] for step in resumed["steps"]]
+    assert numbers(resumed) == numbers(unbroken)[-len(steps) :]
+    assert resumed["digest"] == unbroken["digest"]
+    return steps
 
 
 def at_call(number, owner, method, action):
@@ -118,14 +123,8 @@ def die_after_draws(dump_folder, flags, n_draws):
 def test_run_whose_generating_rank_was_killed_goes_on_bit_for_bit(ahead, n_draws, tmp_path):
     """Also if that was right after a checkpoint, which has the episodes that were drawn ahead."""
     flags = [*SAVED, f"--rl.async_steps={ahead}"]
-    unbroken = run_roles(tmp_path / "unbroken", 2, *flags)[0]
-    with pytest.raises(RankFailure, match="ended without a word"):
-        run_roles(tmp_path / "killed", 2, *flags, kill_after=n_draws, run=die_after_draws)
-    resumed = run_roles(tmp_path / "killed", 2, *flags)[0]
-    n_left = len(resumed["steps"])
-    assert 0 < n_left <= 7, "it has not begun again"
-    assert numbers(resumed) == numbers(unbroken)[-n_left:]
-    assert resumed["digest"] == unbroken["digest"]
+    steps = steps_after_a_kill(tmp_path, die_after_draws, flags, n_draws)
+    assert 0 < len(steps) <= 7, "it has not begun again"
 
 
 @pytest.mark.parametrize("flags", [[], ["--rl.generator.in_flight", "--rl.async_steps=1"]], ids=str)

@@ -312,6 +312,6 @@ def batch_seq_len(job_config: JobConfig) -> int:
 def longest_episode(job_config: JobConfig) -> int:
     """Return the length of the longest episode, prompt included, that fits into a row and the generator."""
     row, generator = batch_seq_len(job_config) + 1, job_config.rl.generator
-    if generator.backend != "vllm":  # the model does not read the last token
+    if generator.backend != "vllm":  # only vLLM counts the last token, which the model never reads
         return row
     return min(row, generator.max_seq_len or job_config.training.seq_len)
