@@ -2,8 +2,7 @@
 
 import torch
 
-from tests.unit.rl.toy import toy_config, toy_samples
-from torchtitan.rl.policy import PolicyTrainer
+from tests.unit.rl.toy import toy_samples
 
 LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=1e-2"]
 KL = "--rl.loss.kl_coef=0.1"
@@ -37,9 +36,7 @@ def test_folders_for_peft_are_written_though_steps_come_two_at_a_time(tmp_path, 
 
 
 def test_critic_with_adapters_continues_with_the_policys_base(tmp_path, start):
-    base = PolicyTrainer(toy_config(tmp_path / "base", "--debug.seed=8"))
-    base.save_checkpoint(str(tmp_path / "base"))
-    base.close()
+    start("--debug.seed=8").trainer.save_checkpoint(str(tmp_path / "base"))
     flags = ["--rl.advantage.name=gae", "--checkpoint.enable", "--checkpoint.interval=1"]
     flags += [f"--checkpoint.initial_load_path={tmp_path / 'base'}"]
     controller = start(*LORA, *flags)
