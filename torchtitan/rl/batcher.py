@@ -213,7 +213,7 @@ class Batcher:
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
         """Build the microbatches: rows go to ranks in turn, so ranks differ by at most one row.
 
-        lengths, indices, models: one entry per sample. values: name -> one entry per token, sample after sample.
+        lengths, indices, models: one entry per sample. values: name -> one entry per token.
         """
         sizes = [tree.size for tree in trees]
         of_trees = [models[tree.sequences[0]] for tree in trees]
@@ -250,7 +250,7 @@ class Batcher:
         }
         is_shared = any(any(tree.shared) for tree in trees)
         if is_shared:
-            # A shared slot gets the values of a sample whose loss includes it, or else of a sample with a label there.
+            # A shared slot takes the values of a sample that trains on it, or else of a sample with a label.
             n_tokens = len(slot_of_token)
             rank_of_token = (values["loss_mask"] != 0).long() + (values["labels"] != IGNORE_INDEX)
             order = torch.arange(n_tokens) + n_tokens * rank_of_token

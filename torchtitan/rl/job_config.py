@@ -145,7 +145,7 @@ class RLBatch(Section):
     # otherwise each sample has its own row
     packing: bool = False
     # Compute only once a prefix that samples share, such as a prompt for all its completions; needs
-    # packing. Loss and gradients are equal up to rounding; counts of tokens per expert count a shared token once
+    # packing. Loss and gradients are equal up to rounding; expert counts include a shared token once
     share_prefixes: bool = False
     bucketing: bool = False  # Put rows of similar length into a microbatch, to pad less
     # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators

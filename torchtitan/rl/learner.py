@@ -55,7 +55,7 @@ class Learner(ABC):
 
     @abstractmethod
     def _output_layer(self, loss_fn: Any = None) -> Head | None:
-        """Return the head for `loss_fn`, or the head for scores without it; None is the model's output layer."""
+        """Return the head for `loss_fn`, or for scores without it; None: the model's output layer."""
 
     @abstractmethod
     def _values(self, outputs: Any) -> tuple:

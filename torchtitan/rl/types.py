@@ -274,7 +274,7 @@ class LossInputs(TypedDict, total=False):
     # batcher has `scores_masked`)
     labels: Required[Tensor]
     positions: Required[Tensor]  # [B, T] int64, from 0 in each sequence; -1 in padding
-    # [B, T] int64, the sample's index in its row; -1 in padding. A shared slot has the index of the sample that scores it
+    # [B, T] int64, the sample's index in its row; -1 in padding. A shared slot has its scoring sample's index
     sequence_ids: Required[Tensor]
     loss_mask: Required[Tensor]  # [B, T] fp32, 1 for tokens in the loss, else 0
     # [B, T] fp32, each token's share of the step; the loss is the sum of weight * loss per token. This

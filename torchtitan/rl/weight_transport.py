@@ -185,7 +185,7 @@ def pickled(value: Any) -> tuple[Tensor, Tensor]:
 
 
 def unpickled(receive: Callable[[Tensor], Any]) -> Any:
-    """Return an object that was sent as `pickled`. receive: starts to fill a tensor, and returns a handle to wait for."""
+    """Return an object that was sent as `pickled`. receive: starts to fill a tensor; returns a handle."""
     length = torch.zeros(1, dtype=torch.int64)
     receive(length).wait()
     data = torch.empty(int(length), dtype=torch.uint8)
