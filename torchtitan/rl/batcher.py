@@ -48,9 +48,8 @@ class Batcher:
     bucketing: bool = False
     pad_multiple: int = 1  # T is the longest row's length, rounded up to a multiple of this
     skip_zero_advantage: bool = False  # leave out samples of advantage 0; denominators count them
-    scores_masked: bool = (
-        False  # keep labels outside the loss, for callers that read their log-probs
-    )
+    # Keep labels outside the loss, for callers that read their log-probs.
+    scores_masked: bool = False
     agg_mode: str = "token-mean"  # this and the next two: see `aggregation_weights`
     norm: float | None = None
     count_empty: bool = False
@@ -160,14 +159,9 @@ class Batcher:
     def _weights(
         self, masks: Sequence[Tensor], prompt_ids: Sequence[int]
     ) -> tuple[Tensor, float | None]:
-        options: Any = {
-            "norm": self.norm,
-            "prompt_ids": prompt_ids,
-            "count_empty": self.count_empty,
-        }
-        found: Any = aggregation_weights(
-            masks, self.agg_mode, normalize=not self.deferred, **options
-        )
+        options: Any = {"norm": self.norm, "count_empty": self.count_empty}
+        options |= {"prompt_ids": prompt_ids, "normalize": not self.deferred}
+        found: Any = aggregation_weights(masks, self.agg_mode, **options)
         per_sample, denominator = found if self.deferred else (found, None)
         return torch.cat([*per_sample, torch.zeros(0)]), denominator
 
@@ -242,11 +236,10 @@ class Batcher:
 
         # For each token: position in its sequence, index of its slot, index of its sequence in the row.
         slot_of_token = torch.cat([nothing, *slots_of_sample])
+        numbers, counts = (torch.tensor(x, dtype=torch.int64) for x in (number_in_row, lengths))
         values = values | {
             "positions": torch.cat([nothing, *(torch.arange(n) for n in lengths)]),
-            "sequence_ids": torch.tensor(number_in_row, dtype=torch.int64).repeat_interleave(
-                torch.tensor(lengths, dtype=torch.int64)
-            ),
+            "sequence_ids": numbers.repeat_interleave(counts),
         }
         is_shared = any(any(tree.shared) for tree in trees)
         if is_shared:

@@ -48,9 +48,7 @@ def hand_over(
     def watched() -> Iterator[tuple[str, Tensor]]:
         nonlocal weights_failed
         try:
-            yield from chain(
-                pairs
-            )  # without `chain`, ending this iteration early would close `pairs`
+            yield from chain(pairs)  # `chain` keeps `pairs` open if this iteration ends early
         except Exception:
             weights_failed = True
             raise
