@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
+from tests.reliability.jobs import flags_in
 from tests.unit.rl.test_dialogues import GUESS, STOPS
 from tests.unit.rl.toy import toy_config
 from torchtitan.rl.controller import Controller
@@ -70,26 +71,23 @@ def assert_first_steps_of_one_process(runs, one_process):
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=rel)
         for name in of_critic:
             assert step[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-5), name
-        for name in (
-            () if of_critic else ("policy_loss", "entropy", "ratio_mean", "logprob_diff_max")
-        ):
-            assert step[f"loss/{name}"] == pytest.approx(expected[f"loss/{name}"], abs=2e-5)
+        names = [] if of_critic else ["policy_loss", "entropy", "ratio_mean", "logprob_diff_max"]
+        for name in (f"loss/{name}" for name in names):
+            assert step[name] == pytest.approx(expected[name], abs=2e-5)
 
 
 # Four updates per batch, prompts drawn again, long completions penalized, buckets, corrections.
-SEVERAL_UPDATES = ["--rl.epochs=2", "--rl.minibatches=2", "--rl.redraws=2"]
-SEVERAL_UPDATES += [
-    "--rl.overlong_tokens=2",
-    "--rl.batch.bucketing",
-    "--rl.batch.skip_zero_advantage",
-]
-SEVERAL_UPDATES += ["--rl.loss.correction=token", "--rl.loss.max_token_mismatch=5"]
-SEVERAL_UPDATES += ["--rl.task.num_letters=2", "--rl.num_samples_per_prompt=2"]
+SEVERAL_UPDATES = flags_in("""
+    rl.epochs=2 rl.minibatches=2 rl.redraws=2 rl.overlong_tokens=2
+    rl.batch.bucketing rl.batch.skip_zero_advantage
+    rl.loss.correction=token rl.loss.max_token_mismatch=5
+    rl.task.num_letters=2 rl.num_samples_per_prompt=2 training.steps=8
+""")
 
 
 @pytest.mark.parametrize("async_steps", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_several_updates_on_drawn_again_prompts_are_those_of_one_process(async_steps, tmp_path):
-    overrides = [*SEVERAL_UPDATES, "--training.steps=8", f"--rl.async_steps={async_steps}"]
+    overrides = [*SEVERAL_UPDATES, f"--rl.async_steps={async_steps}"]
     (expected,) = run_ranks(run_on_this_rank, 1, tmp_path / "one", overrides)
     runs = run_ranks(run_on_this_rank, 2, tmp_path / "two", overrides + LAYOUTS["FSDP"])
     assert numbers(runs[0]) == numbers(runs[1])

@@ -99,14 +99,6 @@ def make_episodes(
 
 
 def make_episode(**changes) -> Episode:
-    values = dict(
-        group_id=3,
-        prompt="12+34=",
-        prompt_token_ids=(5, 6, 7),
-        expected_answer="46",
-        text="46",
-        token_ids=(8, 9),
-        token_log_probs=(-0.5, -0.25),
-        policy_version=4,
-    )
-    return Episode(**(values | changes))
+    values = {"group_id": 3, "prompt": "12+34=", "expected_answer": "46", "text": "46"}
+    values |= {"prompt_token_ids": (5, 6, 7), "token_ids": (8, 9), "policy_version": 4}
+    return Episode(**({"token_log_probs": (-0.5, -0.25)} | values | changes))

@@ -119,7 +119,7 @@ def test_all_ranks_get_equally_many_microbatches_of_one_shape(kind, n_samples):
     assert sorted(slot.sample for cell in cells for slot in cell.slots) == list(range(n_samples))
     assert [cell.slots for cell in batch.of_rank(1)] == [row[1].slots for row in batch.microbatches]
     for cell in cells:
-        own = cell.inputs["models"]
+        own = cell.inputs.get("models", [0] * len(cell.inputs["labels"]))  # missing for one model
         assert own == sorted(own) and len(own) == len(cell.inputs["labels"])
         assert all(own[slot.row] == models[slot.sample] for slot in cell.slots)
 

@@ -215,15 +215,3 @@ def test_reward_function_of_a_file_may_see_the_turns(tmp_path):
     policy = {"?": "3", "?3>": "4"}
     (episode,) = draw(task, Scripted(task.tokenizer, policy.__getitem__), tmp_path)
     assert (episode.reward, episode.scores["exact"]) == (0.5, 1)
-
-
-@pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])
-def test_trainer_scores_sampled_tokens_as_the_generator_did(mode, start):
-    """The trainer scores dialogues with the tokens, positions and mask of the draw."""
-    controller = start(*GUESS, *STOPS, *mode)
-    controller.task.reply = lambda prompt, turns: "<>"
-    metrics = controller.train_step()
-    assert metrics["loss/logprob_diff_max"] <= 5e-6  # fp32, sums in another order
-    assert metrics["rl/turns"] > 1 and metrics["rl/out_of_room"] == 0
-    assert 1 < metrics["rl/completion_tokens"] <= 3 * 4
-    assert controller.evaluate(greedy=True)["turns"] >= 1

@@ -30,14 +30,17 @@ from torchtitan.tools.errors import ConfigError, RunError
 
 SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": V, "max_seq_len": 64}
 SIZES |= {"moe_inter_dim": 16}
-MLA = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+MLA = {
+    "inter_dim": 48,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 MODELS = {
     "qwen3": (Qwen3Model, Qwen3ModelArgs(**SIZES, n_kv_heads=2, head_dim=16, moe_enabled=True)),
     # Its first layer is dense.
-    "deepseek_v3": (
-        DeepSeekV3Model,
-        DeepSeekV3ModelArgs(**SIZES, **MLA, inter_dim=48, n_dense_layers=1),
-    ),
+    "deepseek_v3": (DeepSeekV3Model, DeepSeekV3ModelArgs(**SIZES, **MLA, n_dense_layers=1)),
 }
 
 

@@ -200,7 +200,9 @@ def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tm
     if extra:
         controller.task.reply = lambda prompt, turns: "<>"
     for _ in range(2):
-        assert controller.train_step()["loss/logprob_diff_max"] <= 5e-6
+        metrics = controller.train_step()
+        assert metrics["loss/logprob_diff_max"] <= 5e-6
+        assert not extra or metrics["rl/turns"] > 1
     of_steps = list(server.requests)
     assert controller.evaluate(greedy=True)["reward"] >= 0
     controller.close()
