@@ -38,21 +38,21 @@ def check_rl_config(job_config: JobConfig) -> None:
 
 
 def check_generator(job_config: JobConfig) -> None:
-    """As `check_rl_config`, for the keys that a generator reads."""
+    """Like `check_rl_config`, but only for the keys that a generator reads."""
     refuse(
         _batch_invariance(job_config), _generator(job_config), weights_of_generator(job_config.rl)
     )
 
 
 def check_trainer_config(job_config: JobConfig) -> None:
-    """As `check_rl_config`, for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
+    """Like `check_rl_config`, but only for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
     rules = single_values(job_config), _loss(job_config), _rows(job_config)
     refuse(*rules, _batch_invariance(job_config))
     check_gradients_add_up(job_config)
 
 
 def check_server_config(job_config: JobConfig) -> None:
-    """As `check_rl_config`, for the keys that `torchtitan.rl.serve` reads."""
+    """Like `check_rl_config`, but only for the keys that `torchtitan.rl.serve` reads."""
     check_trainer_config(job_config)
     refuse(_serve(job_config), weights_of_generator(job_config.rl))
 

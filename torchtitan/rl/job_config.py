@@ -258,7 +258,7 @@ class RL(Section):
     overlong_tokens: Count = 0
     overlong_penalty: NotNegative = 1.0
     async_steps: Count = 0  # Steps by which generation may run ahead of training; 0: they alternate
-    eval_every: Count = 0  # Evaluate every this many steps and after the last; 0 never
+    eval_every: Count = 0  # Evaluate every N steps and after the last step; 0: never
     eval_samples: Positive = 200  # Prompts per evaluation, the same each time
     seed: Annotated[int, Range(0, math.inf)] = 0  # Seed of the prompts and of the sampling
     # Episodes per step that are appended to episodes.jsonl; -1 is all, 0 none

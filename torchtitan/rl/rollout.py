@@ -404,7 +404,7 @@ class Rollouts:
     # ---- training ----
 
     def skip_to(self, step: int) -> None:
-        """Take no prompts and generate no episodes for the steps before this one."""
+        """Skip the steps before `step`: take no prompts and generate no episodes for them."""
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
