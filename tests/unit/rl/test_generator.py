@@ -10,6 +10,7 @@ import torch
 
 from tests.unit.rl.test_job_config import config_with
 from tests.unit.test_engine import make_config, random_batch
+from torchtitan.checkpoint.stream import digest_of
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.vllm import VLLMGenerator
@@ -21,6 +22,7 @@ from torchtitan.rl.weight_sync import (
     StaleWeightsError,
     WeightMismatchError,
     push_weights,
+    weights_for,
 )
 
 pytestmark = pytest.mark.long
@@ -110,6 +112,21 @@ def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine
     new = generator.generate(PROMPTS, with_seed(1))
     assert new != old
     assert new == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_receiver_that_takes_shards_gets_them_in_its_dtype_and_the_live_tensors(dtype, engine):
+    receiver = types.SimpleNamespace(weight_names="ours", weight_dtype=dtype, takes_shards=True)
+    weights, live = weights_for(receiver, engine), engine.model_parts[0].state_dict()
+    shards = dict(weights)
+    assert weights.digest == digest_of(shards.items())
+    given = weights.state_dict()
+    assert shards.keys() == given.keys() == live.keys()
+    for name, tensor in live.items():
+        assert torch.equal(shards[name].tensor, given[name])
+        assert torch.equal(given[name], tensor.to(given[name].dtype))
+        assert given[name].dtype in (dtype, torch.float32)
+        assert given[name].data_ptr() == tensor.data_ptr() or given[name].dtype != tensor.dtype
 
 
 @pytest.mark.parametrize(
