@@ -169,8 +169,8 @@ def test_resumed_run_goes_on_bit_for_bit(flags, tmp_path):
         names = [name for name in expected if not name.startswith("time/")]
         assert [found[name] for name in names] == [expected[name] for name in names]
     assert resumed["digest"] == unbroken["digest"]
-    # The generator's cache has the numbers of the trainer's forward.
-    assert "--rl.epochs=2" in flags or unbroken["steps"][-1]["loss/logprob_diff_max"] < 1e-5
+    if "--rl.epochs=2" not in flags:  # the generator has the numbers of the trainer's forward
+        assert all(step["loss/logprob_diff_max"] < 1e-5 for step in unbroken["steps"])
 
 
 def test_resuming_another_task_is_refused_unless_allowed(tmp_path, caplog, capsys, start):
