@@ -102,13 +102,11 @@ def samples_of(trainer, n: int = 5) -> list[TrainingSample]:
     experts = random_experts(trainer.engine.model_parts[0], 0)
     samples = []
     for i in range(n):
-        n = 6 + 2 * i
-        tokens = torch.randint(0, 2000, (n,), generator=torch.manual_seed(i)).tolist()
-        own, logprobs = experts[i, : n - 1], [-7.0] * (n - 3)
-        sample = TrainingSample.from_sequence(
-            tokens[:3], tokens[3:], logprobs, 1.0 - i, routed_experts=own
-        )
-        samples.append(sample)
+        length = 6 + 2 * i
+        tokens = torch.randint(0, 2000, (length,), generator=torch.manual_seed(i)).tolist()
+        values = tokens[:3], tokens[3:], [-7.0] * (length - 3), 1.0 - i
+        own = {"routed_experts": experts[i, : length - 1]}
+        samples.append(TrainingSample.from_sequence(*values, **own))
     return samples
 
 

@@ -17,8 +17,7 @@ def test_sample_of_an_episode_predicts_the_sampled_tokens_and_nothing_else():
 
 
 def test_stop_string_may_be_longer_than_the_last_tokens():
-    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
-    sampling = SamplingConfig(stop_strings=("a stop", "b"), decode=decode)
+    sampling = SamplingConfig(stop_strings=("a stop", "b"), decode=lambda x: "".join(map(chr, x)))
     for text, stops in (("x" * 20 + "a stop", True), ("a stop", True), ("a stoq", False)):
         assert sampling.stops_at([*map(ord, text)]) is stops
 
