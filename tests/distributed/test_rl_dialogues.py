@@ -1,14 +1,13 @@
 """Episodes of several turns on 2 gloo ranks equal those of one process."""
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.distributed.test_rl_layouts import assert_first_steps_of_one_process
+from tests.distributed.test_rl_roles import run_roles
 from tests.unit.rl.test_dialogues import GUESS, STOPS
-from tests.unit.rl.toy import rows_of, toy_config
+from tests.unit.rl.toy import rows_of
 from torchtitan.experiments.rl_toy.tasks import GuessTask
-from torchtitan.rl.controller import Controller
 from torchtitan.testing.gloo import run_ranks
 
 
@@ -17,9 +16,9 @@ def reply(task, prompt, turns):
     return "<>" if (len(turns[-1].text) + int(prompt.answer)) % 2 else None
 
 
-def run_dialogues(folder, flags):
+def run_dialogues(folder, flags, kill_after=None):
     GuessTask.reply = reply  # in this process of a rank only
-    return run_on_this_rank(folder, [*GUESS, *STOPS, *flags])
+    return run_on_this_rank(folder, [*GUESS, *STOPS, *flags], kill_after)
 
 
 def turns_of_episodes(folder):
@@ -52,37 +51,16 @@ def test_layouts_take_the_steps_of_one_process(layout, one_process, tmp_path):
     assert turns_of_episodes(tmp_path) == episodes
 
 
-def run_roles(folder, n_ranks, *flags):
-    return run_ranks(run_dialogues, n_ranks, folder, flags, init_process_group=False)
-
-
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_that_only_generate_hold_the_same_dialogues(ahead, tmp_path):
     flags = [*STEPS, *SELECTION, *LAYOUTS["FSDP"], f"--rl.async_steps={ahead}"]
     flags += ["--rl.weight_sync.mode=broadcast"]
-    both = run_roles(tmp_path / "both", 2, *flags)
-    apart = run_roles(tmp_path / "apart", 4, *flags, "--rl.generator.ranks=2")
+    both = run_roles(tmp_path / "both", 2, *flags, run=run_dialogues)
+    flags += ["--rl.generator.ranks=2"]
+    apart = run_roles(tmp_path / "apart", 4, *flags, run=run_dialogues)
     assert numbers(apart[0]) == numbers(apart[1]) == numbers(both[0])
     assert apart[0]["digest"] == both[0]["digest"]
     assert apart[0]["evaluations"] == both[0]["evaluations"] and both[0]["evaluations"]
     assert turns_of_episodes(tmp_path / "both") == turns_of_episodes(tmp_path / "apart")
     assert any(step["rl/turns"] > 1 for step in both[0]["steps"])
     assert any(step["rl/redraws"] > 0 for step in both[0]["steps"])
-
-
-def fail_on_rank_one(folder, extra):
-    controller = Controller(toy_config(folder, *GUESS, *STOPS, *extra))
-    controller.setup()
-    fails = dist.get_rank() == 1
-    controller.task.reply = lambda prompt, turns: 1 / 0 if fails else "<"
-    try:
-        controller.train_step()
-    except Exception as error:
-        return repr(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("extra", [[], ["--rl.async_steps=1"]], ids=["together", "apart"])
-def test_reply_that_fails_on_one_rank_ends_the_step_on_all(extra, tmp_path):
-    for error in run_ranks(fail_on_rank_one, 2, tmp_path, [*extra, *LAYOUTS["FSDP"]]):
-        assert "a reply failed" in error and "division by zero" in error

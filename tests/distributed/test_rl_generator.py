@@ -1,5 +1,6 @@
 """Generators on several ranks: the draws do not depend on the layout."""
 
+import dataclasses
 import itertools
 import sys
 from unittest import mock
@@ -7,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import (
@@ -22,8 +22,6 @@ from tests.distributed.layout_matrix import (
 from tests.unit.rl.test_dialogues import Scripted, bisect
 from tests.unit.rl.test_generator import FakeVLLM
 from tests.unit.rl.toy import sampled, toy_config
-from torchtitan.checkpoint.stream import digest_of
-from torchtitan.distributed.dtensor import local_shard
 from torchtitan.experiments.rl_toy.tasks import GuessTask
 from torchtitan.integrations.vllm import VLLMGenerator
 from torchtitan.rl import decoding
@@ -37,16 +35,10 @@ from torchtitan.rl.types import Completion, SamplingConfig
 from torchtitan.rl.weight_sync import push_weights
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError
-from torchtitan.tools.torch_parts import name_without_wrappers
 
 INTERLEAVED = ("--parallelism.pipeline_parallel_schedule=Interleaved1F1B",)
-DENSE_LAYOUTS = [
-    Layout("FSDP 2", dp_shard=2),
-    Layout("TP 2", tp=2),
-    Layout("PP 2", pp=2),
-    Layout("DDP 2", dp_replicate=2),
-    Layout("CP 2", cp=2),
-]
+LAYOUTS = [Layout("FSDP 2", dp_shard=2), Layout("TP 2", tp=2)]
+SLOW_LAYOUTS = [Layout("PP 2", pp=2), Layout("DDP 2", dp_replicate=2), Layout("CP 2", cp=2)]
 MOE_LAYOUTS = [
     Layout("FSDP 2, EP 2", dp_shard=2, ep=2),
     Layout("PP 2, Interleaved1F1B", pp=2, extra=INTERLEAVED),
@@ -54,11 +46,6 @@ MOE_LAYOUTS = [
 # Five rows of different lengths, so that two ranks get different numbers of rows.
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10], [11], [12, 13, 14, 15]]
 SAMPLING = SamplingConfig(temperature=0.8, max_tokens=12, seed=3)
-
-
-def stop_tokens(completions: list[Completion]) -> tuple[int, ...]:
-    """Tokens that end three of the rows early, at different places."""
-    return completions[0].token_ids[1], completions[3].token_ids[4], completions[4].token_ids[7]
 
 
 def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int, ...]):
@@ -74,7 +61,7 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
     free = generator.generate(PROMPTS, SAMPLING)
     stopped = None
     if stops:
-        sampling = SamplingConfig(temperature=0.8, max_tokens=12, seed=3, stop_token_ids=stops)
+        sampling = dataclasses.replace(SAMPLING, stop_token_ids=stops)
         # The ranks' rows begin and end at different steps, two at a time.
         few = LocalGenerator(engine, max_rows=2)
         stopped = generator.generate(PROMPTS, sampling) + few.generate(PROMPTS, sampling, 3)
@@ -92,35 +79,34 @@ def generate_on_rank(layout: Layout, family: str, folder: str, stops: tuple[int,
     now = [item for part in engine.model_parts for item in part.named_parameters()]
     stayed = all(a is b for (_, a), (_, b) in zip(named, now, strict=True))
     after = [parameter.grad for _, parameter in named if parameter.grad is not None]
-    stayed &= all(
-        torch.equal(whole(a), whole(b)) for a, b in zip(gradients, after, strict=True)
-    ) and all(part.training for part in engine.model_parts)
+    stayed &= all(map(torch.equal, map(whole, gradients), map(whole, after)))
+    stayed &= all(part.training for part in engine.model_parts)
     engine.optim_step()
     loss = run_step(engine, layout, 1)
     engine.close()
     return free, stopped, of_copy, (off, still_off), stayed, loss
 
 
-def generate_in_layouts(layouts: list[Layout], family: str, folder: str, stops: tuple[int, ...]):
-    return [generate_on_rank(layout, family, folder, stops) for layout in layouts]
+def generate_in_layouts(layouts: list[Layout], *arguments):
+    return [generate_on_rank(layout, *arguments) for layout in layouts]
 
 
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
-        ("llama3", DENSE_LAYOUTS[:2]),
-        pytest.param("llama3", DENSE_LAYOUTS[2:], marks=pytest.mark.slow),
+        ("llama3", LAYOUTS),
+        pytest.param("llama3", SLOW_LAYOUTS, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", MOE_LAYOUTS, marks=pytest.mark.slow),
     ],
 )
 def test_completions_are_those_of_one_process_in_every_layout(family, layouts, tmp_path):
     free, *_ = generate_on_rank(ONE_PROCESS, family, str(tmp_path), ())
-    stops = stop_tokens(free)
+    # Tokens that end three of the rows early, at different places.
+    stops = free[0].token_ids[1], free[3].token_ids[4], free[4].token_ids[7]
     expected = generate_on_rank(ONE_PROCESS, family, str(tmp_path), stops)
     assert {c.finish_reason for c in expected[1]} == {"stop", "length"}
-    ranks = run_ranks(
-        generate_in_layouts, 2, layouts, family, str(tmp_path), stops, timeout_seconds=300
-    )
+    arguments = layouts, family, str(tmp_path), stops
+    ranks = run_ranks(generate_in_layouts, 2, *arguments, timeout_seconds=300)
     for layout, *of_ranks in zip(layouts, *ranks, strict=True):
         for free, stopped, of_copy, (off, still_off), stayed, loss in of_ranks:
             assert off <= 5e-6 and still_off == 0, layout.name
@@ -141,67 +127,22 @@ def assert_alike(found: list[Completion], expected: list[Completion], where: str
 
 
 def gathers_on_rank(folder: str):
-    """`push_shards`, after all-gathers of one call: with room for all weights, without, and of a training step after."""
+    """All-gathers of one call: with room for all weights, without, and of a training step after."""
     layout = Layout("FSDP 2", dp_shard=2)
     extra = ["--parallelism.fsdp_reshard_after_forward=always"]
     engine = build_engine("qwen3", [*layout.overrides(), *extra], folder)
     generator, counts, drawn = LocalGenerator(engine), [], []
     for room in (float("inf"), 0.0):
-        with (
-            mock.patch.object(decoding, "free_memory", return_value=room),
-            CountingGathers() as gathers,
-        ):
+        has_room = mock.patch.object(decoding, "free_memory", return_value=room)
+        with has_room, CountingGathers() as gathers:
             drawn.append(generator.generate(PROMPTS, SAMPLING))
         counts.append(gathers.count)
     assert drawn[0] == drawn[1]
     with CountingGathers() as gathers:
         run_step(engine, layout, 0)
     counts.append(gathers.count)
-    generator.generate(PROMPTS, SAMPLING)  # leaves weights gathered
-    pushed = push_shards(engine)
     engine.close()
-    return counts, pushed
-
-
-class TakesShards:
-    """A receiver that stores each rank's shards, as TorchStore does."""
-
-    policy_version = -1
-    takes_shards = True
-
-    def __init__(self, names, dtype):
-        self.weight_names, self.weight_dtype = names, dtype
-
-    def update_weights(self, weights, *, check_digest=True):
-        with CommDebugMode() as communication:
-            self.live, self.pairs = weights.state_dict(), dict(weights)
-        assert communication.get_total_counts() == 0
-        self.policy_version, self.digest = weights.version, weights.digest
-
-
-def push_shards(engine):
-    """Per case: (name, offsets, piece) of what this rank gave, and the whole tensors by torch."""
-    pushed = []
-    for names, dtype in (("ours", None), ("ours", torch.bfloat16), ("hf", None)):
-        receiver = TakesShards(names, dtype)
-        assert push_weights(engine, receiver) == engine.weights_version
-        shards = receiver.pairs
-        if names == "ours":
-            live = {name: local_shard(tensor) for name, tensor in receiver.live.items()}
-            assert live.keys() == shards.keys()
-            assert all(torch.equal(live[name].tensor, shards[name].tensor) for name in live)
-        assert receiver.digest == digest_of(shards.items())
-        pieces = [(name, shard.offsets, shard.tensor.clone()) for name, shard in shards.items()]
-        (part,) = engine.model_parts
-        gathered = {name: tensor.full_tensor() for name, tensor in part.state_dict().items()}
-        if names == "hf":
-            gathered = engine.checkpointer.sd_adapter.to_hf(gathered)
-        elif dtype is None:
-            for name, parameter in part.named_parameters():
-                mine = receiver.live[name_without_wrappers(name)].to_local()
-                assert mine.data_ptr() == parameter.to_local().data_ptr()
-        pushed.append((pieces, {k: v.to(dtype or v.dtype) for k, v in gathered.items()}))
-    return pushed
+    return counts
 
 
 class CountingGathers(TorchDispatchMode):
@@ -213,21 +154,11 @@ class CountingGathers(TorchDispatchMode):
 
 
 def test_weights_are_gathered_once_where_memory_allows(tmp_path):
-    ranks = run_ranks(gathers_on_rank, 2, str(tmp_path))
-    for (once, for_each_token, step), _ in ranks:
+    for once, for_each_token, step in run_ranks(gathers_on_rank, 2, str(tmp_path)):
         # Embedding, blocks, norm and output; for each token but the last again.
         assert for_each_token == once * SAMPLING.max_tokens
         # Backward gathers again what forward freed, afterwards as before.
         assert step > once
-    # A receiver that takes shards gets all weights in pieces, without a gather.
-    for (first, expected), (second, _) in zip(ranks[0][1], ranks[1][1], strict=True):
-        found = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
-        for name, offsets, piece in (*first, *second):
-            place = tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))
-            assert found[name][place].isnan().all()
-            found[name][place] = piece
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), name
 
 
 # ---- a draw that fails on one rank ----
@@ -250,17 +181,11 @@ class FailsOnRankOne(Scripted):
 
 def errors_on_rank(folder: str) -> list[str]:
     errors = []
-    for fails_at, *flags in (
-        (1, "--rl.task.max_turns=3"),
-        (2, "--rl.task.max_turns=3"),
-        (3, "--rl.task.max_turns=3"),
-        (1, "--rl.task.max_turns=1", "--rl.redraws=1"),
-        (2, "--rl.task.max_turns=1", "--rl.redraws=1"),
-    ):
+    for fails_at, turns, redraws in (1, 3, 0), (2, 3, 0), (3, 3, 0), (1, 1, 1), (2, 1, 1):
         task = GuessTask(value_max=6)
-        draws = Draws(
-            task, FailsOnRankOne(task.tokenizer, fails_at), torch.device("cpu"), ahead=False
-        )
+        generator = FailsOnRankOne(task.tokenizer, fails_at)
+        draws = Draws(task, generator, torch.device("cpu"), ahead=False)
+        flags = [f"--rl.task.max_turns={turns}", f"--rl.redraws={redraws}"]
         rollouts = Rollouts(task, toy_config(folder, "--rl.task.name=guess", *flags).rl, draws)
         rollouts.start_until(1)
         with pytest.raises((ValueError, RunError)) as error:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.distributed.rl_runs import LAYOUTS
 from tests.distributed.test_rl_roles import run_roles
 from tests.unit.rl.test_openai_generator import (
+    FILES,
     LORA,
     SHORT,
     StandIn,
@@ -14,16 +16,13 @@ from tests.unit.rl.test_openai_generator import (
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "flags"),
-    [
-        (2, ["--parallelism.data_parallel_shard_degree=2"]),
-        (2, ["--rl.generator.ranks=1", "--rl.async_steps=1"]),
-    ],
+    "flags",
+    [LAYOUTS["FSDP"], ["--rl.generator.ranks=1", "--rl.async_steps=1"]],
     ids=["FSDP", "a rank that generates"],
 )
-def test_server_gets_each_version_once_before_it_draws(n_ranks, flags, server, tmp_path):  # noqa: F811
-    flags = [*SHORT, *flags, *flags_of(server), "--training.steps=3"]
-    first, *_ = run_roles(tmp_path, n_ranks, *flags)
+def test_server_gets_each_version_once_before_it_draws(flags, server, tmp_path):  # noqa: F811
+    flags = [*SHORT, *flags, *flags_of(server.url, FILES), "--training.steps=3"]
+    first, *_ = run_roles(tmp_path, 2, *flags)
     assert len(first["steps"]) == 3
     for step in first["steps"]:
         ahead = "--rl.async_steps=1" in flags and step["step"] > 1
@@ -36,9 +35,8 @@ def test_server_gets_each_version_once_before_it_draws(n_ranks, flags, server, t
 
 def test_rank_that_generates_ahead_gives_the_server_adapters_alone(tmp_path):
     with served(StandIn(tmp_path / "server", *LORA)) as stand_in:
-        flags = [*SHORT, *LORA, "--rl.generator.backend=openai", "--rl.generator.model=toy"]
-        flags += [f"--rl.generator.url={stand_in.url}", "--rl.generator.adapters"]
-        flags += ["--rl.generator.ranks=1", "--rl.async_steps=1", "--training.steps=3"]
+        more = flags_of(stand_in.url, "adapters", "ranks=1")
+        flags = [*SHORT, *LORA, *more, "--rl.async_steps=1", "--training.steps=3"]
         first, *_ = run_roles(tmp_path, 2, *flags)
         # A step is drawn with the adapters of the step before, except the first.
         assert [step["rl/lag"] for step in first["steps"]] == [0, 1, 1]

@@ -1,5 +1,6 @@
 """Ranks that generate beside ranks that train: the run is the same, and ends if a rank is lost."""
 
+import itertools
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.rl_runs import check_that_killed_run_goes_on, numbers, run_on_this_rank
+from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.integrations.tinker.client import LocalTrainingClient
@@ -22,13 +23,12 @@ from torchtitan.rl.rollout import LostGeneratorError
 from torchtitan.rl.weight_transport import ReceivedWeights, StagedWeights, WeightChanges
 from torchtitan.testing.gloo import RankFailure, run_ranks
 
-FSDP = ["--parallelism.data_parallel_shard_degree=2"]
+FSDP = LAYOUTS["FSDP"]
 STEPS = ["--training.steps=4", "--rl.eval_every=2", "--rl.eval_samples=5"]
 
 
-def run_roles(folder, n_ranks, *flags, kill_after=None):
-    options = {"init_process_group": False}
-    return run_ranks(run_on_this_rank, n_ranks, folder, list(flags), kill_after, **options)
+def run_roles(folder, n_ranks, *flags, kill_after=None, run=run_on_this_rank):
+    return run_ranks(run, n_ranks, folder, list(flags), kill_after, init_process_group=False)
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -46,15 +46,12 @@ def test_two_training_and_two_generating_ranks_take_the_steps_of_two_that_do_bot
     assert last["rl/lag"] == ahead and last[f"rl/episodes_by_lag/{ahead}"] == 16
 
 
+CRITIC = [*FSDP, "--rl.advantage.name=gae", "--rl.async_steps=1"]
+
+
 @pytest.mark.parametrize(
     "layout",
-    [
-        ["--parallelism.tensor_parallel_degree=2"],
-        ["--parallelism.pipeline_parallel_degree=2"],
-        pytest.param(
-            [*FSDP, "--rl.advantage.name=gae", "--rl.async_steps=1"], marks=pytest.mark.slow
-        ),
-    ],
+    [LAYOUTS["TP"], LAYOUTS["PP"], pytest.param(CRITIC, marks=pytest.mark.slow)],
     ids=["TP", "PP", "FSDP with a critic"],
 )
 def test_trainer_may_have_any_layout_and_there_may_be_one_generating_rank(layout, tmp_path):
@@ -80,32 +77,43 @@ SAVED += ["--checkpoint.no_last_save_model_only", "--rl.async_steps=2", "--rl.ge
     ids=["one update", "redraws and two updates"],
 )
 def test_killed_run_with_generating_ranks_goes_on_bit_for_bit(extra, steps_left, tmp_path):
-    def run(folder, kill=False):
-        return run_roles(folder, 2, *SAVED, *extra, kill_after=8 if kill else None)
+    flags = [*SAVED, *extra]
+    assert steps_after_a_kill(tmp_path, run_on_this_rank, flags, kill_after=8) == steps_left
 
-    check_that_killed_run_goes_on(run, tmp_path, steps_left)
+
+def steps_after_a_kill(folder, killed_run, flags, kill_after):
+    """The steps of a continued run, which must have the bits of a run that was not killed."""
+    unbroken = run_roles(folder / "unbroken", 2, *flags)[0]
+    with pytest.raises(RankFailure, match="ended without a word"):
+        run_roles(folder / "killed", 2, *flags, kill_after=kill_after, run=killed_run)
+    resumed = run_roles(folder / "killed", 2, *flags)[0]
+    steps = [step["step"] for step in resumed["steps"]]
+    assert numbers(resumed) == numbers(unbroken)[-len(steps) :]
+    assert resumed["digest"] == unbroken["digest"]
+    return steps
+
+
+def at_call(number, owner, method, action):
+    """Run `action` before the call of this number of the owner's method."""
+    inner, calls = getattr(owner, method), itertools.count(1)
+
+    def method_with_action(*arguments, **options):
+        if next(calls) == number:
+            action()
+        return inner(*arguments, **options)
+
+    setattr(owner, method, method_with_action)
 
 
 def die_after_draws(dump_folder, flags, n_draws):
     """`run_on_this_rank`, with the generating rank killed when it begins its draw number `n_draws`."""
     part = build_part(toy_config(dump_folder, *flags))
     if not isinstance(part, Controller):
-        begin, n_begun = part._draws.begin_share, 0
-
-        def begin_or_die(*arguments):
-            nonlocal n_begun
-            n_begun += 1
-            if n_begun == n_draws:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return begin(*arguments)
-
-        part._draws.begin_share = begin_or_die
-        part.train()
-        return
+        at_call(n_draws, part._draws, "begin_share", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        return part.train()
     with pytest.raises(LostGeneratorError):
         part.train()
     part.close()
-    return
 
 
 @pytest.mark.parametrize(
@@ -115,47 +123,23 @@ def die_after_draws(dump_folder, flags, n_draws):
 def test_run_whose_generating_rank_was_killed_goes_on_bit_for_bit(ahead, n_draws, tmp_path):
     """Also if that was right after a checkpoint, which has the episodes that were drawn ahead."""
     flags = [*SAVED, f"--rl.async_steps={ahead}"]
-    unbroken = run_roles(tmp_path / "unbroken", 2, *flags)[0]
-    with pytest.raises(RankFailure, match="ended without a word"):
-        folder = tmp_path / "killed"
-        run_ranks(die_after_draws, 2, folder, flags, n_draws, init_process_group=False)
-    resumed = run_roles(tmp_path / "killed", 2, *flags)[0]
-    n_left = len(resumed["steps"])
-    assert 0 < n_left <= 7, "it has not begun again"
-    assert numbers(resumed) == numbers(unbroken)[-n_left:]
-    assert resumed["digest"] == unbroken["digest"]
+    steps = steps_after_a_kill(tmp_path, die_after_draws, flags, n_draws)
+    assert 0 < len(steps) <= 7, "it has not begun again"
 
 
 @pytest.mark.parametrize("flags", [[], ["--rl.generator.in_flight", "--rl.async_steps=1"]], ids=str)
 def test_rank_that_is_lost_while_it_gets_weights_hangs_no_rank(flags, tmp_path):
     """The other trainer rank still gathers weights with the first, which has no receiver."""
     first, second, left = run_ranks(leave_at_update, 3, tmp_path, flags, init_process_group=False)
-    assert left == "left"
-    assert (
-        first == second
-        and "a rank that generates (rank 2 or a later rank) is gone or does not answer: " in first
-    )
-    assert "\n" not in first
-
-
-class Left(Exception):
-    pass
+    assert left == "left" and first == second and "\n" not in first
+    assert "a rank that generates (rank 2 or a later rank) is gone or does not answer: " in first
 
 
 def leave_at_update(dump_folder, flags):
     part = build_part(toy_config(dump_folder, *FSDP, "--rl.generator.ranks=1", *flags))
     if not isinstance(part, Controller):
-        update, n_updates = part.generator.update_weights, 0
-
-        def update_or_leave(*arguments, **options):
-            nonlocal n_updates
-            n_updates += 1
-            if n_updates == 3:
-                raise Left
-            update(*arguments, **options)
-
-        part.generator.update_weights = update_or_leave
-        with pytest.raises(Left):
+        at_call(3, part.generator, "update_weights", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             part.train()
         return "left"
     with pytest.raises(LostGeneratorError) as caught:
@@ -270,8 +254,7 @@ def test_weights_and_buffers_of_every_dtype_arrive():
     tensors += [torch.tensor(3.0), torch.zeros(2, 0), torch.rand(3, 2).t()]
     sent = [(str(i), tensor) for i, tensor in enumerate(tensors)]
     with ThreadPoolExecutor(1) as pool:
-        weights = StagedWeights(Update(0, None), sent)
-        done = pool.submit(sender.send_weights, weights, None)
+        done = pool.submit(sender.send_weights, StagedWeights(Update(0, None), sent), None)
         received = list(ReceivedWeights(receiver.down, WeightChanges()))
         done.result()
     for (name, tensor), (own_name, own) in zip(sent, received, strict=True):
@@ -280,7 +263,5 @@ def test_weights_and_buffers_of_every_dtype_arrive():
 
 @pytest.mark.parametrize("build", [Controller, PolicyTrainer, LocalTrainingClient])
 def test_what_has_no_part_in_the_division_of_ranks_refuses_it(build, tmp_path):
-    with pytest.raises(
-        ConfigError, match="rl.generator.ranks = 1 .* start with torchtitan.rl.train"
-    ):
+    with pytest.raises(ConfigError, match="generator.ranks = 1 .* start with torchtitan.rl.train"):
         build(toy_config(tmp_path, "--rl.generator.ranks=1"))

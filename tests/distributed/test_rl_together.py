@@ -18,15 +18,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "full AC": (1, ["--activation_checkpoint.mode=full"]),
     "compiled": (1, ["--compile.enable", "--compile.backend=eager"]),
 }
-EP, ETP = "--parallelism.expert_parallel_degree=2", "--parallelism.expert_tensor_parallel_degree=2"
-EXPERT_LAYOUTS: dict[str, tuple[int, list[str]]] = LAYOUTS | {
-    "FSDP, EP": (2, [FSDP, EP]),
-    "TP, EP": (2, [TP, EP]),
-    "CP, EP": (2, [*LAYOUTS["CP"][1], EP]),
-    "FSDP 4, EP": (4, ["--parallelism.data_parallel_shard_degree=4", EP]),
-    "HSDP, EP": (4, [*LAYOUTS["HSDP"][1], EP]),
-    "FSDP x TP, EP x ETP": (4, [FSDP, TP, EP, ETP]),
-}
 QUICK = ("FSDP", "TP", "DDP")
 # Four models, because context parallelism has no gspo, which is the fifth one's loss.
 N_MODELS, N_STEPS = 4, 3

@@ -27,10 +27,20 @@ CORRECTIONS = [
 ]
 
 
+def numbers_of(trainer, outputs):
+    no_update = OptimParams(lr=0.0, weight_decay=0.0, max_norm=math.inf)
+    return {
+        "gradients": gradients(trainer),
+        "loss": [output.loss for output in outputs],
+        "metrics": outputs[-1].metrics,
+        "logprobs": torch.cat([x for output in outputs for x in output.logprobs]),
+        "grad_norm": trainer.optim_step(no_update).grad_norm,
+    }
+
+
 def run_on_this_rank(dump_folder, overrides):
     config = toy_config(dump_folder, "--rl.loss.entropy_coef=0.01", *overrides)
     trainer = PolicyTrainer(config)
-    no_update = OptimParams(lr=0.0, weight_decay=0.0, max_norm=math.inf)
     found = {}
     for mode in MODES:
         batcher = Batcher(
@@ -42,13 +52,7 @@ def run_on_this_rank(dump_folder, overrides):
             for n in counts:
                 batch, samples = batcher.batch(samples[:n]), samples[n:]
                 outputs.append(trainer.forward_backward(batch, return_logprobs=True))
-            found[mode, name] = {
-                "gradients": gradients(trainer),
-                "loss": [output.loss for output in outputs],
-                "metrics": outputs[-1].metrics,
-                "logprobs": torch.cat([x for output in outputs for x in output.logprobs]),
-                "grad_norm": trainer.optim_step(no_update).grad_norm,
-            }
+            found[mode, name] = numbers_of(trainer, outputs)
     cp = trainer.engine.parallel_dims.cp_enabled
     for loss in CORRECTIONS:
         if loss.needs_whole_sequences and cp:
@@ -58,18 +62,10 @@ def run_on_this_rank(dump_folder, overrides):
         batcher = Batcher(dp_size=trainer.engine.dp_size, seq_len=24, rows=2)
         # Microbatches of several shapes, too, which pipelines take one after another.
         for bucketing in (False, True):
-            batcher = dataclasses.replace(batcher, bucketing=bucketing)
+            batch = dataclasses.replace(batcher, bucketing=bucketing).batch(toy_samples(9))
             trainer.zero_grad()
-            output = trainer.forward_backward(
-                batcher.batch(toy_samples(9)), loss, return_logprobs=True
-            )
-        found[loss.correction, "corrected"] = {
-            "gradients": gradients(trainer),
-            "loss": [output.loss],
-            "metrics": output.metrics,
-            "logprobs": torch.cat(output.logprobs),
-            "grad_norm": trainer.optim_step(no_update).grad_norm,
-        }
+            output = trainer.forward_backward(batch, loss, return_logprobs=True)
+        found[loss.correction, "corrected"] = numbers_of(trainer, [output])
     trainer.close()
     return found
 
@@ -90,16 +86,13 @@ def test_layout_computes_what_one_process_does(layout, one_process, tmp_path):
                 continue
             found = run[key]
             # Parameters of other stages are on other ranks.
-            for name, gradient in found["gradients"].items():
-                torch.testing.assert_close(
-                    gradient, expected["gradients"][name], rtol=1e-4, atol=2e-6
-                )
+            own = {name: expected["gradients"][name] for name in found["gradients"]}
+            torch.testing.assert_close(found["gradients"], own, rtol=1e-4, atol=2e-6)
             assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
             assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-            torch.testing.assert_close(
-                found["logprobs"], expected["logprobs"], rtol=1e-5, atol=2e-6
-            )
+            logprobs = found["logprobs"], expected["logprobs"]
+            torch.testing.assert_close(*logprobs, rtol=1e-5, atol=2e-6)
     if layout == "PP":
         key = MODES[0], "one"
         names = set(runs[0][key]["gradients"]) | set(runs[1][key]["gradients"])
@@ -118,23 +111,19 @@ def mistakes_on_this_rank(dump_folder, overrides, same_batch):
     trainer = PolicyTrainer(toy_config(dump_folder, "--rl.loss.kl_coef=0.1", *overrides))
     rank, dp_size, said = dist.get_rank(), trainer.engine.dp_size, []
 
-    def batch(dp_size, with_reference=True, n=4):
+    def batch(dp_size, with_reference=True, n=4, unknown=None):
+        """unknown: tensor with an unknown token id, for the second data-parallel rank, if any."""
         samples = toy_samples(n)
         if with_reference:
             samples = [dataclasses.replace(s, ref_logprobs=s.logprobs) for s in samples]
-        return Batcher(dp_size=dp_size, seq_len=24, rows=2).batch(samples)
-
-    def with_unknown(name):
-        """A batch with an unknown token id for the second data-parallel rank, if there is one."""
-        samples = toy_samples(4)
-        samples = [dataclasses.replace(s, ref_logprobs=s.logprobs) for s in samples]
-        getattr(samples[1], name)[-1] = 32
+        if unknown is not None:
+            getattr(samples[1], unknown)[-1] = 32
         return Batcher(dp_size=dp_size, seq_len=24, rows=2).batch(samples)
 
     good, wrong = batch(dp_size), batch(3 - dp_size)
     for own in (
-        with_unknown("token_ids"),
-        with_unknown("labels"),
+        batch(dp_size, unknown="token_ids"),
+        batch(dp_size, unknown="labels"),
         wrong if same_batch or rank == 1 else good,
         batch(dp_size, with_reference=False) if same_batch or rank == 1 else good,
         batch(dp_size, n=4 if rank == 0 else 8),

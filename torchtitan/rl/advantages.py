@@ -34,7 +34,7 @@ class AdvantageEstimator:
     def __post_init__(self) -> None:
         if self.name not in ("group_mean", "rloo", "none"):
             raise ValueError(
-                f"rl.advantage.name must be group_mean, rloo or none, got {self.name!r}; for gae, use GAE"
+                f"rl.advantage.name must be group_mean, rloo or none, got {self.name!r}; for 'gae', use the class GAE"
             )
         if self.std and self.name == "none":
             raise ValueError(
@@ -45,7 +45,7 @@ class AdvantageEstimator:
     def __call__(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> list[float]:
         """Return one advantage per reward. group_ids: the same id for all completions of a prompt.
 
-        Raises ValueError if a reward is not finite or larger in size than LARGEST_REWARD.
+        Raises ValueError if a reward is not finite, or its absolute value is above LARGEST_REWARD.
         """
         groups: dict[Hashable, list[float]] = {}
         for reward, group in zip(rewards, group_ids, strict=True):

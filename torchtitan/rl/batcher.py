@@ -48,9 +48,8 @@ class Batcher:
     bucketing: bool = False
     pad_multiple: int = 1  # T is the longest row's length, rounded up to a multiple of this
     skip_zero_advantage: bool = False  # leave out samples of advantage 0; denominators count them
-    scores_masked: bool = (
-        False  # keep labels outside the loss, for callers that read their log-probs
-    )
+    # Keep labels outside the loss, for callers that read their log-probs.
+    scores_masked: bool = False
     agg_mode: str = "token-mean"  # this and the next two: see `aggregation_weights`
     norm: float | None = None
     count_empty: bool = False
@@ -160,21 +159,16 @@ class Batcher:
     def _weights(
         self, masks: Sequence[Tensor], prompt_ids: Sequence[int]
     ) -> tuple[Tensor, float | None]:
-        options: Any = {
-            "norm": self.norm,
-            "prompt_ids": prompt_ids,
-            "count_empty": self.count_empty,
-        }
-        found: Any = aggregation_weights(
-            masks, self.agg_mode, normalize=not self.deferred, **options
-        )
+        options: Any = {"norm": self.norm, "count_empty": self.count_empty}
+        options |= {"prompt_ids": prompt_ids, "normalize": not self.deferred}
+        found: Any = aggregation_weights(masks, self.agg_mode, **options)
         per_sample, denominator = found if self.deferred else (found, None)
         return torch.cat([*per_sample, torch.zeros(0)]), denominator
 
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
         """Return (row indices of all ranks, rows per rank, slots per row) of each microbatch.
 
-        row_lengths: tokens of each row. Of a microbatch's row indices, rank r gets entries r, r + dp_size, ...
+        row_lengths: tokens of each row. Rank r gets the microbatch's row indices at r, r + dp_size, ...
         """
         n_slots = self._rounded(max(row_lengths, default=1))
         if not self.bucketing or not row_lengths:
@@ -213,7 +207,7 @@ class Batcher:
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
         """Build the microbatches: rows go to ranks in turn, so ranks differ by at most one row.
 
-        lengths, indices, models: one per sample. values: by name, the concatenated tokens of all samples.
+        lengths, indices, models: one entry per sample. values: name -> one entry per token.
         """
         sizes = [tree.size for tree in trees]
         of_trees = [models[tree.sequences[0]] for tree in trees]
@@ -222,7 +216,7 @@ class Batcher:
             rows = fill_rows(sizes, self.seq_len, of_trees)
         groups = self._groups_of([sum(sizes[i] for i in row) for row in rows])
         shapes = [(self.dp_size, n_rows, n_slots) for _, n_rows, n_slots in groups]
-        # By (group, rank): the slots of its samples, and the model of each row with samples.
+        # For each (group, rank): the slots of samples, and the model of each row that has samples.
         slots: dict[tuple[int, int], list[Slot]] = defaultdict(list)
         models_of_rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         nothing = torch.empty(0, dtype=torch.int64)
@@ -242,15 +236,14 @@ class Batcher:
 
         # For each token: position in its sequence, index of its slot, index of its sequence in the row.
         slot_of_token = torch.cat([nothing, *slots_of_sample])
+        numbers, counts = (torch.tensor(x, dtype=torch.int64) for x in (number_in_row, lengths))
         values = values | {
             "positions": torch.cat([nothing, *(torch.arange(n) for n in lengths)]),
-            "sequence_ids": torch.tensor(number_in_row, dtype=torch.int64).repeat_interleave(
-                torch.tensor(lengths, dtype=torch.int64)
-            ),
+            "sequence_ids": numbers.repeat_interleave(counts),
         }
         is_shared = any(any(tree.shared) for tree in trees)
         if is_shared:
-            # A shared slot gets the values of a sample that has it in the loss, else of one with a label.
+            # A shared slot takes the values of a sample that trains on it, or else of a sample with a label.
             n_tokens = len(slot_of_token)
             rank_of_token = (values["loss_mask"] != 0).long() + (values["labels"] != IGNORE_INDEX)
             order = torch.arange(n_tokens) + n_tokens * rank_of_token
@@ -283,7 +276,6 @@ class Batcher:
 
 
 def _joined_experts(samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the routed experts of all samples' tokens, one sample after another."""
     experts = [sample.routed_experts for sample in samples]
     if len(shapes := {tuple(x.shape[1:]) for x in experts}) > 1:
         raise ValueError(

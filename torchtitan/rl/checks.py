@@ -38,21 +38,21 @@ def check_rl_config(job_config: JobConfig) -> None:
 
 
 def check_generator(job_config: JobConfig) -> None:
-    """As `check_rl_config`, for the keys that a generator reads."""
+    """Like `check_rl_config`, but only for the keys that a generator reads."""
     refuse(
         _batch_invariance(job_config), _generator(job_config), weights_of_generator(job_config.rl)
     )
 
 
 def check_trainer_config(job_config: JobConfig) -> None:
-    """As `check_rl_config`, for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
+    """Like `check_rl_config`, but only for the keys that a `PolicyTrainer` reads: no tasks, no sampling."""
     rules = single_values(job_config), _loss(job_config), _rows(job_config)
     refuse(*rules, _batch_invariance(job_config))
     check_gradients_add_up(job_config)
 
 
 def check_server_config(job_config: JobConfig) -> None:
-    """As `check_rl_config`, for the keys that `torchtitan.rl.serve` reads."""
+    """Like `check_rl_config`, but only for the keys that `torchtitan.rl.serve` reads."""
     check_trainer_config(job_config)
     refuse(_serve(job_config), weights_of_generator(job_config.rl))
 
@@ -61,8 +61,8 @@ def check_not_divided(job_config: JobConfig) -> None:
     """Raise ConfigError if `rl.generator.ranks` is set, for code without separate generating ranks."""
     if job_config.ranks_apart:
         raise ConfigError(
-            f"rl.generator.ranks = {job_config.ranks_apart} splits the ranks into two roles before "
-            "anything else; start with torchtitan.rl.train or rl.controller.build_part, or set it to 0"
+            f"rl.generator.ranks = {job_config.ranks_apart} splits the ranks into two roles at "
+            "start-up; start with torchtitan.rl.train or rl.controller.build_part, or set it to 0"
         )
 
 
@@ -240,7 +240,7 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
         why = f"with rl.advantage.name = {rl.advantage.name!r}; set that to 'gae'"
         yield from no_effect(job_config, keys, why)
         return
-    # `advantage.whiten` divides by the standard deviation over all tokens instead.
+    # In place of `advantage.std`, `advantage.whiten` divides by the standard deviation over all tokens.
     yield from clash(
         "rl.advantage.name = 'gae'",
         "has a critic that learns from all samples, without comparing the rewards of a prompt",

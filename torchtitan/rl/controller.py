@@ -344,7 +344,7 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the engine does not save, as a JSON string. Collective."""
         state = {
-            "rollouts": self.rollouts.state_dict(),  # first, because it may reset the task
+            "rollouts": self.rollouts.state_dict(),  # first, because this call may reset the task
             "task": self.task.state_dict(),
             "num_batches": self.num_batches,
         }

@@ -96,9 +96,9 @@ class ImportanceCorrection:
 def sequence_sums(
     values: Tensor, in_loss: Tensor, sequence_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (sum of the values in the loss, number of these, sequence index of each slot), all [B, T].
+    """Return (sums of the values in the loss, their numbers, sequence index of each slot), all [B, T].
 
-    In sums and counts, column i of a row is for its sequence i. Padding slots have sequence index 0.
+    Column i of the sums and numbers belongs to sequence i of the row. Padding slots have sequence index 0.
     """
     index = sequence_ids.clamp(min=0)
     counted = (in_loss & (sequence_ids >= 0)).to(values.dtype)

@@ -153,7 +153,8 @@ def continue_prompts(
         if records_experts:
             together = torch.cat(experts)
             if (schedule := decoder.runner.schedule) is not None:
-                summed = together.int()  # a layer is on one stage; no backend reduces int16
+                summed = together.int()  # no backend reduces int16
+                # Each stage has recorded only its own layers.
                 dist.all_reduce(summed, dist.ReduceOp.MAX, group=schedule.group)
                 together = summed.to(together.dtype)
             lengths = [len(of_row) for of_row in experts]

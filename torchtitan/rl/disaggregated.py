@@ -137,7 +137,7 @@ class RemoteGenerator:
         self._weights_sent: Future | None = None
         self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
-        self._answers: dict[int, list[Share]] = {}  # request number -> not yet taken
+        self._answers: dict[int, list[Share]] = {}  # request number -> answers not yet taken
         self._failure: Exception | None = None  # once set, nothing is sent or received
 
     def take_policy(self, policy: PolicyModel) -> None:
@@ -175,13 +175,14 @@ class RemoteGenerator:
         raises LostGeneratorError if a generating rank is gone, RunError if one failed.
         """
         self._n_requests += 1
-        sent = self._send(("draw", request))
-        return partial(self._episodes, self._n_requests, sent)
+        number, sent = self._n_requests, self._send(("draw", request))
 
-    def _episodes(self, number: int, sent: Future | None) -> list[Episode]:
-        # A separate collective with its own timeout, because weights may have to be sent first.
-        from_rank_zero(lambda: sent.result())
-        return from_rank_zero(partial(self._answer, number))
+        def episodes() -> list[Episode]:
+            # A separate collective with its own timeout, because weights may have to be sent first.
+            from_rank_zero(lambda: sent.result())
+            return from_rank_zero(partial(self._answer, number))
+
+        return episodes
 
     def _answer(self, number: int) -> list[Episode]:
         """Wait for the episodes of a request; called on rank 0."""

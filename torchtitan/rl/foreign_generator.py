@@ -44,7 +44,7 @@ class ForeignGenerator(Generator):
         self._seed, self._n_calls = seed, 0
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Have the engine load the weights. Checks no digest: engines change the layout. Collective."""
+        """Have the engine load the weights. No digest is compared: engines change the layout. Collective."""
         self.policy_version = -1  # until the update is complete
         failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
         if failure is not None:

@@ -89,10 +89,10 @@ class Generator(ABC):
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """Return what `generate` returns. rows: each completion's index over all ranks."""
+        """Return what `generate` returns. rows: each completion's index among those of all ranks."""
 
     def check_weights(self) -> None:
-        """Raise StaleWeightsError or NoWeightsError unless the weights are of `policy_version`."""
+        """Raise StaleWeightsError or NoWeightsError unless the weights have the version `policy_version`."""
         if self.policy_version < 0:
             raise NoWeightsError(
                 "the generator's model has no weights, or only a part of an update; call "
@@ -239,7 +239,7 @@ class LocalGenerator(DecoderGenerator):
         if reasons := reasons_for_turns(self.engine.job_config, dims, parts):
             raise ValueError(
                 f"models with adapters cannot share a batch, because {reasons[0]}; sample from one "
-                "after the other"
+                "model after the other"
             )
         passes = MultiLoRA(parts, None)
         self._on_rows = lambda prompts: passes.set_rows([of_prompts[i] for i in prompts])
@@ -351,7 +351,7 @@ class BufferedGenerator(Generator):
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """What a generator with its own weights needs to know of the trained model. device: this rank's."""
+    """What a generator needs to build its own copy of the trained model. device: this rank's device."""
 
     job_config: JobConfig
     train_spec: TrainSpec

@@ -110,7 +110,7 @@ class RLLoss(Section):
     agg_mode: LossAggregation = "token-mean"  # How the step's per-token losses are combined
     # For seq-mean-token-sum-norm: the constant divisor, e.g. the length limit of completions
     norm: NotNegative = 0.0
-    # Means over sequences or prompts also count those without a token in the loss, as in verl
+    # Means over sequences or prompts also count sequences without a token in the loss, as in verl
     count_empty: bool = False
     # Weight of the KL divergence from the reference policy; if above 0, samples need ref_logprobs
     kl_coef: NotNegative = 0.0
@@ -127,7 +127,7 @@ class RLTeacher(Section):
     folder: str = ""
     # KL(policy || teacher), or KL(teacher || policy)
     divergence: Literal["reverse", "forward"] = "reverse"
-    # Compare the teacher's k most probable tokens, and all others as one token; 0: all tokens
+    # Compare the teacher's k most probable tokens, and all other tokens as one token; 0: compare all tokens
     top_k: Count = 0
     kl_weight: PositiveFloat = 1.0  # Weight of the divergence
     policy_weight: NotNegative = 1.0  # Weight of [rl.loss], which is added; 0 leaves it out
@@ -145,7 +145,7 @@ class RLBatch(Section):
     # otherwise each sample has its own row
     packing: bool = False
     # Compute only once a prefix that samples share, such as a prompt for all its completions; needs
-    # packing. Loss and gradients are equal up to rounding; experts count a shared token once
+    # packing. Loss and gradients are equal up to rounding; expert counts include a shared token once
     share_prefixes: bool = False
     bucketing: bool = False  # Put rows of similar length into a microbatch, to pad less
     # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
@@ -185,13 +185,13 @@ class RLGenerator(Section):
     # '{"backend": "nccl"}', or "gloo" on CPUs, for which this package has to be installed there
     weight_transfer: Literal["", "nccl", "gloo"] = ""
     # For vllm and openai: send only the adapters of [lora], as files that vLLM loads beside its own base
-    # model: the weights in model.hf_assets_path, or those that the server was started with
+    # model: the weights in model.hf_assets_path, or the weights that the server was started with
     adapters: bool = False
     max_requests: Positive = 64  # For openai: requests that a rank sends at the same time
     # For openai: time limit of one request, and of waiting while no server answers
     timeout_seconds: PositiveFloat = 600.0
-    # Replace the generator's log-probs by those of a forward pass of the trainer, bitwise equal to those of
-    # the first forward-backward pass; only for a generator in the trainer's own precision
+    # Replace the generator's log-probs by those of a forward pass of the trainer, bitwise equal to the
+    # log-probs of the first forward-backward pass; only for a generator in the trainer's own precision
     rescore: bool = False
     # For mixtures of experts: record each token's experts during generation, and have the trainer route
     # the token to the same experts, with the scores of the trainer's router
@@ -237,8 +237,8 @@ class RLServe(Section):
     # adapters; a larger request gets a separate pass
     max_datums_per_pass: Positive = 512
     max_models: Positive = 64  # Limit of clients' models with adapters that train at a time
-    # Memory per rank for adapters, gradients and optimizer states of idle models: the latest used stay on
-    # the accelerator, the next ones in host memory, the others in files below job.dump_folder
+    # Memory per rank for adapters, gradients and optimizer states of idle models: the most recently
+    # used stay on the accelerator, the next in host memory, and the rest in files below job.dump_folder
     max_device_mib: Count = 1024
     max_host_mib: Count = 4096
     max_file_mib: Count = 16384
@@ -258,7 +258,7 @@ class RL(Section):
     overlong_tokens: Count = 0
     overlong_penalty: NotNegative = 1.0
     async_steps: Count = 0  # Steps by which generation may run ahead of training; 0: they alternate
-    eval_every: Count = 0  # Evaluate every this many steps and after the last; 0 never
+    eval_every: Count = 0  # Evaluate every N steps and after the last step; 0: never
     eval_samples: Positive = 200  # Prompts per evaluation, the same each time
     seed: Annotated[int, Range(0, math.inf)] = 0  # Seed of the prompts and of the sampling
     # Episodes per step that are appended to episodes.jsonl; -1 is all, 0 none
@@ -310,8 +310,8 @@ def batch_seq_len(job_config: JobConfig) -> int:
 
 
 def longest_episode(job_config: JobConfig) -> int:
-    """Return the length limit of an episode, prompt included, that a row and the generator can hold."""
+    """Return the length of the longest episode, prompt included, that fits into a row and the generator."""
     row, generator = batch_seq_len(job_config) + 1, job_config.rl.generator
-    if generator.backend != "vllm":  # other backends and rows leave out the last token
+    if generator.backend != "vllm":  # only vLLM counts the last token, which the model never reads
         return row
     return min(row, generator.max_seq_len or job_config.training.seq_len)

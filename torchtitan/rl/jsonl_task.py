@@ -157,7 +157,7 @@ class JsonlTask(Task):
     def chat_reply(
         self, prompt: Prompt, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]
     ) -> str:
-        """Return messages that answer the last turn as text, for `reply` to return."""
+        """Return the text of messages that answer the last turn; `reply` can return this text."""
         assert self.chat is not None
         return self.chat.continuation(
             self.messages(prompt), messages, stop=turns[-1].stop, tools=self._schemas

@@ -55,11 +55,11 @@ class Learner(ABC):
 
     @abstractmethod
     def _output_layer(self, loss_fn: Any = None) -> Head | None:
-        """Return the head for `loss_fn`, or for scores if it is None; None keeps the model's output layer."""
+        """Return the head for `loss_fn`, or for scores without it; None: the model's output layer."""
 
     @abstractmethod
     def _values(self, outputs: Any) -> tuple:
-        """Return a loss's first arguments from the model's outputs; the first one is the scores [B, T]."""
+        """Return the first arguments of a loss from the model's outputs, beginning with the scores [B, T]."""
 
     # ---- one step ----
 
@@ -237,7 +237,7 @@ class Learner(ABC):
     def _per_sample(
         self, batch: TrainingBatch, scores: list[Tensor] | None, only_own: bool = True
     ) -> list[Tensor | None]:
-        """Cut [B, T] scores into samples, and gather the samples of all ranks."""
+        """Split [B, T] scores into one tensor per sample, and gather the samples of all ranks."""
         only_own = only_own and not batch.scores_masked
         samples: dict[int, Tensor] = {}
         found = self.engine.from_last_stage(scores)

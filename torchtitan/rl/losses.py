@@ -80,7 +80,7 @@ class PolicyLoss(ImportanceCorrection, ABC):
 
     @functools.cached_property
     def metric_names(self) -> tuple[str, ...]:
-        """The loss's metric names, found by a call with one token: ranks without the loss need them."""
+        """The loss's metric names, found by a call with one token, because ranks without outputs need them."""
         token, index = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64)
         batch: Any = dict.fromkeys(LossInputs.__annotations__, token) | {"sequence_ids": index}
         return tuple(self(token, token, batch).metrics)
@@ -369,7 +369,7 @@ class LossWithTeacher:
     teacher: Any  # an `objective.distillation.Distillation`
 
     def __getattr__(self, name: str) -> Any:
-        if name == "policy":  # `copy` and `pickle` ask before it is set
+        if name == "policy":  # `copy` and `pickle` read attributes before `policy` is set
             raise AttributeError(name)
         return getattr(self.policy, name)  # such as `needs_entropy` and `check`
 

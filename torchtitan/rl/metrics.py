@@ -83,7 +83,7 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
-    """Metrics of the episodes' lag: the weight updates from the oldest token's version to `version`."""
+    """Metrics of the lag: the weight updates between an episode's oldest token and `version`."""
     counts = Counter(version - episode.policy_version for episode in episodes)
     return {
         "rl/lag": max(counts),
@@ -103,7 +103,8 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
 def append_episodes(path: str, step: int, episodes: Sequence[Episode], limit: int = -1) -> None:
     """Append a step's first episodes to a file, one JSON object per line, on rank 0 only.
 
-    A line has the step and the fields of `Episode`; `routed_experts` is null. limit: of lines; -1: all.
+    A line has the step and the fields of `Episode`; `routed_experts` is null.
+    limit: number of lines to append; -1 appends all.
     """
     if limit == 0 or (dist.is_initialized() and dist.get_rank() != 0):
         return

@@ -23,8 +23,8 @@ _ANSWER = re.compile(
 def scores_of(value: Any) -> dict[str, float]:
     """Return what a reward function returned as {"total": reward, name: another score, ...}.
 
-    value: the reward, or a dict with the reward under "total". Any value that float() accepts is a
-    number, except a text: also a bool, a Decimal, a scalar of NumPy or torch.
+    value: the reward, or a dict with the reward under "total". Numbers are all values that float()
+    accepts, such as a bool, a Decimal, or a scalar of NumPy or torch, but not texts.
     Raises ValueError, naming the key, for a dict without "total" and for values that are not finite.
     """
     if not isinstance(value, Mapping):

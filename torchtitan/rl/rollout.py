@@ -209,8 +209,8 @@ class Draws:
 def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool) -> list[T]:
     """Return the results of `work` on all ranks; if it raises on one rank, all ranks raise.
 
-    Return only this rank's result if `is_last`, because no other rank needs it, or if ranks generate
-    alone, because they may draw on a thread, which must not communicate.
+    Return only this rank's result if `is_last`, because then no other rank needs it. Ranks that generate
+    alone do not communicate, because they may draw on a thread.
     """
     return [work()] if _num_together(generator) == 1 or is_last else on_all_ranks(work)
 
@@ -248,7 +248,7 @@ def _of_all_ranks(draw: Callable[[], list[Episode]]) -> list[Episode]:
 
 
 def episodes_of(shares: Sequence[Share], first_rank: int = 0) -> list[Episode]:
-    """Join the shares of consecutive ranks, the first `first_rank`; RunError if a rank failed."""
+    """Join the shares of consecutive ranks, beginning with `first_rank`; RunError if a rank failed."""
     episodes: list[Episode] = []
     for rank, share in enumerate(shares, start=first_rank):
         if isinstance(share, str):
@@ -293,7 +293,7 @@ class _Dialogue:
         self.tokens += zip(ids, logprobs, (1,) * len(ids), versions, strict=True)
 
     def reply(self, text: str, token_ids: Sequence[int]) -> None:
-        if self.turns:  # another rank's dialogue has none
+        if self.turns:  # a dialogue of another rank has no turns here
             self.turns[-1] = replace(self.turns[-1], reply=text)
         self.tokens += [(token, 0.0, 0, -1) for token in token_ids]
 
@@ -324,7 +324,7 @@ class _Dialogue:
 
 
 def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
-    """Join the turns' experts [all tokens so far but the last, L, k]; a token keeps the first record."""
+    """Join the turns' experts [all tokens so far but the last, L, k]; a token keeps its first experts."""
     joined = of_turns[0]
     for experts in of_turns[1:]:
         if joined is not None and experts is not None:
@@ -404,7 +404,7 @@ class Rollouts:
     # ---- training ----
 
     def skip_to(self, step: int) -> None:
-        """Take no prompts and generate no episodes for the steps before this one."""
+        """Skip the steps before `step`: take no prompts and generate no episodes for them."""
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
@@ -419,7 +419,7 @@ class Rollouts:
             self._next_step = step + 1
 
     def take(self, step: int) -> list[Episode]:
-        """Wait for a step's episodes, and return those of all ranks. Collective; steps are taken in order."""
+        """Wait for a step's episodes and return the episodes of all ranks. Collective; take steps in order."""
         episodes = self._ahead[step]()
         del self._ahead[step]
         self._task_before.pop(step, None)

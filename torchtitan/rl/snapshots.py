@@ -19,7 +19,7 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's part of the weights: parameters, and saved buffers of floating point."""
+    """Yield this rank's part of the weights: parameters, and persistent floating-point buffers."""
     for part in engine.model_parts:
         for name, parameter in part.named_parameters():
             yield name_without_wrappers(name), parameter
@@ -80,8 +80,8 @@ class Snapshots:
     """Keeps snapshots of weights in host memory while a caller holds their key.
 
     limit: a key expires when more than this many later keys exist, and its weights are dropped; pinned
-        keys never expire. The number of keys is the same on all ranks, while the time at which Python
-        frees a key is not.
+        keys never expire. Expiry counts keys, because ranks have the same number of keys, but free
+        them at different times.
     """
 
     def __init__(self, engine: TrainingEngine, limit: int):

@@ -171,7 +171,7 @@ class Task(ABC):
 TaskBuilder = Callable[[Any, BaseTokenizer | None, int | None], Task]
 """(the section `[rl]`, the model's tokenizer, longest prompt in tokens) -> task"""
 
-# name -> function, or the function's name, module:function, which is imported on use
+# name -> builder, or the builder's name (module:function), which is imported when it is used
 _TASKS: dict[str, TaskBuilder | str] = dict.fromkeys(
     ("sum_digits", "copy", "sort", "guess"), "torchtitan.experiments.rl_toy.tasks:build"
 ) | {"jsonl": "torchtitan.rl.jsonl_task:build"}

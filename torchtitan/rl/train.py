@@ -3,14 +3,14 @@
     torchtitan rl job.toml --nproc 8              # or one process, without --nproc
     torchrun --nproc-per-node 8 -m torchtitan.rl.train --job.config_file job.toml
 
-The config is that of `torchtitan.train` plus `[rl]` sections (`torchtitan.rl.job_config`); exit codes are the
-same, too. --help and config errors are printed before anything heavy is imported.
+The config has the sections of `torchtitan.train` and the `[rl]` sections (`torchtitan.rl.job_config`); exit
+codes are the same. --help and config errors are printed before anything heavy is imported.
 """
 
 from torchtitan.tools import signals
 
 if __name__ == "__main__":
-    signals.at_start.start()  # before seconds of imports
+    signals.at_start.start()  # before the slow imports
 
 from torchtitan import train
 from torchtitan.rl.checks import check_rl_config

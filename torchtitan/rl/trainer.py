@@ -1,4 +1,4 @@
-"""Upstream torchtitan's name, in `experiments/rl/actors`, for `torchtitan.rl.policy`."""
+"""Import path of upstream torchtitan (`experiments/rl/actors`); the code is in `torchtitan.rl.policy`."""
 
 from torchtitan.rl.policy import PolicyTrainer
 

@@ -266,7 +266,7 @@ class Slot(NamedTuple):
 class LossInputs(TypedDict, total=False):
     """The tensors of one microbatch, for the engine and for losses: B rows of T (with cp: T/cp) slots.
 
-    Optional tensors that no sample has are missing. A loss reads entries by name: `batch["advantages"]`.
+    An optional tensor is missing if no sample has it. A loss reads entries by name: `batch["advantages"]`.
     """
 
     input: Required[Tensor]  # [B, T] int64 token ids; 0 in padding
@@ -274,7 +274,7 @@ class LossInputs(TypedDict, total=False):
     # batcher has `scores_masked`)
     labels: Required[Tensor]
     positions: Required[Tensor]  # [B, T] int64, from 0 in each sequence; -1 in padding
-    # [B, T] int64, the sample's index in its row; -1 in padding. A shared slot has the sample that scores it
+    # [B, T] int64, the sample's index in its row; -1 in padding. A shared slot has its scoring sample's index
     sequence_ids: Required[Tensor]
     loss_mask: Required[Tensor]  # [B, T] fp32, 1 for tokens in the loss, else 0
     # [B, T] fp32, each token's share of the step; the loss is the sum of weight * loss per token. This

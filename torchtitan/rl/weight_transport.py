@@ -48,7 +48,7 @@ def hand_over(
     def watched() -> Iterator[tuple[str, Tensor]]:
         nonlocal weights_failed
         try:
-            yield from chain(pairs)  # `chain` keeps `pairs` open when this iteration ends early
+            yield from chain(pairs)  # `chain` keeps `pairs` open if this iteration ends early
         except Exception:
             weights_failed = True
             raise
@@ -163,7 +163,7 @@ def _pack(old: Tensor, new: Tensor) -> Tensor | None:
 
 
 def _apply(changes: Tensor, tensor: Tensor) -> bool:
-    """Write changes into the tensor that they were packed against; False if the result differs."""
+    """Write changes into the tensor of the last update; return False if the fingerprint differs."""
     words, (head, rest) = _words(tensor), np.split(changes.numpy(), [8])
     n_changes, n_left = divmod(len(rest), 2 + tensor.itemsize)
     places = np.cumsum(rest[: 2 * n_changes].view(np.uint16), dtype=np.int64)
@@ -183,7 +183,7 @@ def pickled(value: Any) -> tuple[Tensor, Tensor]:
 
 
 def unpickled(receive: Callable[[Tensor], Any]) -> Any:
-    """Return an object that was sent as `pickled`. receive: begins to fill a tensor, returns the work."""
+    """Return an object that was sent as `pickled`. receive: starts to fill a tensor; returns a handle."""
     length = torch.zeros(1, dtype=torch.int64)
     receive(length).wait()
     data = torch.empty(int(length), dtype=torch.uint8)

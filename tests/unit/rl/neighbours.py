@@ -67,10 +67,6 @@ def _shared(policy: Policy, **changes) -> list:
     return results
 
 
-def _start_from_state(policy: Policy, path: str) -> None:
-    policy.load(path, True, "3", 1)
-
-
 def commands(saved: str, damaged: str) -> dict[str, Callable[[Policy], object]]:
     """Name -> command; those whose names begin with "failed" must raise or return an error.
 
@@ -78,25 +74,25 @@ def commands(saved: str, damaged: str) -> dict[str, Callable[[Policy], object]]:
     """
     wrong = {"data": [WRONG], "loss_fn": "cross_entropy"}
     missing = os.path.join(os.path.dirname(saved), "missing")
-    acting = [(ACTING, request(0, 3))]
-    forward = [(ACTING, request(0, 3, forward_only=True))]
+
+    def acting(**changes):
+        return [(ACTING, request(0, 3, **changes))]
+
     return {
         "create": lambda p: p.start_model(adapters_of(4), "4"),
         "failed create": lambda p: p.start_model(adapters_of(5) | {"rank": "none"}, "5"),
         "unload": lambda p: p.drop_models(["4"]),
-        "create from state": lambda p: _start_from_state(p, saved),
+        "create from state": lambda p: p.load(saved, True, "3", 1),
         "unload it": lambda p: p.drop_models(["3"]),
-        "failed create from state": lambda p: _start_from_state(p, damaged),
-        "forward": lambda p: p.forward_backward(forward),
-        "failed forward": lambda p: p.forward_backward(
-            [(ACTING, request(0, 3, forward_only=True, **wrong))]
-        ),
-        "forward_backward": lambda p: p.forward_backward(acting),
+        "failed create from state": lambda p: p.load(damaged, True, "3", 1),
+        "forward": lambda p: p.forward_backward(acting(forward_only=True)),
+        "failed forward": lambda p: p.forward_backward(acting(forward_only=True, **wrong)),
+        "forward_backward": lambda p: p.forward_backward(acting()),
         "optim_step": lambda p: p.optim_step([(ACTING, params_of(0))]),
         "forward_backward of two": lambda p: _shared(p),
         "failed one of two": lambda p: _shared(p, **wrong),
         "failed load in mid-step": lambda p: p.load(missing, False, ACTING, 1),
-        "failed forward_backward": lambda p: p.forward_backward([(ACTING, request(0, 3, **wrong))]),
+        "failed forward_backward": lambda p: p.forward_backward(acting(**wrong)),
         "failed load after it": lambda p: p.load(damaged, False, ACTING, 1),
         "failed optim_step": lambda p: p.optim_step([(ACTING, params_of(0))]),
         "save": lambda p: p.save("again", False, ACTING),
@@ -175,12 +171,10 @@ def changes(folder: str, flags=()) -> list[str]:
                     found.append(f"{name} with {in_policy or 'the base'} in place: no error")
                 assert name.startswith("failed") or not errors, (name, errors)
                 after = _all_states(policy, client)
-                watched = before.keys() - (
-                    {ACTING, "3", "4"} if not errors or name in OF_STEPS else {}
-                )
+                own = {ACTING, "3", "4"} if not errors or name in OF_STEPS else set()
                 found += [
                     f"{name} with {in_policy or 'the base'} in place: {model or 'the base'}"
-                    for model in sorted(watched)
+                    for model in sorted(before.keys() - own)
                     if before[model] != after.get(model)
                 ]
                 if errors and (more := after.keys() - before.keys()):

@@ -37,12 +37,8 @@ class TinyPolicy(nn.Module):
             parameter.grad = None
         if loss.requires_grad:
             loss.backward()
-        return torch.cat(
-            [
-                (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
-                for p in self.parameters()
-            ]
-        )
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters()]
+        return torch.cat([grad.flatten() for grad in grads])
 
 
 def random_samples(n: int, seed: int = 0) -> list[TrainingSample]:
@@ -53,14 +49,10 @@ def random_samples(n: int, seed: int = 0) -> list[TrainingSample]:
         length = rng.randint(1, LONGEST)
         tokens = [rng.randrange(VOCAB) for _ in range(length + 1)]
         n_prompt = rng.randint(1, length)
-        sample = TrainingSample.from_sequence(
-            tokens[:n_prompt],
-            tokens[n_prompt:],
-            [-2 * rng.random() for _ in range(length + 1 - n_prompt)],
-            advantage=rng.uniform(-1, 1),
-            ref_logprobs=[-2 * rng.random() for _ in range(length + 1 - n_prompt)],
-            group_id=i // 3,
-        )
+        prompt, new = tokens[:n_prompt], tokens[n_prompt:]
+        own, ref = ([-2 * rng.random() for _ in new] for _ in range(2))
+        options = {"advantage": rng.uniform(-1, 1), "ref_logprobs": ref, "group_id": i // 3}
+        sample = TrainingSample.from_sequence(prompt, new, own, **options)
         old = sample.logprobs + (torch.arange(length) % 5 - 2) * 0.5 * sample.loss_mask
         sample = dataclasses.replace(sample, old_logprobs=old)
         if i == 3:
@@ -97,25 +89,16 @@ def make_episodes(
     stop_strings: Sequence[str] = (),
 ) -> list[Episode]:
     """Return graded episodes of completions, which are in the order of the prompts."""
-    per_prompt = len(completions) // len(prompts)
-    dialogues = []
+    per_prompt, dialogues = len(completions) // len(prompts), []
     for i, completion in enumerate(completions):
-        dialogues.append(rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i))
-        dialogues[-1].complete(completion)
-        text_and_stop = rollout._text_and_stop(task, completion, stop_strings)
-        dialogues[-1].turns.append(Turn(*text_and_stop))
+        dialogue = rollout._Dialogue(prompts[i // per_prompt], i // per_prompt, i)
+        dialogue.complete(completion)
+        dialogue.turns.append(Turn(*rollout._text_and_stop(task, completion, stop_strings)))
+        dialogues.append(dialogue)
     return rollout._graded(task, dialogues)
 
 
 def make_episode(**changes) -> Episode:
-    values = dict(
-        group_id=3,
-        prompt="12+34=",
-        prompt_token_ids=(5, 6, 7),
-        expected_answer="46",
-        text="46",
-        token_ids=(8, 9),
-        token_log_probs=(-0.5, -0.25),
-        policy_version=4,
-    )
-    return Episode(**(values | changes))
+    values = {"group_id": 3, "prompt": "12+34=", "expected_answer": "46", "text": "46"}
+    values |= {"prompt_token_ids": (5, 6, 7), "token_ids": (8, 9), "policy_version": 4}
+    return Episode(**({"token_log_probs": (-0.5, -0.25)} | values | changes))

@@ -16,11 +16,8 @@ from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import SamplingConfig
 
 EXACT = ["--rl.generator.exact", "--training.seq_len=96", "--rl.sampling.temperature=0.8"]
-QWEN = [
-    "--model.name=qwen3",
-    "--model.args",
-    "n_layers=2, dim=64, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, head_dim=16",
-]
+SIZES = "n_layers=2, dim=64, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, head_dim=16"
+QWEN = ["--model.name=qwen3", "--model.args", SIZES]
 PACKED = ["--model.attn_type=varlen", "--model.attn_mask_type=position_block_causal"]
 # Large logits, at which bf16 rounds to 1/16 and coarser.
 SCALE = 12.0
@@ -49,12 +46,9 @@ def differences(trainer, samples, **batcher) -> tuple[int, int]:
     dp_size = trainer.engine.dp_size
     batch = Batcher(dp_size=dp_size, seq_len=96, **batcher).batch(samples)
     scored = trainer.forward(batch)
-    wrong = n = 0
-    for sample, values in zip(samples, scored, strict=True):
-        in_loss = sample.loss_mask > 0
-        wrong += int((values[in_loss] != sample.logprobs[in_loss]).sum())
-        n += int(in_loss.sum())
-    return wrong, n
+    in_loss = torch.cat([sample.loss_mask for sample in samples]) > 0
+    differs = torch.cat(scored) != torch.cat([sample.logprobs for sample in samples])
+    return int(differs[in_loss].sum()), int(in_loss.sum())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,9 +63,7 @@ def test_logprobs_are_bitwise_the_trainers_in_every_batch(tmp_path, dtype, model
     together = generator.generate(prompts, sampling, 3)
     generator.max_rows = 4  # other rows beside it, and other lengths of the cache
     apart = generator.generate(prompts, sampling, 3)
-    assert [(c.token_ids, c.token_logprobs) for c in together] == [
-        (c.token_ids, c.token_logprobs) for c in apart
-    ]
+    assert together == apart
     samples = sampled(prompts, together, 3)
     packings = [{"rows": 7}, {"rows": 3, "packing": True} if "packed" in model else {"rows": 1}]
     for packing in packings:
@@ -98,27 +90,18 @@ def test_ratio_on_policy_is_one_and_the_run_learns(start):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_torch(dtype):
     torch.manual_seed(0)
-    x, weight, bias = (
-        torch.randn(shape, dtype=dtype, requires_grad=True)
-        for shape in ((3, 15, 24), (40, 24), (40,))
-    )
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
-    )
+    shapes = (3, 15, 24), (40, 24), (40,)
+    x, weight, bias = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 5e-2)
     for ours, theirs, inputs in (
         (batch_invariant_linear, torch.nn.functional.linear, (x, weight, bias)),
         (batch_invariant_silu, torch.nn.functional.silu, (x,)),
     ):
         found, expected = ours(*inputs), theirs(*inputs)
-        torch.testing.assert_close(found, expected, **tolerance)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
         grad = torch.randn_like(found)
-        pairs = zip(
-            torch.autograd.grad(found, inputs, grad),
-            torch.autograd.grad(expected, inputs, grad),
-            strict=True,
-        )
-        for ours_grad, theirs_grad in pairs:
-            torch.testing.assert_close(ours_grad, theirs_grad, **tolerance)
+        grads = [torch.autograd.grad(output, inputs, grad) for output in (found, expected)]
+        torch.testing.assert_close(*grads, rtol=rtol, atol=atol)
 
 
 def test_tiles_are_attention_whatever_follows_in_the_cache():
@@ -129,10 +112,9 @@ def test_tiles_are_attention_whatever_follows_in_the_cache():
     scores = (q @ k.transpose(1, 2)).masked_fill(~visible, -torch.inf)
     torch.testing.assert_close(out, scores.softmax(-1) @ v, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    longer = [
-        torch.nn.functional.pad(x, (0, 0, 0, batch_invariant.KEYS), value=7.0) for x in (k, v)
-    ]
-    hidden = torch.nn.functional.pad(visible, (0, batch_invariant.KEYS))
+    pad, n_more = torch.nn.functional.pad, batch_invariant.KEYS
+    longer = [pad(x, (0, 0, 0, n_more), value=7.0) for x in (k, v)]
+    hidden = pad(visible, (0, n_more))
     for row in range(13):
         alone, _ = attend_in_tiles(q[:, row : row + 1], *longer, hidden[None, row : row + 1])
         assert torch.equal(alone[:, 0], out[:, row])

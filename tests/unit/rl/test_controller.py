@@ -1,7 +1,6 @@
 import json
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torchtitan.experiments.rl_toy.tasks import CopyTask
 from torchtitan.report.page import page_of
 from torchtitan.report.read import read_run
 from torchtitan.rl.controller import Controller
-from torchtitan.rl.types import SamplingConfig
 
 pytestmark = pytest.mark.long
 
@@ -31,18 +29,9 @@ class GradesInParts(CopyTask):
 def finished(tmp_path_factory):
     """The folder of a short run with everything on."""
     folder = tmp_path_factory.mktemp("run")
-    controller = Controller(
-        toy_config(
-            folder,
-            "--training.steps=4",
-            "--metrics.enable_jsonl",
-            "--metrics.enable_tensorboard",
-            "--rl.eval_every=2",
-            "--rl.eval_samples=8",
-            "--rl.generator.rescore",
-        ),
-        task=GradesInParts(),
-    )
+    flags = ["--training.steps=4", "--metrics.enable_jsonl", "--metrics.enable_tensorboard"]
+    flags += ["--rl.eval_every=2", "--rl.eval_samples=8", "--rl.generator.rescore"]
+    controller = Controller(toy_config(folder, *flags), task=GradesInParts())
     controller.train()
     controller.close()
     controller.close()
@@ -104,13 +93,12 @@ def test_episodes_are_drawn_ahead_and_no_older_than_allowed(start):
 def test_step_and_its_update_wait_for_no_draw_that_is_going_on(start):
     """The third step's draw ends only after two steps are trained and their weights sent."""
     controller = start("--training.steps=6", "--rl.async_steps=2")
-    may_draw, waited_too_long, drawn_with = threading.Event(), [], []
+    may_draw, drawn_with = threading.Event(), []
     inner = controller.generator._generator
     generate = inner.generate
 
     def slow_generate(*arguments, **options):
-        if len(drawn_with) >= 2 and not may_draw.wait(timeout=60):
-            waited_too_long.append(True)
+        assert len(drawn_with) < 2 or may_draw.wait(timeout=60)
         drawn_with.append(inner.policy_version)
         return generate(*arguments, **options)
 
@@ -118,41 +106,11 @@ def test_step_and_its_update_wait_for_no_draw_that_is_going_on(start):
     for _ in range(2):
         controller.train_step()
     assert controller.generator.policy_version == 2
-    assert len(drawn_with) == 2 and not waited_too_long
+    assert len(drawn_with) == 2
     may_draw.set()
     lags = [controller.train_step()["rl/lag"] for _ in range(4)]
     # Updates came meanwhile, and each draw used the version at the time of its request.
     assert lags == [2, 2, 2, 2] and drawn_with == [0, 0, 0, 1, 2, 3]
-
-
-def test_draw_sees_nothing_of_an_update_that_comes_in_its_middle(start):
-    controller = start("--rl.async_steps=1", "--optimizer.lr=0.1")
-    generator, sampling = controller.generator, SamplingConfig(max_tokens=8, seed=1)
-    is_drawing, is_updated = threading.Event(), threading.Event()
-
-    def stop_after_first_token(*_):
-        is_drawing.set()
-        assert is_updated.wait(timeout=60)
-
-    hook = generator._generator.model.register_forward_hook(stop_after_first_token)
-    is_updated.set()
-    expected = generator.generate(
-        [[1, 2]], sampling, 64
-    )  # with the hook, which decides the kernels
-    is_drawing.clear()
-    is_updated.clear()
-    with ThreadPoolExecutor(1) as thread:
-        drawing = thread.submit(generator.pinned().generate, [[1, 2]], sampling, 64)
-        assert is_drawing.wait(timeout=60)
-        samples = controller.batcher.batch(toy_samples(4))
-        controller.trainer.forward_backward(samples)
-        controller.trainer.optim_step()
-        controller.trainer.push_model_state_dict(generator)
-        is_updated.set()
-        assert drawing.result() == expected
-    hook.remove()
-    (new, *_) = generator.pinned().generate([[1, 2]], sampling, 64)
-    assert new.policy_version == 1 and new.token_logprobs != expected[0].token_logprobs
 
 
 def test_pending_episodes_survive_a_checkpoint(start):
@@ -168,9 +126,7 @@ def test_pending_episodes_survive_a_checkpoint(start):
     rollouts = {"next_step": 4, "pending": [[2, [{"prompt": 1}]]]}
     damaged = json.dumps({"task": {"num_drawn": 1}, "rollouts": rollouts})
     for text in ("", "{", "[]", "{}", "[" * 100_000, '{"task": 3, "rollouts": {}}', damaged):
-        with pytest.raises(
-            ValueError, match="state of the RL run in the checkpoint cannot be read"
-        ):
+        with pytest.raises(ValueError, match="state of the RL run .* cannot be read"):
             controller.load_state_dict({"state": text})
 
 
@@ -187,24 +143,7 @@ def test_reference_is_the_policy_that_training_began_with(start):
         assert torch.equal(found, expected)
 
 
-def test_reference_is_resumed_and_not_taken_anew(tmp_path, start):
-    flags = ["--rl.loss.kl_coef=0.1", "--optimizer.lr=1e-2", "--checkpoint.enable"]
-    flags += ["--checkpoint.interval=1", "--checkpoint.no_last_save_model_only"]
-    controller = Controller(toy_config(tmp_path, *flags, "--training.steps=2"))
-    controller.train()
-    batch = controller.batcher.batch(toy_samples(3))
-    expected = controller.reference.logprobs(batch)
-    controller.close()
-
-    resumed = start(*flags, "--training.steps=4")
-    assert resumed.step == 2
-    for found, before in zip(resumed.reference.logprobs(batch), expected, strict=True):
-        assert torch.equal(found, before)
-
-
-def test_resuming_with_another_task_is_refused_unless_it_is_allowed(
-    tmp_path, caplog, capsys, start
-):
+def test_resuming_another_task_is_refused_unless_allowed(tmp_path, caplog, capsys, start):
     flags = ["--checkpoint.enable", "--checkpoint.no_last_save_model_only"]
     controller = Controller(toy_config(tmp_path, *flags, "--training.steps=1"))
     controller.train()

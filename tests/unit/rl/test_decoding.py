@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.generation.test_generation import FAMILIES, initialized, tiny_model
-from torchtitan.generation.kv_cache import CachedForward, kv_cache
+from torchtitan.generation.kv_cache import CachedForward
 from torchtitan.generation.sampling import draw
 from torchtitan.loss.logprobs import token_logprobs
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
@@ -34,9 +34,8 @@ def completions(model, prompts, n_samples=1, max_rows=0, uniform=None, **options
 def reference_logprobs(model, prompt, new, temperature=1.0):
     """[new, V], from a forward of the whole text."""
     tokens = torch.tensor([prompt + new])
-    masks = None
-    if model.model_args.attn_type != "sdpa":
-        masks = model.get_attention_masks(tokens, None)
+    is_masked = model.model_args.attn_type != "sdpa"
+    masks = model.get_attention_masks(tokens, None) if is_masked else None
     logits = model(tokens, masks)[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(dim=-1)
 
@@ -44,32 +43,21 @@ def reference_logprobs(model, prompt, new, temperature=1.0):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_those_of_the_whole_forward_for_prompts_of_any_length(family):
     model = initialized(*FAMILIES[family])
-    for (new, logprobs), prompt in zip(
-        completions(model, PROMPTS, temperature=0.7, max_tokens=12), PROMPTS, strict=True
-    ):
+    found = completions(model, PROMPTS, temperature=0.7, max_tokens=12)
+    for (new, logprobs), prompt in zip(found, PROMPTS, strict=True):
         expected = reference_logprobs(model, prompt, new, 0.7)
         picked = expected.gather(1, torch.tensor(new)[:, None])[:, 0]
         # fp32, sums in another order; a token out of place moves log-probs by 1e-2 and more.
         assert (logprobs - picked).abs().max() <= 5e-6
 
 
-def test_greedy_is_the_likeliest_token_each_time():
-    model = tiny_model()
-    found = completions(model, PROMPTS, temperature=0)
-    for (new, logprobs), prompt in zip(found, PROMPTS, strict=True):
-        expected = reference_logprobs(model, prompt, new)
-        assert new == expected.argmax(dim=-1).tolist()
-        assert not logprobs.any()  # nothing else could have been drawn
-
-
 @pytest.mark.parametrize("max_rows", [0, 5])
 def test_rows_end_with_the_first_stop_token_and_the_others_go_on(max_rows):
     model = tiny_model()
-    free = completions(model, PROMPTS, n_samples=8, max_tokens=20)
+    options = {"n_samples": 8, "max_tokens": 20}
+    free = completions(model, PROMPTS, **options)
     stops = (free[0][0][1], free[3][0][4], 7)
-    found = completions(
-        model, PROMPTS, n_samples=8, max_tokens=20, stop_token_ids=stops, max_rows=max_rows
-    )
+    found = completions(model, PROMPTS, stop_token_ids=stops, max_rows=max_rows, **options)
     ends = set()
     for (new, logprobs), (without, without_logprobs) in zip(found, free, strict=True):
         end = min((i + 1 for i, token in enumerate(without) if token in stops), default=20)
@@ -79,7 +67,7 @@ def test_rows_end_with_the_first_stop_token_and_the_others_go_on(max_rows):
     assert len(ends) > 4  # some end early enough for their rows to be dropped
 
 
-@pytest.mark.parametrize("family", ["qwen3 with experts", "llama4", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3 with experts", "llama4", "gpt_oss", "qwen3_5"])
 @pytest.mark.parametrize("max_rows", [1, 3, 9])
 def test_rows_that_wait_draw_the_same_with_chunks_windows_and_experts(family, max_rows):
     model = initialized(*FAMILIES[family])
@@ -119,25 +107,14 @@ def test_rows_that_wait_enter_as_places_are_freed_and_each_prompt_is_read_once(m
         assert ([len(row.token_ids) for row in drawn], shapes) == (lengths, expected)
 
 
-def test_truncated_logprobs_are_renormalised():
-    model = tiny_model()
+def test_cut_distributions_are_drawn_and_renormalised_as_by_draw():
+    model, uniform = tiny_model(), uniform_numbers(len(PROMPTS), 8)
     options = {"temperature": 1.3, "top_k": 5, "top_p": 0.8}
-    for (new, logprobs), prompt in zip(
-        completions(model, PROMPTS, **options), PROMPTS, strict=True
-    ):
-        full = reference_logprobs(model, prompt, new, 1.3)
-        for i, token in enumerate(new):
-            probs = full[i].exp()
-            likeliest = probs.topk(5).indices.tolist()
-            enough, total = [], 0.0
-            for candidate in likeliest:
-                if total >= 0.8 * float(probs[likeliest].sum()):
-                    break
-                enough.append(candidate)
-                total += float(probs[candidate])
-            assert token in enough
-            renormalised = float(probs[token]) / total
-            assert float(logprobs[i].exp()) == pytest.approx(renormalised, abs=1e-6)
+    found = completions(model, PROMPTS, uniform=uniform, **options)
+    for (new, logprobs), prompt, numbers in zip(found, PROMPTS, uniform, strict=True):
+        drawn = draw(reference_logprobs(model, prompt, new), numbers[: len(new)], **options)
+        assert drawn.tokens.tolist() == new
+        torch.testing.assert_close(drawn.logprobs, logprobs, atol=1e-6, rtol=0)
 
 
 def test_model_is_left_as_it_was_found():
@@ -155,29 +132,6 @@ def test_model_is_left_as_it_was_found():
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert parameter.requires_grad and torch.equal(parameter.grad, gradient)
     assert not model.output._forward_pre_hooks
-
-
-# ---- the cache, with rows of different lengths ----
-
-
-@pytest.mark.parametrize("name", ["llama3", "qwen3_5"])
-@torch.no_grad()
-def test_rows_of_a_cache_are_overwritten_with_those_of_another(name):
-    model = initialized(*FAMILIES[name]) if name in FAMILIES else tiny_model()
-    tokens = torch.randint(0, V, (4, 12), generator=torch.Generator().manual_seed(3))
-    expected = model(tokens).log_softmax(-1)
-    with kv_cache(model, max_length=12) as forward:
-        first, second = forward.aside(4), forward.aside(9)
-        first(tokens[:2, :4], [4, 2])
-        forward.put_rows([1, 0, 2], first, [0, 1, 1])
-        forward(tokens[[1, 0, 1], [2, 4, 2]][:, None])
-        second(tokens[2:, :9], [9, 3])
-        forward.put_rows([2, 0], second, [0, 1])
-        assert forward.lengths == [3, 5, 9]
-        forward.keep_rows([2, 1, 0])  # before any forward has seen the new rows
-        found = forward(tokens[[2, 0, 3], [9, 5, 3]][:, None]).log_softmax(-1)
-    for i, (row, place) in enumerate([(2, 9), (0, 5), (3, 3)]):
-        torch.testing.assert_close(found[i, 0], expected[row, place], atol=5e-6, rtol=0)
 
 
 # ---- drawing ----

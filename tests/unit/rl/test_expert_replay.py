@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import io
-import json
 import pickle
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from tests.distributed.layout_matrix import build_engine, random_experts
 from tests.unit.generation.test_generation import initialized
 from tests.unit.rl.test_decoding import PROMPTS, V, uniform_numbers
-from tests.unit.rl.toy import gradients
+from tests.unit.rl.toy import gradients, rows_of
 from torchtitan.config import ConfigManager
 from torchtitan.integrations.openai import _array
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
@@ -31,21 +30,17 @@ from torchtitan.tools.errors import ConfigError, RunError
 
 SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": V, "max_seq_len": 64}
 SIZES |= {"moe_inter_dim": 16}
+MLA = {
+    "inter_dim": 48,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 MODELS = {
     "qwen3": (Qwen3Model, Qwen3ModelArgs(**SIZES, n_kv_heads=2, head_dim=16, moe_enabled=True)),
     # Its first layer is dense.
-    "deepseek_v3": (
-        DeepSeekV3Model,
-        DeepSeekV3ModelArgs(
-            **SIZES,
-            inter_dim=48,
-            n_dense_layers=1,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=4,
-            v_head_dim=8,
-        ),
-    ),
+    "deepseek_v3": (DeepSeekV3Model, DeepSeekV3ModelArgs(**SIZES, **MLA, n_dense_layers=1)),
 }
 
 
@@ -80,15 +75,8 @@ def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_r
     prompt_of_row = [i for i in range(len(PROMPTS)) for _ in range(3)]
     uniform = uniform_numbers(len(prompt_of_row), 10)
     sampling = SamplingConfig(max_tokens=10, stop_token_ids=tuple(range(0, V, 7)))
-    drawn = continue_prompts(
-        LocalDecoder.from_model(model),
-        PROMPTS,
-        prompt_of_row,
-        uniform,
-        sampling,
-        max_rows,
-        records_experts=True,
-    )
+    inputs = LocalDecoder.from_model(model), PROMPTS, prompt_of_row, uniform, sampling, max_rows
+    drawn = continue_prompts(*inputs, records_experts=True)
     assert len({len(row.token_ids) for row in drawn}) > 2  # rows that ended at different times
     for row, prompt in zip(drawn, prompt_of_row, strict=True):
         text = [*PROMPTS[prompt], *row.token_ids][:-1]  # the last token is never read
@@ -114,16 +102,11 @@ def samples_of(trainer, n: int = 5) -> list[TrainingSample]:
     experts = random_experts(trainer.engine.model_parts[0], 0)
     samples = []
     for i in range(n):
-        tokens = torch.randint(0, 2000, (6 + 2 * i,), generator=torch.manual_seed(i)).tolist()
-        samples.append(
-            TrainingSample.from_sequence(
-                tokens[:3],
-                tokens[3:],
-                [-7.0] * len(tokens[3:]),
-                1.0 - i,
-                routed_experts=experts[i, : len(tokens) - 1],
-            )
-        )
+        length = 6 + 2 * i
+        tokens = torch.randint(0, 2000, (length,), generator=torch.manual_seed(i)).tolist()
+        values = tokens[:3], tokens[3:], [-7.0] * (length - 3), 1.0 - i
+        own = {"routed_experts": experts[i, : length - 1]}
+        samples.append(TrainingSample.from_sequence(*values, **own))
     return samples
 
 
@@ -159,10 +142,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_experts_are_refused_in_one_sentence(name, trainer):
     change, words = WRONG[name]
-    samples = [
-        dataclasses.replace(sample, routed_experts=change(sample.routed_experts))
-        for sample in samples_of(trainer)
-    ]
+    samples = samples_of(trainer)
+    samples = [dataclasses.replace(s, routed_experts=change(s.routed_experts)) for s in samples]
     batch = Batcher(seq_len=16, rows=5, pad_multiple=16).batch(samples)
     with pytest.raises(ValueError, match=words) as error:
         trainer.forward_backward(batch)
@@ -173,9 +154,6 @@ def test_experts_must_fit_the_sample_and_the_model(trainer, tmp_path):
     sample = samples_of(trainer)[0]
     with pytest.raises(ValueError, match=r"\[5 input tokens, .* got \[4, 4, 2\]; leave out"):
         dataclasses.replace(sample, routed_experts=sample.routed_experts[:4])
-    some = [sample, dataclasses.replace(sample, routed_experts=None)]
-    with pytest.raises(ValueError, match="all samples of a batch have routed_experts or none"):
-        Batcher(seq_len=16).batch(some)
     other = dataclasses.replace(sample, routed_experts=sample.routed_experts[:, :1])
     with pytest.raises(ValueError, match=r"same numbers of layers .* got \[\(1, 2\), \(4, 2\)\]"):
         Batcher(seq_len=16).batch([sample, other])
@@ -234,32 +212,26 @@ def test_experts_in_an_answer_are_read_without_pickles(tmp_path):
 @pytest.fixture(scope="module")
 def mixture():
     """The name of a mixture of experts with the toy tasks' vocabulary."""
-    _, args = MODELS["qwen3"]
-    args = dataclasses.replace(args, vocab_size=32, max_seq_len=24)
-    spec = dataclasses.replace(
-        get_train_spec("qwen3"), model_args={"debugmodel": args}, build_tokenizer_fn=None
-    )
+    args = dataclasses.replace(MODELS["qwen3"][1], vocab_size=32, max_seq_len=24)
+    changes = {"model_args": {"debugmodel": args}, "build_tokenizer_fn": None}
     name = "mixture_of_toys"
-    register_train_spec(name, spec)
+    register_train_spec(name, dataclasses.replace(get_train_spec("qwen3"), **changes))
     yield name
     del _extra_train_specs[name]
 
 
 @pytest.mark.parametrize("more", [[], ["--rl.async_steps=1", "--rl.advantage.name=gae"]], ids=str)
 def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_path, start):
-    flags = [f"--model.name={mixture}", "--training.steps=2", "--rl.loss.kl_coef=0.1", *more]
-    flags += ["--rl.generator.dtype=bfloat16", "--rl.generator.replay_experts"]
-    controller = start(*flags)
+    flags = ["--rl.loss.kl_coef=0.1", "--rl.generator.dtype=bfloat16", *more]
+    controller = start(f"--model.name={mixture}", "--rl.generator.replay_experts", *flags)
     batches, run = [], controller.trainer.forward_backward
     controller.trainer.forward_backward = lambda batch: batches.append(batch) or run(batch)
     first = controller.train_step()
     assert abs(first["loss/kl_ref"]) < 1e-9  # the reference replays, too
     controller.train_step()
     for batch in batches:
-        (microbatch,) = (rank for of_ranks in batch.microbatches[:1] for rank in of_ranks)
-        experts = microbatch.inputs["routed_experts"]
+        inputs = batch.of_rank(0)[0].inputs
+        experts, is_token = inputs["routed_experts"], inputs["positions"] >= 0
         assert experts.shape[2:] == (3, 1)
-        is_token = microbatch.inputs["positions"] >= 0
         assert (experts[is_token] >= 0).all() and (experts[~is_token] == -1).all()
-    lines = (tmp_path / "episodes.jsonl").read_text().splitlines()
-    assert json.loads(lines[0])["routed_experts"] is None
+    assert rows_of(tmp_path / "episodes.jsonl")[0]["routed_experts"] is None

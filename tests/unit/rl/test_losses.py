@@ -62,30 +62,37 @@ def test_on_policy_gradient_is_minus_the_advantage_whatever_its_sign(loss):
 
 
 @pytest.mark.parametrize(
-    "loss", [GRPOLoss(clip_eps=0.0), DAPOLoss(ratio_clip_low=0.0, ratio_clip_high=0.0)], ids=str
+    ("loss", "tokens", "value"),
+    [  # By hand: (ratio r, advantage A, gradient), of the gain min(r A, clip(r) A).
+        (
+            GRPOLoss(clip_eps=0.2),
+            [(1.1, 2, -2.2), (1.5, 2, 0), (0.5, 2, -1), (1.5, -2, 3), (0.5, -2, 0), (0.9, -2, 1.8)],
+            -(1.1 * 2 + 1.2 * 2 + 0.5 * 2 + 1.5 * -2 + 0.8 * -2 + 0.9 * -2),
+        ),
+        (
+            DAPOLoss(ratio_clip_low=0.2, ratio_clip_high=0.28),
+            [(1.25, 1, -1.25), (1.35, 1, 0), (0.75, -1, 0), (0.85, -1, 0.85)],
+            -(1.25 + 1.28 - 0.8 - 0.85),
+        ),
+        (GRPOLoss(clip_eps=0.0), [(1, 2, -2), (1, -2, 2)], 0),  # on a bound of the clip
+        # The dual clip at 3, which only negative advantages reach.
+        (
+            GRPOLoss(clip_eps=0.2),
+            [(2.9, -2, 5.8), (3.1, -2, 0), (3.1, 2, 0), (3.1, 0, 0), (0.5, -2, 0)],
+            2 * 2.9 + 2 * 3 - 2 * 1.2 + 2 * 0.8,
+        ),
+        # tinker-docs.thinkingmachines.ai/tinker/losses/dro, with log r of 0.5, -1.5 and 0.
+        (
+            DROLoss(beta=0.3),
+            [(math.exp(0.5), 1, -0.85), (math.exp(-1.5), -2, 1.55), (1, 0.5, -0.5)],
+            -((0.5 - 1) * 1 + (-1.5 - 1) * -2 + (0 - 1) * 0.5) + 0.15 * (0.5**2 + 1.5**2),
+        ),
+    ],
 )
-def test_token_on_a_bound_of_the_clip_has_its_whole_gradient(loss):
-    _, gradient = of_ratios(loss, [1.0, 1.0], [2.0, -2.0])
-    assert gradient == pytest.approx([-2.0, 2.0])
-
-
-def test_grpo_clips_a_token_only_where_it_has_moved_far_enough_in_the_wanted_direction():
-    ratios, advantages = [1.1, 1.5, 0.5, 1.5, 0.5, 0.9], [2.0, 2.0, 2.0, -2.0, -2.0, -2.0]
-    value, gradient = of_ratios(GRPOLoss(clip_eps=0.2), ratios, advantages)
-    # By hand: min(r A, clip(r, 0.8, 1.2) A) of each.
-    gains = [1.1 * 2, 1.2 * 2, 0.5 * 2, 1.5 * -2, 0.8 * -2, 0.9 * -2]
-    assert value == pytest.approx(-sum(gains))
-    # d(r A) / d logprob = r A, and 0 where the clipped one was smaller.
-    assert gradient == pytest.approx([-2.2, 0, -1.0, 3.0, 0, 1.8])
-
-
-def test_dapo_has_bounds_of_its_own_and_equals_grpo_where_they_are_equal():
-    ratios, advantages = [1.25, 1.35, 0.75, 0.85], [1.0, 1.0, -1.0, -1.0]
-    _, gradient = of_ratios(DAPOLoss(ratio_clip_low=0.2, ratio_clip_high=0.28), ratios, advantages)
-    assert gradient == pytest.approx([-1.25, 0, 0, 0.85])
-    symmetric = DAPOLoss(ratio_clip_low=0.1, ratio_clip_high=0.1)
-    grpo = GRPOLoss(clip_eps=0.1)
-    assert of_ratios(symmetric, ratios, advantages) == of_ratios(grpo, ratios, advantages)
+def test_token_has_the_loss_and_gradient_worked_out_by_hand(loss, tokens, value):
+    ratios, advantages, expected = map(list, zip(*tokens, strict=True))
+    found, gradient = of_ratios(loss, ratios, advantages)
+    assert (found, gradient) == (pytest.approx(value), pytest.approx(expected))
 
 
 def test_gspo_takes_the_geometric_mean_of_each_sequence_in_a_packed_row():
@@ -103,33 +110,10 @@ def test_gspo_takes_the_geometric_mean_of_each_sequence_in_a_packed_row():
     assert gradient == pytest.approx([-first, -first, -second, 0, -second, 0])
 
 
-def test_gspo_gradient_is_that_of_the_sequence_ratio():
-    batch = make_batch([-1.0, -2.0, -0.5], [0.7] * 3)
-    logprobs = torch.tensor([-1.0002, -1.9999, -0.5001], dtype=torch.float64, requires_grad=True)
-    ratio = (logprobs - batch["generator_logprobs"][0]).mean().exp()
-    # Eq. 5: s A once per sequence; with weight 1 for each of 3 tokens, 3 times.
-    (expected,) = torch.autograd.grad(-3 * ratio * 0.7, logprobs)
-    _, gradient = value_and_gradient(GSPOLoss(), logprobs.tolist(), batch)
-    assert gradient == pytest.approx(expected.tolist())
-
-
 def test_cispo_clips_the_weight_of_a_token_and_keeps_its_gradient():
     loss = CISPOLoss(ratio_clip_low=1.0, ratio_clip_high=0.28)
     _, gradient = of_ratios(loss, [0.1, 1.0, 3.0], [1.0, -1.0, 2.0])
     assert gradient == pytest.approx([-0.1, 1.0, -2 * 1.28])
-
-
-def test_dro_is_the_formula_of_tinkers_documentation():
-    generator, advantages = [-1.0, -2.0, -0.1], [1.0, -2.0, 0.5]
-    logprobs = torch.tensor([-1.5, -0.5, -0.1], dtype=torch.float64, requires_grad=True)
-    # tinker-docs.thinkingmachines.ai/tinker/losses/dro
-    quadratic_term = (logprobs - torch.tensor(generator, dtype=torch.float64)) ** 2
-    objective = logprobs * torch.tensor(advantages) - 0.5 * 0.3 * quadratic_term
-    (expected,) = torch.autograd.grad(-objective.sum(), logprobs)
-    batch = make_batch(generator, advantages)
-    value, gradient = value_and_gradient(DROLoss(beta=0.3), logprobs.tolist(), batch)
-    assert value == pytest.approx(-objective.sum().item(), rel=1e-15)
-    assert gradient == pytest.approx(expected.tolist(), rel=1e-15)
 
 
 @pytest.mark.parametrize("loss", ALL_LOSSES, ids=lambda loss: type(loss).__name__)

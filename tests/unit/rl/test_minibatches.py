@@ -19,10 +19,8 @@ def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path, start):
     metrics = controller.train_step()
 
     by_hand = PolicyTrainer(toy_config(tmp_path / "b", "--training.steps=4"))
-    samples = [
-        TrainingSample.from_episode(episode)
-        for episode in with_advantages(episodes, controller.advantages)
-    ]
+    episodes = with_advantages(episodes, controller.advantages)
+    samples = [TrainingSample.from_episode(episode) for episode in episodes]
     norms, ratios = [], []
     for _ in range(2):
         for part in (samples[:8], samples[8:]):  # two of four prompts each
@@ -34,7 +32,6 @@ def test_updates_are_those_of_a_loop_around_the_trainer(tmp_path, start):
     assert metrics["loss/ratio_mean"] == pytest.approx(sum(ratios) / 4)
     assert ratios[0] == pytest.approx(1, abs=1e-5) != pytest.approx(ratios[2], abs=1e-5)
     assert (controller.step, controller.num_batches, metrics["rl/policy_version"]) == (4, 1, 4)
-    controller.close()
     by_hand.close()
 
 
@@ -47,8 +44,7 @@ def test_lag_counts_updates_and_is_bounded_by_batches_ahead(start):
 
 
 def test_correction_is_relative_to_the_policy_before_the_first_update(start):
-    overrides = [*TWICE_TWO, "--rl.loss.correction=token", "--optimizer.lr=1e-2"]
-    controller = start(*overrides)
+    controller = start(*TWICE_TWO, "--rl.loss.correction=token", "--optimizer.lr=1e-2")
     seen = []
     forward_backward = controller.trainer.forward_backward
 
@@ -75,9 +71,7 @@ def test_evaluations_and_checkpoints_are_due_where_a_multiple_is_passed(tmp_path
     overrides = ["--training.steps=12", "--rl.eval_every=6", "--rl.eval_samples=2"]
     overrides += ["--checkpoint.enable", "--checkpoint.interval=6", "--metrics.enable_jsonl"]
     overrides += ["--metrics.log_freq=5", "--checkpoint.keep_latest_k=0"]
-    controller = start(*TWICE_TWO, *overrides)
-    controller.train()
-    controller.close()
+    start(*TWICE_TWO, *overrides).train()
     rows = rows_of(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/greedy_reward" in row] == [0, 8, 12]
     assert [row["step"] for row in rows if "loss" in row] == [4, 8, 12]

@@ -10,6 +10,11 @@ from torchtitan.rl.tasks import Grade
 TWO = "--rl.num_samples_per_prompt=2"
 
 
+def first_episodes(controller):
+    controller.rollouts.start_until(1)
+    return controller.rollouts.take(1)
+
+
 def test_penalty_grows_linearly_over_the_last_tokens():
     penalty = OverlongPenalty(max_tokens=20, num_tokens=5, largest=2.0)
     # By hand, eq. 13: (|y| - 15) / 5, twice.
@@ -27,8 +32,7 @@ def test_penalty_of_a_dialogue_is_that_of_its_longest_turn():
 def test_long_completions_lose_reward_in_training_and_not_in_evaluation(start):
     controller = start(TWO, "--rl.overlong_tokens=2", "--rl.overlong_penalty=0.5")
     controller.task.grade = lambda prompt, text: Grade(1.0, {})
-    controller.rollouts.start_until(1)
-    episodes = controller.rollouts.take(1)
+    episodes = first_episodes(controller)
     lengths = {len(e.token_ids) for e in episodes}
     assert 4 in lengths  # the longest
     for episode in episodes:
@@ -40,7 +44,7 @@ def test_long_completions_lose_reward_in_training_and_not_in_evaluation(start):
 @pytest.mark.parametrize("mode", [[], ["--rl.async_steps=1"]], ids=["shared", "on a thread"])
 def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, start):
     controller = start(TWO, "--rl.redraws=2", *mode)
-    rollouts, task = controller.rollouts, controller.task
+    task = controller.task
     prompts = [task.prompt(i) for i in range(12)]
     assert len({p.text for p in prompts}) == 12
     teaches = {prompts[i].text for i in (1, 4 + 2, 8 + 3, 8 + 1)}
@@ -52,8 +56,7 @@ def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, sta
         return Grade(n_graded.count(prompt.text) % 2 if prompt.text in teaches else 0.5, {})
 
     task.grade = grade
-    rollouts.start_until(1)
-    episodes = rollouts.take(1)
+    episodes = first_episodes(controller)
     # Place 1 is kept at once, place 2 with its second prompt, 3 with its third; 0 never.
     expected = [prompts[i].text for i in (8, 1, 6, 11) for _ in range(2)]
     assert [e.prompt for e in episodes] == expected
@@ -65,11 +68,9 @@ def test_places_without_a_difference_get_other_prompts_up_to_the_limit(mode, sta
 
 def test_first_draws_are_those_without_redraws(start):
     found = []
-    for overrides in ([], ["--rl.redraws=3"]):
-        controller = start(TWO, *overrides)
+    for n_redraws in (0, 3):
+        controller = start(TWO, f"--rl.redraws={n_redraws}")
         rewards = iter([0.0, 1.0] * 4)
         controller.task.grade = lambda prompt, text, rewards=rewards: Grade(next(rewards), {})
-        controller.rollouts.start_until(1)
-        found.append([(e.prompt, e.token_ids) for e in controller.rollouts.take(1)])
-        controller.close()
+        found.append([(e.prompt, e.token_ids) for e in first_episodes(controller)])
     assert found[0] == found[1]

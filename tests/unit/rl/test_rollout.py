@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,8 +25,7 @@ def completion(text, stops=True):
 
 
 def graded_episodes():
-    texts = ["7", "8", "18", "18"]
-    return make_episodes(TASK, PROMPTS, [completion(text) for text in texts])
+    return make_episodes(TASK, PROMPTS, list(map(completion, ["7", "8", "18", "18"])))
 
 
 def test_completions_are_graded_without_their_stop_token():
@@ -78,11 +76,11 @@ def test_log_holds_the_first_episodes_of_each_step_and_is_continued(tmp_path):
         assert (len(path.read_text().splitlines()) if path.exists() else None) == expected
 
 
-def test_numbers_of_numpy_and_torch_are_plain_numbers_in_episodes():
+def test_numbers_of_numpy_and_torch_are_plain_numbers_in_episodes(monkeypatch):
     grade = Grade(np.float32(1.5), {"length": torch.tensor(2), "exact": np.bool_(True)})
     prompt = Prompt("3+4=", np.array(PROMPTS[0].token_ids), "7")
-    with patch.object(TASK, "grade", lambda *_: grade):
-        (episode,) = make_episodes(TASK, [prompt], [completion("7")])
+    monkeypatch.setattr(TASK, "grade", lambda *_: grade)
+    (episode,) = make_episodes(TASK, [prompt], [completion("7")])
     assert (episode.reward, episode.scores) == (1.5, {"length": 2, "exact": True})
     assert episode.prompt_token_ids == PROMPTS[0].token_ids
     assert Episode.from_dict(json.loads(json.dumps(episode.to_dict()))) == episode
@@ -91,21 +89,15 @@ def test_numbers_of_numpy_and_torch_are_plain_numbers_in_episodes():
 @pytest.mark.parametrize(
     ("grades", "got"), [([1.0, 0.0], "got 2 of type float"), ([Grade(1.0)], "got 1 of type Grade")]
 )
-def test_grading_that_gives_no_grades_is_told(grades, got):
-    with (
-        patch.object(TASK, "grade_episodes", lambda _: grades),
-        pytest.raises(ValueError, match=f"a Grade for each of 2 completions, {got}; correct Sum"),
-    ):
+def test_grading_that_gives_no_grades_is_told(grades, got, monkeypatch):
+    monkeypatch.setattr(TASK, "grade_episodes", lambda _: grades)
+    words = f"a Grade for each of 2 completions, {got}; correct Sum"
+    with pytest.raises(ValueError, match=words):
         make_episodes(TASK, PROMPTS, [completion("7"), completion("18")])
 
 
-def test_task_without_held_out_prompts_cannot_be_evaluated(tmp_path):
-    config = toy_config(tmp_path).rl
-    task = SumDigitsTask()
-    with (
-        patch.object(task, "held_out", lambda _: []),
-        pytest.raises(
-            ValueError, match="SumDigitsTask has no held-out prompt .* rl.eval_every to 0"
-        ),
-    ):
-        Rollouts(task, config, draws=None).of_held_out(greedy=True)
+def test_task_without_held_out_prompts_cannot_be_evaluated(tmp_path, monkeypatch):
+    monkeypatch.setattr(TASK, "held_out", lambda _: [])
+    words = "SumDigitsTask has no held-out prompt .* rl.eval_every to 0"
+    with pytest.raises(ValueError, match=words):
+        Rollouts(TASK, toy_config(tmp_path).rl, draws=None).of_held_out(greedy=True)

@@ -1,14 +1,13 @@
 """Samples that share prefixes give the loss, metrics, gradients and scores that they give in rows of their own."""
 
-import dataclasses
 import random
 
 import pytest
 import torch
 
+from tests.unit.rl.test_critic import critic_of
 from tests.unit.rl.toy import VOCAB, gradients, toy_config
 from torchtitan.rl.batcher import Batcher
-from torchtitan.rl.critic import Critic
 from torchtitan.rl.losses import GRPOLoss, GSPOLoss
 from torchtitan.rl.policy import PolicyTrainer
 from torchtitan.rl.types import TrainingSample
@@ -41,19 +40,13 @@ def groups_and_turns(seed=0):
             sequences += turns
             history = turns[0][1] + turns[0][2] + tokens(3)  # the environment's reply
     rng.shuffle(sequences)
-    return [
-        dataclasses.replace(
-            TrainingSample.from_sequence(
-                prompt,
-                new,
-                [rng.uniform(-4, -3) for _ in new],
-                advantage=rng.uniform(-1, 1),
-                ref_logprobs=[rng.uniform(-4, -3) for _ in new],
-                group_id=group,
-            ),
-        )
-        for group, prompt, new in sequences
-    ]
+    samples = []
+    for group, prompt, new in sequences:
+        logprobs, ref_logprobs = ([rng.uniform(-4, -3) for _ in new] for _ in range(2))
+        options = {"ref_logprobs": ref_logprobs, "group_id": group}
+        advantage = rng.uniform(-1, 1)
+        samples.append(TrainingSample.from_sequence(prompt, new, logprobs, advantage, **options))
+    return samples
 
 
 def make_batcher(shares, **settings):
@@ -95,15 +88,14 @@ def test_rescored_batches_of_two_ranks_and_models_keep_each_samples_own_values()
     models = [i % 2 for i in range(len(samples))]
     batch = make_batcher(True, dp_size=2, rows=1, seq_len=60).batch(samples, models)
     for cell in batch.of_all_ranks:
-        own = {
-            n: cell.per_sample(cell.inputs[n], only_own=True) for n in ("advantages", "loss_mask")
-        }
         tokens = cell.per_sample(cell.inputs["input"])
+        masks = cell.per_sample(cell.inputs["loss_mask"], only_own=True)
+        advantages = cell.per_sample(cell.inputs["advantages"], only_own=True)
         for slot in cell.slots:
             sample = samples[slot.sample]
             assert torch.equal(tokens[slot.sample], sample.token_ids)
-            assert torch.equal(own["loss_mask"][slot.sample], sample.loss_mask)
-            assert torch.equal(own["advantages"][slot.sample], sample.advantages * sample.loss_mask)
+            assert torch.equal(masks[slot.sample], sample.loss_mask)
+            assert torch.equal(advantages[slot.sample], sample.advantages * sample.loss_mask)
             assert cell.inputs["models"][slot.row] == models[slot.sample]
     expected = sorted(s.advantages[s.loss_mask != 0].mean().item() for s in samples)
     assert sorted(batch.sample_advantages()) == pytest.approx(expected)
@@ -136,10 +128,9 @@ def test_labels_that_are_scored_outside_the_loss_keep_their_logprobs(trainer):
 
 
 def test_batch_in_which_nothing_is_shared_is_that_of_packing():
-    firsts = random.Random(0).sample(range(VOCAB), 12)
     samples = [
         TrainingSample.from_sequence([i], [1] * (1 + i % 3), [-1.0] * (1 + i % 3), 1.0)
-        for i in firsts
+        for i in random.Random(0).sample(range(VOCAB), 12)
     ]
     batches = [make_batcher(shares, seq_len=7).batch(samples) for shares in (False, True)]
     for ours, theirs in zip(*(batch.of_all_ranks for batch in batches), strict=True):
@@ -150,21 +141,15 @@ def test_critic_and_its_gradients_are_those_of_separate_samples(tmp_path):
     flags = [*PACKED, "--model.attn_type=flex", "--rl.advantage.name=gae", "--rl.batch.packing"]
     results = []
     for share in ([], ["--rl.batch.share_prefixes"]):
-        config = toy_config(tmp_path, *flags, *share)
-        policy = PolicyTrainer(config)
-        critic = Critic(config, policy.engine)
-        critic.begin()
-        samples = groups_and_turns()
-        found, metrics = critic.with_advantages(samples, [s.advantages[-1].item() for s in samples])
-        metrics |= {"loss": critic.forward_backward(critic.batcher.batch(found)).loss}
-        values = [torch.stack((s.advantages, s.old_values, s.returns)) for s in found]
-        results.append((values, metrics, gradients(critic)))
-        critic.close()
-        policy.close()
-    (values, metrics, grads), (shared_values, shared_metrics, shared_grads) = results
-    torch.testing.assert_close(shared_values, values, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(shared_grads, grads, rtol=1e-4, atol=1e-5)
-    assert shared_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+        with critic_of(toy_config(tmp_path, *flags, *share)) as critic:
+            critic.begin()
+            samples = groups_and_turns()
+            rewards = [s.advantages[-1].item() for s in samples]
+            found, metrics = critic.with_advantages(samples, rewards)
+            metrics |= {"loss": critic.forward_backward(critic.batcher.batch(found)).loss}
+            values = [torch.stack((s.advantages, s.old_values, s.returns)) for s in found]
+            results.append((values, gradients(critic), metrics))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 LOOP = [*PACKED, "--model.attn_type=flex", "--rl.batch.packing", "--training.steps=4"]

@@ -1,10 +1,8 @@
-import json
-
 import pytest
 import torch
 
 from tests.unit.rl.samples import make_episode
-from torchtitan.rl.types import Episode, OptimParams, SamplingConfig, TrainingSample
+from torchtitan.rl.types import OptimParams, SamplingConfig, TrainingSample
 
 
 def test_sample_of_an_episode_predicts_the_sampled_tokens_and_nothing_else():
@@ -19,9 +17,7 @@ def test_sample_of_an_episode_predicts_the_sampled_tokens_and_nothing_else():
 
 
 def test_stop_string_may_be_longer_than_the_last_tokens():
-    sampling = SamplingConfig(
-        stop_strings=("a stop", "b"), decode=lambda ids: "".join(map(chr, ids))
-    )
+    sampling = SamplingConfig(stop_strings=("a stop", "b"), decode=lambda x: "".join(map(chr, x)))
     for text, stops in (("x" * 20 + "a stop", True), ("a stop", True), ("a stoq", False)):
         assert sampling.stops_at([*map(ord, text)]) is stops
 
@@ -38,9 +34,7 @@ def test_sample_that_would_count_something_else_is_refused():
     with pytest.raises(ValueError, match=r"loss_mask .* must be 0 or 1, got \[0.5\]; put factors"):
         TrainingSample(tokens, tokens, ones / 2, ones, ones)
     labels = torch.tensor([1, -100])
-    with pytest.raises(
-        ValueError, match="labels .* must be token ids where loss_mask is 1, got -100"
-    ):
+    with pytest.raises(ValueError, match="labels .* token ids where loss_mask is 1, got -100"):
         TrainingSample(tokens, labels, ones, ones, ones)
     TrainingSample(tokens, labels, torch.tensor([True, False]), ones, ones)
 
@@ -49,11 +43,6 @@ def test_sample_that_would_count_something_else_is_refused():
 def test_bad_betas_are_refused_by_name(betas):
     with pytest.raises(ValueError, match="^betas"):
         OptimParams(betas=betas)
-
-
-def test_episode_survives_json():
-    episode = make_episode(reward=1.0, advantage=0.5, scores={"exact": 1.0})
-    assert Episode.from_dict(json.loads(json.dumps(episode.to_dict()))) == episode
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The recipe in examples/rl/word_problems: its data, its configs, and a few steps of all of it."""
 
-import json
 import os
 import random
 import subprocess
@@ -19,6 +18,12 @@ from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.rewards import gsm8k
 
 RECIPE = Path("examples/rl/word_problems")
+ROW = '{"question": "1+1?", "prompt": "1+1?", "answer": "#### 2"}\n'
+
+
+def run(command, **environment):
+    environment = os.environ | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def parsed(name, *flags):
@@ -47,17 +52,12 @@ def test_problems_depend_on_the_seed_only_and_do_not_repeat():
 
 
 def test_row_without_a_question_is_named(tmp_path):
-    (tmp_path / "in.jsonl").write_text(
-        '{"question": "1+1?", "answer": "#### 2"}\n{"answer": "2"}\n'
-    )
-    result = subprocess.run(
-        [sys.executable, "-m", "examples.rl.word_problems.render", "--template", "plain"]
-        + [tmp_path / "in.jsonl", tmp_path / "out.jsonl"],
-        capture_output=True,
-        text=True,
-    )
+    data, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    data.write_text(ROW + '{"answer": "2"}\n')
+    render = "-m examples.rl.word_problems.render --template plain".split()
+    result = run([sys.executable, *render, data, out])
     assert result.returncode == 2 and "in.jsonl, line 2: must be a JSON object" in result.stderr
-    assert not (tmp_path / "out.jsonl").exists()
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("without_vllm", [False, True], ids=["vLLM", "no vLLM"])
@@ -67,17 +67,10 @@ def test_config_for_gpus_is_a_job_that_can_start(
 ):
     comment = (RECIPE / "qwen3_0.6b.toml").read_text().split("add these flags:\n#")[1]
     flags = comment.splitlines()[0].split() if without_vllm else []
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": "1+1?", "answer": "#### 2"}) + "\n")
-    config = parsed(
-        "qwen3_0.6b.toml",
-        f"--job.dump_folder={tmp_path}",
-        f"--model.hf_assets_path={tmp_path}",
-        f"--rl.task.path={data}",
-        f"--rl.task.eval_path={data}",
-        f"--rl.generator.ranks={n_ranks_apart}",
-        *flags,
-    )
+    (data := tmp_path / "data.jsonl").write_text(ROW)
+    flags += [f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={tmp_path}"]
+    flags += [f"--rl.task.path={data}", f"--rl.task.eval_path={data}"]
+    config = parsed("qwen3_0.6b.toml", *flags, f"--rl.generator.ranks={n_ranks_apart}")
     assert config.rl.generator.backend == ("local" if without_vllm else "vllm")
     config.checkpoint.initial_load_path = None  # a download
     monkeypatch.setenv("WORLD_SIZE", str(max(1, 2 * n_ranks_apart)))
@@ -87,17 +80,14 @@ def test_config_for_gpus_is_a_job_that_can_start(
 
 def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
     for part in ("train", "test"):
-        row = {"question": "1+1?", "answer": "#### 2"}
-        (tmp_path / f"{part}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / f"{part}.jsonl").write_text(ROW)
     # The script writes only relative to the folder above its own.
     for name in ("examples", "scripts"):
         (tmp_path / name).symlink_to(Path(name).resolve())
     script = tmp_path / RECIPE / "run_qwen3.sh"
     variables = {"NNODES": "2", "MASTER": "node0:29500", "NGPU": "4", "DRY_RUN": "1"}
     variables |= {"PYTHON": sys.executable, "VENV": "none", "DATA": str(tmp_path)}
-    result = subprocess.run(
-        [script, "--training.steps=3"], env=os.environ | variables, capture_output=True, text=True
-    )
+    result = run([script, "--training.steps=3"], **variables)
     assert result.returncode == 0, result.stderr
     assert "--nnodes=2 --nproc-per-node=4 " in result.stdout
     assert "-m torchtitan.rl.train --job.config_file=" in result.stdout
@@ -112,20 +102,10 @@ def test_command_for_two_nodes_sets_one_apart_for_generation(tmp_path):
 @pytest.mark.slow
 def test_recipe_runs_on_a_cpu_with_one_command(tmp_path):
     """A few steps of each part; that rewards rise is measured in docs/measured.md."""
-    environment = {
-        "PYTHON": sys.executable,
-        "VENV": "none",
-        "OMP_NUM_THREADS": "1",
-        "OUT": str(tmp_path),
-        "SFT_STEPS": "2",
-    }
-    result = subprocess.run(
-        [RECIPE / "run_cpu.sh", "--training.steps=2", "--rl.num_prompts_per_step=2"]
-        + ["--rl.eval_samples=4", "--rl.log_samples=-1"],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
+    variables = {"PYTHON": sys.executable, "VENV": "none", "OMP_NUM_THREADS": "1"}
+    flags = ["--training.steps=2", "--rl.num_prompts_per_step=2", "--rl.eval_samples=4"]
+    command = [RECIPE / "run_cpu.sh", *flags, "--rl.log_samples=-1"]
+    result = run(command, OUT=str(tmp_path), SFT_STEPS="2", **variables)
     assert result.returncode == 0, result.stderr + result.stdout
     folder = tmp_path / "seed_0/rl"
     rows = rows_of(folder / "metrics.jsonl")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tests.reliability.jobs import flags_in
 from torchtitan.config import ConfigManager
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.types import TrainingSample
@@ -14,26 +15,17 @@ VOCAB = 32
 
 
 def toy_config(dump_folder: Path | str, *overrides: str) -> JobConfig:
+    flags = flags_in("""
+        model.name=rl_toy debug.seed=7
+        training.seq_len=24 training.local_batch_size=4 training.steps=20
+        training.mixed_precision_param=float32 activation_checkpoint.mode=none
+        lr_scheduler.warmup_steps=0 optimizer.lr=1e-3
+        metrics.log_freq=1 metrics.disable_color_printing
+        rl.task.name=copy rl.sampling.max_tokens=4
+        rl.num_prompts_per_step=4 rl.num_samples_per_prompt=4
+    """)
     return ConfigManager(JobConfig).parse_args(
-        [
-            "--model.name=rl_toy",
-            f"--job.dump_folder={dump_folder}",
-            "--training.seq_len=24",
-            "--training.local_batch_size=4",
-            "--training.steps=20",
-            "--training.mixed_precision_param=float32",
-            "--activation_checkpoint.mode=none",
-            "--lr_scheduler.warmup_steps=0",
-            "--optimizer.lr=1e-3",
-            "--debug.seed=7",
-            "--metrics.log_freq=1",
-            "--metrics.disable_color_printing",
-            "--rl.task.name=copy",
-            "--rl.sampling.max_tokens=4",
-            "--rl.num_prompts_per_step=4",
-            "--rl.num_samples_per_prompt=4",
-            *overrides,
-        ]
+        [*flags, f"--job.dump_folder={dump_folder}", *overrides]
     )
 
 
