@@ -90,14 +90,6 @@ def gradients_of_both(folder, flags, family="llama3"):
         return largest, at_once.call_count, deferred.call_count
 
 
-def gradients_of_replicas(folder):
-    with make_engine(folder, REPLICAS) as engine:
-        expected = step(engine)
-        engine.optimizers.zero_grad()
-        engine.runner.defers_reduction = True
-        return largest_difference(expected, step(engine))
-
-
 def weights_of_accumulating_trainer(folder):
     """Return both trainers' weights, and how often each trainer reduced and all-reduced."""
     from tests.distributed.training_runs import make_trainer
@@ -197,7 +189,7 @@ CASES = {
         "FSDP": (gradients_of_both, ()),
         "FSDP bf16 never": (gradients_of_both, (NEVER, BF16)),
         "EP": (gradients_of_both, (EP,), "qwen3 MoE"),
-        "DDP": (gradients_of_replicas,),
+        "DDP": (gradients_of_both, (REPLICAS,)),
         "gathers": (gathers_of_backward,),
         "late FSDP": (late_steps, ()),
         "late EP": (late_steps, (EP,), "qwen3 MoE"),
@@ -229,19 +221,11 @@ def found(tmp_path_factory):
     return of_cases
 
 
-def assert_deferred_are_those_of_reducing_each_microbatch(of_ranks):
-    for largest, at_once, deferred in of_ranks:
+@pytest.mark.parametrize("case", ["FSDP", "FSDP bf16 never", "EP", "DDP"])
+def test_deferred_gradients_are_those_of_reducing_each_microbatch(found, case):
+    for largest, at_once, deferred in found[case]:
         assert largest < 1e-6  # in bf16, too: what waits is added up in fp32
         assert deferred * 2 == at_once  # of 3 microbatches and 1: with each, or with 2 of them
-
-
-@pytest.mark.parametrize("case", ["FSDP", "FSDP bf16 never", "EP"])
-def test_deferred_gradients_are_those_of_reducing_each_microbatch(found, case):
-    assert_deferred_are_those_of_reducing_each_microbatch(found[case])
-
-
-def test_replicas_defer_too(found):
-    assert all(largest < 1e-6 for largest in found["DDP"])
 
 
 def test_trainer_reduces_with_the_last_microbatch(found):
