@@ -67,7 +67,7 @@ class Muon(RoundedAdam):
                     matrices.setdefault((layout.mesh, layout.axes), []).append(p)
             self._update_by_adam(group, others)
             for sharing in matrices.values():
-                sharing.sort(key=_work, reverse=True)  # batches of similar cost
+                sharing.sort(key=_work, reverse=True)  # update matrices of similar cost together
                 at_once = self._layout_of[sharing[0]].num_ranks
                 for first in range(0, len(sharing), at_once):
                     self._update_together(group, sharing[first : first + at_once])
