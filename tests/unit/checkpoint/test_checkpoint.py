@@ -146,6 +146,13 @@ class Run:
         return state | {"schedule": self.schedulers.state_dict(), "step": self.counter.step}
 
 
+def resumed(*args, **config) -> Run:
+    """Return a new run that has loaded a checkpoint."""
+    run = Run(*args, **config)
+    assert run.manager.load()
+    return run
+
+
 def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -347,9 +354,9 @@ def test_steps_are_listed_by_their_numbers_without_one_that_another_rank_removes
 
 @pytest.mark.parametrize("target", ["elsewhere", "checkpoint/best"])
 def test_linked_step_is_not_purged(tmp_path, target):
-    (tmp_path / target).mkdir(parents=True)
+    for name in (target, "checkpoint"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
     (tmp_path / target / HASHES_FILE).touch()
-    (tmp_path / "checkpoint").mkdir(exist_ok=True)
     (tmp_path / "checkpoint" / "step-1").symlink_to(tmp_path / target)
     Run(tmp_path, keep_latest_k=2).save(2, 3, 4)
     assert os.listdir(tmp_path / target) == [HASHES_FILE]
@@ -495,8 +502,7 @@ def test_calls_of_dcp_are_those_that_the_reference_tests_replace(tmp_path, monke
     step = tmp_path / "checkpoint" / "step-5"
     step.mkdir(parents=True)
     (step / ".metadata").touch()
-    run = Run(tmp_path, keep_latest_k=0)
-    assert run.manager.load()
+    run = resumed(tmp_path, keep_latest_k=0)
     calls["load"].assert_called_once_with(mock.ANY, checkpoint_id=str(step))
     run.manager.save(6)
     keys = {"checkpoint_id", "storage_writer"}
@@ -519,8 +525,7 @@ def test_checkpoint_of_a_torch_that_describes_tensors_by_more_is_read(tmp_path, 
         newer.setattr(TensorProperties, "__getstate__", lambda self: (*described(self), (4, 1)))
         saved = Run(tmp_path)
         saved.train_and_save(1)
-    loaded = Run(tmp_path, seed=1)
-    assert loaded.manager.load()
+    loaded = resumed(tmp_path, seed=1)
     assert_same(loaded.everything(), saved.everything())
 
 
@@ -576,9 +581,8 @@ def test_checkpoint_from_before_weights_had_a_version_loads(tmp_path):
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_files_are_hashed_as_they_are_written_as_sha256sum_does(tmp_path, mode):
-    run = Run(tmp_path, async_mode=mode)
     with mock.patch.object(folder, "hash_file", side_effect=AssertionError("read again")):
-        run.train_and_save(1)
+        Run(tmp_path, async_mode=mode).train_and_save(1)
     step = tmp_path / "checkpoint" / "step-1"
     assert {p.name for p in step.iterdir()} == {".metadata", HASHES_FILE, "__0_0.distcp"}
     assert find_damage(str(step)) is None
@@ -587,16 +591,15 @@ def test_files_are_hashed_as_they_are_written_as_sha256sum_does(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_large_shards_are_two_files_of_which_torch_reads_both(tmp_path, monkeypatch, mode):
+def test_large_shards_are_two_files_of_which_torch_reads_both(tmp_path, mode):
     run = Run(tmp_path, async_mode=mode)
     with (
         mock.patch.object(folder, "_BYTES_FOR_TWO_FILES", 1),
         mock.patch("torch.save", wraps=torch.save) as saved,
     ):
         run.train_and_save(1)
-    settings = [
-        repr(call.args[0]) for call in saved.call_args_list if folder.is_plain(call.args[0])
-    ]
+    pickled = [call.args[0] for call in saved.call_args_list]
+    settings = [repr(value) for value in pickled if folder.is_plain(value)]
     assert settings and len(settings) == len(set(settings))  # equal ones are pickled once
     step = tmp_path / "checkpoint" / "step-1"
     names = {"__0_0.distcp", "__0_1.distcp"}
@@ -604,9 +607,7 @@ def test_large_shards_are_two_files_of_which_torch_reads_both(tmp_path, monkeypa
     weights = {name: torch.zeros_like(x) for name, x in run.model.state_dict().items()}
     torch.distributed.checkpoint.load(weights, checkpoint_id=step)
     assert_same(weights, dict(run.model.state_dict()))
-    other = Run(tmp_path, seed=1)
-    assert other.manager.load()
-    assert_same(other.everything(), run.everything())
+    assert_same(resumed(tmp_path, seed=1).everything(), run.everything())
     for name in names:
         content = (step / name).read_bytes()
         (step / name).write_bytes(content[:-1])
@@ -695,9 +696,7 @@ def test_damaged_newest_step_falls_back_to_the_one_before(tmp_path, name, damage
         pytest.skip("the folder is then as other tools write it, and whole")
     Run(tmp_path).train_and_save(1, 2)
     damage(tmp_path / "checkpoint" / "step-2" / name)
-    run = Run(tmp_path)
-    assert run.manager.load()
-    assert run.counter.step == 1
+    assert resumed(tmp_path).counter.step == 1
     assert "step-2: it is damaged" in caplog.text and name in caplog.text
 
 
@@ -708,8 +707,7 @@ def test_checkpoint_with_holes_is_not_loaded_whatever_its_hashes_say(tmp_path, n
     step = tmp_path / "checkpoint" / "step-2"
     hostile.change_chunks(step, name, *half)
     hostile.remake_hashes(step)
-    run = Run(tmp_path)
-    assert run.manager.load()
+    run = resumed(tmp_path)
     assert run.counter.step == 1 and "step-2: it is damaged" in caplog.text
     before = run.everything()
     message = f"{len(half)} chunks of {name} do not cover every element"
@@ -751,8 +749,8 @@ def test_damaged_steps_do_not_count_among_those_to_keep(tmp_path):
     Run(tmp_path, keep_latest_k=0).train_and_save(1, 2, 3)
     for step, damage in ((2, truncate), (3, flip_bit)):
         damage(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp")
-    run = Run(tmp_path, keep_latest_k=2)
-    assert run.manager.load() and run.counter.step == 1
+    run = resumed(tmp_path, keep_latest_k=2)
+    assert run.counter.step == 1
     for step, kept in ((4, [1, 4]), (5, [4, 5])):
         run.save(step)
         assert steps_in(tmp_path) == kept
@@ -784,8 +782,8 @@ def test_removal_killed_at_any_file_leaves_an_unfinished_step_that_goes_later(tm
 def test_step_folder_made_and_not_yet_marked_is_unfinished(tmp_path, caplog):
     Run(tmp_path).train_and_save(1)
     (tmp_path / "checkpoint" / "step-2").mkdir()
-    run = Run(tmp_path)
-    assert run.manager.load() and run.counter.step == 1
+    run = resumed(tmp_path)
+    assert run.counter.step == 1
     assert "step-2: its save was interrupted" in caplog.text
     run.train_and_save(3)
     assert steps_in(tmp_path) == [1, 3]
@@ -891,8 +889,8 @@ def test_missing_component_names_the_way_to_load_without_it(tmp_path):
     Run(tmp_path).train_and_save(1)
     with pytest.raises(ValueError, match="lacks entries of dataloader.*exclude_from_loading"):
         Run(tmp_path, dataloader=Positions()).manager.load()
-    run = Run(tmp_path, dataloader=Positions(), exclude_from_loading=["dataloader"])
-    assert run.manager.load() and run.counter.step == 1
+    run = resumed(tmp_path, dataloader=Positions(), exclude_from_loading=["dataloader"])
+    assert run.counter.step == 1
 
 
 def test_model_only_checkpoint_loads_with_a_warning(tmp_path, caplog):
@@ -919,38 +917,31 @@ def test_export_dtype_casts_weights_of_the_last_save_only(tmp_path):
     model = Net()
     model.register_buffer("counts", torch.tensor([1000001]))
     run = Run(tmp_path, model=model, export_dtype="bfloat16")
-    run.manager.save(1)
-    run.manager.save(2, last_step=True)
-    full, last = (
-        FileSystemReader(tmp_path / "checkpoint" / f"step-{i}").read_metadata() for i in (1, 2)
-    )
-    assert full.state_dict_metadata["layers.0.weight"].properties.dtype == torch.float32
-    assert last.state_dict_metadata["layers.0.weight"].properties.dtype == torch.bfloat16
-    assert last.state_dict_metadata["counts"].properties.dtype == torch.int64
+    for step, dtype in ((1, torch.float32), (2, torch.bfloat16)):
+        run.manager.save(step, last_step=step == 2)
+        saved = FileSystemReader(tmp_path / f"checkpoint/step-{step}").read_metadata()
+        entries = saved.state_dict_metadata
+        assert entries["layers.0.weight"].properties.dtype == dtype
+        assert entries["counts"].properties.dtype == torch.int64
 
 
 def test_initial_path_is_used_when_own_folder_holds_nothing_whole(tmp_path):
-    source = Run(tmp_path / "source")
+    source, own = Run(tmp_path / "source"), tmp_path / "own"
     source.train_and_save(1)
-    path = str(tmp_path / "source" / "checkpoint" / "step-1")
-    mark_unfinished(str(tmp_path / "own" / "checkpoint" / "step-5"))
+    config = dict(seed=1, initial_load_path=str(tmp_path / "source" / "checkpoint" / "step-1"))
+    mark_unfinished(str(own / "checkpoint" / "step-5"))
 
-    weights = Run(tmp_path / "own", seed=1, initial_load_path=path)
-    assert weights.manager.load()
+    weights = resumed(own, **config)
     assert weights.counter.step == 0
     assert_same_weights(weights, source)
     # Also if the run does not save, whatever lies in its folder.
     source.manager.save(2)
-    unsaving = Run(tmp_path / "source", seed=1, initial_load_path=path, enable=False)
-    assert unsaving.manager.load()
+    unsaving = resumed(tmp_path / "source", enable=False, **config)
     assert_same(unsaving.everything(), weights.everything())
-    all_of_it = Run(tmp_path / "own", seed=1, initial_load_path=path, initial_load_model_only=False)
-    assert all_of_it.manager.load()
+    all_of_it = resumed(own, initial_load_model_only=False, **config)
     assert_same(all_of_it.everything(), source.everything())
     all_of_it.train_and_save(6)  # goes before the initial checkpoint from now on
-    again = Run(tmp_path / "own", seed=1, initial_load_path=path)
-    assert again.manager.load() and again.counter.step == 2
-    assert_same_weights(again, all_of_it)
+    assert_same(resumed(own, **config).everything(), all_of_it.everything())
 
 
 def test_step_zero_is_a_seed_of_weights(tmp_path):
@@ -1011,8 +1002,7 @@ def test_hf_files_that_others_wrote_load_from_the_assets_folder(tmp_path):
     tensors = NetAdapter(None, None).to_hf(source.model.state_dict())
     tensors["model.0.inv_freq"] = torch.ones(2)
     save_file(tensors, f"{assets}/model-00001-of-00002.safetensors")
-    run = Run(tmp_path, adapter=NetAdapter(None, assets), initial_load_in_hf=True, seed=1)
-    assert run.manager.load()
+    run = resumed(tmp_path, adapter=NetAdapter(None, assets), initial_load_in_hf=True, seed=1)
     assert_same_weights(run, source)
 
 
