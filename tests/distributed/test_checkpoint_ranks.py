@@ -17,16 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.unit.checkpoint import test_checkpoint
 from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.checkpoint import folder as ranks_folder
 from torchtitan.checkpoint import hf, hf_assets
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished
-from torchtitan.checkpoint.manager import CheckpointManager
-from torchtitan.config.job_config import Checkpoint
 from torchtitan.distributed.processes import ranks
 from torchtitan.distributed.processes.ranks import from_rank_zero
-from torchtitan.optim.lr_scheduler import LRSchedulersContainer
-from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools import storage
@@ -54,46 +51,25 @@ class NetAdapter(StateDictAdapter):
         return {name.removeprefix("model."): tensor for name, tensor in hf_state_dict.items()}
 
 
-class Run:
+class Run(test_checkpoint.Run):
     """A sharded model with optimizer and checkpoint manager. The same seed on every rank."""
 
     def __init__(self, dump_folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        for layer in self.model:
+        for layer in model:
             # Stays gathered after a forward pass without backward, like a decoder's last layer.
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
-        self.schedulers = LRSchedulersContainer(self.optimizers, lambda step: 1 / (step + 1))
-        self.dataloader = Position()
-        self.manager = CheckpointManager(
-            dataloader=self.dataloader,
-            model_parts=[self.model],
-            optimizers=self.optimizers,
-            lr_schedulers=self.schedulers,
-            states={},
-            checkpoint_config=Checkpoint(enable=True, **({"interval": 1} | config)),
-            sd_adapter=NetAdapter(None, None),
-            base_folder=dump_folder,
-        )
-
-    def train(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.model(torch.full((1, 4), 0.5)).sum().backward()
-            self.optimizers.step()
-            self.optimizers.zero_grad()
-            self.schedulers.step()
+        fully_shard(model, mesh=mesh)
+        super().__init__(dump_folder, model, Position(), NetAdapter(None, None), **config)
 
     def everything(self) -> dict[str, Any]:
-        state = dict(self.model.state_dict()) | self.optimizers.state_dict()
-        return {name: _full(value) for name, value in state.items()}
+        return {name: whole(value) for name, value in super().everything().items()}
 
 
-def _full(value: Any) -> Any:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def whole(value: Any) -> Any:
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
 def save_every_second_step(folder: str) -> list[dict[str, Any]]:
@@ -173,7 +149,7 @@ def fall_back_twice(folder: str) -> list[int]:
         assert find_damage(str(step_1)).startswith(f"{name} does not have the content")
         from_rank_zero(lambda: (step_1 / name).write_bytes(content))  # noqa: B023
     return [
-        step for step in saved if torch.equal(saved[step]["0.weight"], _full(run.model[0].weight))
+        step for step in saved if torch.equal(saved[step]["0.weight"], whole(run.model[0].weight))
     ]
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import FAMILIES, register_tiny
+from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.checkpoint import stream as weight_stream
 from torchtitan.checkpoint.hf import save_to_hf
 from torchtitan.checkpoint.states import cast_weights
@@ -42,11 +43,6 @@ def translated(case):
     return adapter.to_hf(model.state_dict())
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
 def stream_of(case, **options):
     model, adapter = model_of(case)
     return WeightStream([model], adapter, CPU, **options)
@@ -64,7 +60,7 @@ def test_stream_has_every_tensor_of_the_translated_model(case):
     streamed = list(stream)
     found = dict(streamed)
     assert len(found) == len(streamed)
-    assert_equal(found, expected)
+    assert_same(found, expected)
     assert all(tensor.is_contiguous() for tensor in found.values())
     assert stream.digest == digest_of(expected.items())
     if is_tied:
@@ -153,11 +149,11 @@ def test_blocks_of_our_tensors_are_blocks_of_the_translated_ones(case):
                 storage = piece.tensor.untyped_storage()
                 assert storage.data_ptr() == tensor.untyped_storage().data_ptr()
             pieces += translated_block
-    assert_equal(paste(pieces), translated(case))
+    assert_same(paste(pieces), translated(case))
 
 
 def test_sharded_stream_of_one_process_is_the_whole_model():
-    assert_equal(paste(stream_of(TIED, sharded=True)), dict(stream_of(TIED)))
+    assert_same(paste(stream_of(TIED, sharded=True)), dict(stream_of(TIED)))
 
 
 def test_adapter_that_cannot_translate_shards_names_the_way_out():
