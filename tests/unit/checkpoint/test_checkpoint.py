@@ -453,6 +453,8 @@ def test_pinned_copies_come_after_what_makes_the_states_and_are_waited_for(
     stager = SimpleNamespace(close=lambda: None, **{where: staging})
     monkeypatch.setattr(reference, "DefaultStager", lambda options: stager)
     answer = AsyncSaveResponse(Future(), Future())
+    answer.staging_completion.set_exception(OSError("not staged"))
+    answer.upload_completion.set_result(None)
     copies = mock.Mock(side_effect=lambda *_, **__: events.append("copies") or answer)
     monkeypatch.setattr(dcp, "async_save", copies)
     run = Run(tmp_path, async_mode="async_with_pinned_mem")
@@ -462,7 +464,6 @@ def test_pinned_copies_come_after_what_makes_the_states_and_are_waited_for(
     assert events == ["state made", waits, "copies"]
     assert copies.call_args.kwargs["async_stager"] is stager
     assert run.manager.staging and run.manager.save_future is answer.upload_completion
-    answer.staging_completion.set_exception(OSError("not staged"))
     with pytest.raises(OSError, match="not staged"):
         run.manager.maybe_wait_for_staging()
 
