@@ -151,7 +151,8 @@ class WeightStream:
             whole = {}
             for name in names:
                 tensor, dtype = state[name]
-                tensor = tensor.to(self._device, non_blocking=True)  # if offloaded: pinned
+                # Offloaded weights are in pinned memory, so the copy need not wait.
+                tensor = tensor.to(self._device, non_blocking=True)
                 whole[name] = whole_tensor(tensor.to(dtype))  # cast before the all-gather
             if group := [(hf, t.contiguous()) for hf, t in self._adapter.to_hf(whole).items()]:
                 yield group

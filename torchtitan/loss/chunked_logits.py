@@ -174,7 +174,7 @@ class LogProbs(torch.autograd.Function):
             logits, temperature, _ = logits_of(operands, head, call, chunk)
             chunk_labels = own_labels[chunk.rows]
             of_chunks.append(statistics_of(logits, temperature, chunk_labels, head.entropy))
-            del logits  # or the next chunk's would be allocated beside them
+            del logits  # free the logits before the next chunk's are allocated
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
         # Don't return views, which FSDP's hooks on outputs don't support.
         top, total, logprobs, entropy = _over_ranks(statistics, labels, call.group)
@@ -212,7 +212,7 @@ class LogProbs(torch.autograd.Function):
                 )
                 del logits
                 gradients.add(chunk, grad_logits, slopes)
-                del grad_logits  # as above
+                del grad_logits  # free it before the next chunk's is allocated
         return *gradients.sums(), None, None, None
 
 
@@ -236,7 +236,7 @@ class SummedLoss(torch.autograd.Function):
             sums.append(of_chunk)
             if any(gradients.wanted):
                 gradients.add(chunk, gradient(), slopes)
-            del logits, gradient  # as above
+            del logits, gradient  # free both before the next chunk's are allocated
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
         loss, *others = (x.clone() for x in torch.stack(sums).sum(0))
