@@ -115,8 +115,6 @@ class Step:
             self.runner.backward(loss)
             update.losses.add(loss.detach().reshape(1), [None])
 
-    # ---- helpers ----
-
     def _split(
         self, batches: list[TokenBatch], is_single: bool
     ) -> tuple[list[TokenBatch], Callable[[], int]]:
