@@ -181,10 +181,6 @@ def saved_names(folder: Path, step: int) -> set[str]:
     return set(FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
-def full_disk() -> Any:
-    return mock.patch.object(HashingWriter, "finish", side_effect=OSError("disk full"))
-
-
 # Which steps are saved
 
 
@@ -790,7 +786,8 @@ def test_failed_write_leaves_no_folder_and_no_byte_that_fills_the_disk(tmp_path,
     foreign.mkdir()
     (foreign / "notes.txt").write_text("of somebody else")
     for number, path in ((2, None), (3, None), (4, str(given))):
-        with full_disk(), pytest.raises(RuntimeError, match="disk full"):
+        full = mock.patch.object(HashingWriter, "finish", side_effect=OSError("disk full"))
+        with full, pytest.raises(RuntimeError, match="disk full"):
             run.manager.save(number, path=path)
             run.manager.close()
     assert sorted(os.listdir(tmp_path / "checkpoint")) == ["step-1", "step-3"]

@@ -114,15 +114,11 @@ def test_entries_that_one_model_pads_have_no_part_in_the_divergence(top_k):
     assert_is_reference("reverse", 1.0, top_k, n_entries=9)
 
 
-def adapter_of(h, b):
-    a = torch.linspace(-1, 1, 2 * DIM, dtype=h.dtype).view(1, 2, DIM)
-    return LowRank(h, a, b, [ROWS * TOKENS], 0.5)
-
-
 def test_adapter_of_the_output_is_part_of_the_student():
     h, weight, states, of_teacher, labels, weights = make_inputs()
+    a = torch.linspace(-1, 1, 2 * DIM, dtype=h.dtype).view(1, 2, DIM)
     b = torch.randn(1, VOCAB, 2, dtype=h.dtype, requires_grad=True)
-    low_rank = adapter_of(h, b)
+    low_rank = LowRank(h, a, b, [ROWS * TOKENS], 0.5)
     logits = h @ weight.T + 0.5 * h @ low_rank.a[0].T @ b[0].T
     expected = reference(logits, states @ of_teacher.T, labels, weights, "forward", 0, 1.0)
     (gradient,) = torch.autograd.grad(expected[0], b)

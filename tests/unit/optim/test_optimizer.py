@@ -1,4 +1,5 @@
 import copy
+from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,20 +25,11 @@ def one_rank(**degrees) -> ParallelDims:
     return ParallelDims(**sizes, dp_shard=-1, world_size=sizes["pp"] * sizes["tp"] * sizes["cp"])
 
 
-class Part(nn.Module):
-    def __init__(self, name: str, linear: nn.Linear):
-        super().__init__()
-        self.name = name
-        self.add_module(name, linear)
-
-    def forward(self, x):
-        return self.get_submodule(self.name)(x)
-
-
 def two_parts(seed: int = 0) -> list[nn.Module]:
     """Two model parts with different parameter names, like pipeline stages."""
     torch.manual_seed(seed)
-    return [Part("first", nn.Linear(4, 8)), Part("second", nn.Linear(8, 2))]
+    layers = {"first": nn.Linear(4, 8)}, {"second": nn.Linear(8, 2)}
+    return [nn.Sequential(OrderedDict(layer)) for layer in layers]
 
 
 def backward(parts: list[nn.Module], seed: int = 1) -> None:
