@@ -194,11 +194,6 @@ def measure_all(cases: list, dump_folder: str) -> list[dict]:
     return [measure(layout, family, dump_folder) for layout, family in cases]
 
 
-def joined_gradients(runs: list[dict], mode: str) -> dict[str, torch.Tensor]:
-    """Those of all ranks, as pipeline stages have different parameters."""
-    return {name: gradient for run in runs for name, gradient in run["gradients"][mode].items()}
-
-
 def largest_difference(gradients: dict, expected: dict) -> float:
     assert gradients.keys() == expected.keys()
     return max(
@@ -245,7 +240,8 @@ def test_layouts_and_splits_give_the_step_of_one_process(layouts, one_process, t
             assert run["deferred"] == pytest.approx(expected["deferred"], rel=1e-5), layout.name
             scores |= run["scores"]
         for mode in runs[0]["gradients"]:
-            gradients = joined_gradients(runs, mode)
+            # Joined, because pipeline stages have different parameters.
+            gradients = {n: g for run in runs for n, g in run["gradients"][mode].items()}
             difference = largest_difference(gradients, expected["gradients"][mode])
             assert difference < TOLERANCE, f"{layout.name}, {mode}: {difference:.1e}"
         assert scores.keys() == expected["scores"].keys(), layout.name

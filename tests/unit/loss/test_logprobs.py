@@ -86,23 +86,17 @@ def test_summed_loss_and_its_gradients_are_those_of_whole_logits(chunk_tokens, d
         torch.testing.assert_close(tensor.grad, gradient, rtol=digits, atol=digits * scale)
 
 
-def adapted_inputs(dtype, sizes):
-    """As `make_inputs`, and the `LowRank` of models with these numbers of tokens."""
-    h, weight, bias, labels = make_inputs(dtype)
-    generator = torch.Generator().manual_seed(1)
-    shapes = h.shape, (len(sizes), 2, DIM), (len(sizes), VOCAB, 2)
-    x, a, b = (torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes)
-    return h, weight, bias, labels, LowRank(x, a, b, sizes, 0.3)
-
-
 @pytest.mark.parametrize("chunk_tokens", [2, 4, 100])
 @pytest.mark.parametrize("head", [SummedCrossEntropy, partial(TokenLogProbs, entropy=True)])
 def test_adapters_of_several_models_change_the_logits_of_their_tokens(head, chunk_tokens):
-    h, weight, bias, labels, adapters = adapted_inputs(torch.float64, [3, 0, 11])
-    x, a, b, sizes, scale, *_ = adapters
+    h, weight, bias, labels = make_inputs()
+    generator, sizes = torch.Generator().manual_seed(1), [3, 0, 11]
+    shapes = h.shape, (3, 2, DIM), (3, VOCAB, 2)
+    x, a, b = (torch.randn(s, generator=generator).to(h).requires_grad_() for s in shapes)
     models = torch.arange(3).repeat_interleave(torch.tensor(sizes))
     added = torch.einsum("nm,nrm,nvr->nv", x.flatten(0, 1), a[models], b[models])
-    logits = torch.nn.functional.linear(h, weight, bias) + scale * added.view(ROWS, TOKENS, VOCAB)
+    adapters = LowRank(x, a, b, sizes, 0.3)
+    logits = torch.nn.functional.linear(h, weight, bias) + 0.3 * added.view(ROWS, TOKENS, VOCAB)
     expected = reference(logits, labels, 1.0)
     found = head(chunk_tokens=chunk_tokens)(h, weight, bias, labels=labels, low_rank=adapters)
     if isinstance(found, TokenOutputs):
