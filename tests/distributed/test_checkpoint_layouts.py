@@ -27,10 +27,7 @@ TIED, PIPELINES = "qwen3, tied", [BY_NAME[name] for name in ("PP 2, 1F1B", "PP 2
 SAVED_STEP = 2
 # fp32: layouts differ in the order of summation.
 TOLERANCE = 1e-5
-MUON = (
-    "--optimizer.name=Muon",
-    "--optimizer.muon.ns_dtype=float32",
-)
+MUON = ("--optimizer.name=Muon", "--optimizer.muon.ns_dtype=float32")
 
 
 def engine_of(layout, family, folder, flags):

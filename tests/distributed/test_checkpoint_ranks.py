@@ -3,11 +3,11 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -17,16 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.unit.checkpoint import test_checkpoint
 from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.checkpoint import folder as ranks_folder
 from torchtitan.checkpoint import hf, hf_assets
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished
-from torchtitan.checkpoint.manager import CheckpointManager
-from torchtitan.config.job_config import Checkpoint
 from torchtitan.distributed.processes import ranks
 from torchtitan.distributed.processes.ranks import from_rank_zero
-from torchtitan.optim.lr_scheduler import LRSchedulersContainer
-from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools import storage
@@ -54,79 +51,25 @@ class NetAdapter(StateDictAdapter):
         return {name.removeprefix("model."): tensor for name, tensor in hf_state_dict.items()}
 
 
-class Run:
+class Run(test_checkpoint.Run):
     """A sharded model with optimizer and checkpoint manager. The same seed on every rank."""
 
     def __init__(self, dump_folder: str, seed: int = 0, width: int = 6, **config: Any) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        for layer in self.model:
+        for layer in model:
             # Stays gathered after a forward pass without backward, like a decoder's last layer.
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
-        self.schedulers = LRSchedulersContainer(self.optimizers, lambda step: 1 / (step + 1))
-        self.dataloader = Position()
-        self.manager = CheckpointManager(
-            dataloader=self.dataloader,
-            model_parts=[self.model],
-            optimizers=self.optimizers,
-            lr_schedulers=self.schedulers,
-            states={},
-            checkpoint_config=Checkpoint(enable=True, **({"interval": 1} | config)),
-            sd_adapter=NetAdapter(None, None),
-            base_folder=dump_folder,
-        )
-
-    def train(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.model(torch.full((1, 4), 0.5)).sum().backward()
-            self.optimizers.step()
-            self.optimizers.zero_grad()
-            self.schedulers.step()
+        fully_shard(model, mesh=mesh)
+        super().__init__(dump_folder, model, Position(), NetAdapter(None, None), **config)
 
     def everything(self) -> dict[str, Any]:
-        state = dict(self.model.state_dict()) | self.optimizers.state_dict()
-        return {name: _full(value) for name, value in state.items()}
+        return {name: whole(value) for name, value in super().everything().items()}
 
 
-def _full(value: Any) -> Any:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def train_and_save(folder: str, async_mode: str, evaluate_first: bool) -> dict[str, Any]:
-    run = Run(folder, async_mode=async_mode)
-    run.train(2)
-    saved = run.everything()
-    if evaluate_first:
-        with torch.no_grad():
-            run.model(torch.ones(1, 4))
-    run.manager.save(2)
-    run.train()
-    run.manager.close()
-    return saved
-
-
-def load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    run = Run(folder, seed=1)
-    assert run.manager.load()
-    return run.everything(), run.dataloader.loaded
-
-
-def test_saved_on_two_ranks_loads_on_one_and_on_two_and_the_other_way_round(tmp_path):
-    saved, _ = run_ranks(train_and_save, 2, str(tmp_path), "disabled", False)
-    on_one, positions = run_ranks(load, 1, str(tmp_path))[0]
-    assert_same(saved, on_one)
-    assert positions == {"dp_rank_0": b"\x00", "dp_rank_1": b"\x01", "world_size": 2}
-    for rank, (on_two, positions) in enumerate(run_ranks(load, 2, str(tmp_path))):
-        assert_same(saved, on_two)
-        assert positions == {f"dp_rank_{rank}": bytes([rank]), "world_size": 2}
-    (saved,) = run_ranks(train_and_save, 1, str(tmp_path / "one"), "disabled", False)
-    for loaded, positions in run_ranks(load, 2, str(tmp_path / "one")):
-        assert_same(saved, loaded)
-        assert positions == {"dp_rank_0": b"\x00", "world_size": 1}
+def whole(value: Any) -> Any:
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
 def save_every_second_step(folder: str) -> list[dict[str, Any]]:
@@ -134,6 +77,8 @@ def save_every_second_step(folder: str) -> list[dict[str, Any]]:
     saved = []
     for step in range(1, 5):
         run.train()
+        with torch.no_grad():
+            run.model(torch.ones(1, 4))  # leaves the last layers gathered
         run.manager.save(step)
         saved.append(run.everything())
     run.train()  # must not change the copies that are being written
@@ -141,26 +86,21 @@ def save_every_second_step(folder: str) -> list[dict[str, Any]]:
     return saved
 
 
-def load_step(folder: str, step: int) -> dict[str, Any]:
+def load_step(folder: str, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
     run = Run(folder, seed=1)
     assert run.manager.load(step)
-    return run.everything()
+    return run.everything(), run.dataloader.loaded
 
 
-def test_async_saves_from_kept_memory_hold_each_its_own_step(tmp_path):
+def test_async_saves_from_kept_memory_hold_each_its_own_step_for_two_ranks_and_one(tmp_path):
     saved, _ = run_ranks(save_every_second_step, 2, str(tmp_path))
     for step in (2, 4):
-        for loaded in run_ranks(load_step, 2, str(tmp_path), step):
-            assert_same(saved[step - 1], loaded)
-
-
-def test_async_save_right_after_an_evaluation_is_whole(tmp_path):
-    saved, _ = run_ranks(train_and_save, 2, str(tmp_path), "async", True)
-    hashes = (tmp_path / "checkpoint" / "step-2" / HASHES_FILE).read_text()
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
-        assert name in hashes
-    for loaded, _ in run_ranks(load, 2, str(tmp_path)):
-        assert_same(saved, loaded)
+        for rank, (on_two, positions) in enumerate(run_ranks(load_step, 2, str(tmp_path), step)):
+            assert_same(saved[step - 1], on_two)
+            assert positions == {f"dp_rank_{rank}": bytes([rank]), "world_size": 2}
+    ((on_one, positions),) = run_ranks(load_step, 1, str(tmp_path), 4)
+    assert_same(saved[-1], on_one)
+    assert positions == {"dp_rank_0": b"\x00", "dp_rank_1": b"\x01", "world_size": 2}
 
 
 def questions_of_a_load(folder: str) -> tuple[int, int]:
@@ -209,7 +149,7 @@ def fall_back_twice(folder: str) -> list[int]:
         assert find_damage(str(step_1)).startswith(f"{name} does not have the content")
         from_rank_zero(lambda: (step_1 / name).write_bytes(content))  # noqa: B023
     return [
-        step for step in saved if torch.equal(saved[step]["0.weight"], _full(run.model[0].weight))
+        step for step in saved if torch.equal(saved[step]["0.weight"], whole(run.model[0].weight))
     ]
 
 
@@ -217,69 +157,14 @@ def test_all_ranks_fall_back_to_the_same_step(tmp_path):
     assert run_ranks(fall_back_twice, 2, str(tmp_path)) == [[1], [1]]
 
 
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "no error"
-
-
-def error_of_loading_another_model(folder: str) -> str:
+def load_another_model(folder: str) -> None:
     Run(folder).manager.save(1)
-    return error_of(Run(folder, width=8).manager.load)
+    with pytest.raises(ValueError, match=r"0.bias: saved \[6\], model \[8\]"):
+        Run(folder, width=8).manager.load()
 
 
-def fail_to_write_on(rank: int) -> Any:
-    """Make the disk of this rank full during the block."""
-    if dist.get_rank() != rank:
-        return contextlib.nullcontext()
-    return mock.patch.object(ranks_folder, "open_descriptor", side_effect=OSError("disk full"))
-
-
-def error_of_failing_write(folder: str) -> str:
-    run = Run(folder)
-    with fail_to_write_on(1):
-        return error_of(lambda: run.manager.save(1) or run.manager.close())
-
-
-def export_and_load(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    run = Run(folder, last_save_in_hf=True)
-    with mock.patch.object(ranks_folder, "hash_file", side_effect=AssertionError("read again")):
-        run.manager.save(4, last_step=True)
-    other = Run(folder, seed=1)
-    assert other.manager.load()
-    return run.everything(), other.everything()
-
-
-def test_hf_export_of_shards_loads_back_and_into_one_file(tmp_path):
-    for saved, loaded in run_ranks(export_and_load, 2, str(tmp_path)):
-        weights = {name for name in saved if not name.startswith(("state.", "param_groups."))}
-        assert_same({n: saved[n] for n in weights}, {n: loaded[n] for n in weights})
-    (file,) = (tmp_path / "checkpoint" / "step-4").glob("*.safetensors")
-    assert_same({f"model.{n}": saved[n] for n in weights}, load_file(file))
-
-
-def error_of_failing_export(folder: str) -> tuple[str, bool]:
-    """Rank 0 writes the only file, and its disk is full."""
-    run = Run(folder, last_save_in_hf=True)
-    with mock.patch.object(hf, "open_file", side_effect=OSError("disk full")):
-        return error_of(lambda: run.manager.save(4, last_step=True)), run.manager.load()
-
-
-def failures(folder: str) -> list[Any]:
-    functions = error_of_loading_another_model, error_of_failing_write, error_of_failing_export
-    return [function(f"{folder}/{function.__name__}") for function in functions]
-
-
-def test_all_ranks_hear_of_what_fails_on_one_of_them_and_of_another_model(tmp_path):
-    first, second = run_ranks(failures, 2, str(tmp_path))
-    assert first[0] == second[0] and "0.bias: saved [6], model [8]" in first[0]
-    for _, of_write, (of_export, is_loaded) in (first, second):
-        assert "on rank 1" in of_write and "disk full" in of_write
-        assert "step-4 could not be written" in of_export and "disk full" in of_export
-        assert "holds no whole checkpoint yet" in of_export
-        assert not is_loaded
+def test_all_ranks_refuse_the_checkpoint_of_another_model(tmp_path):
+    run_ranks(load_another_model, 2, str(tmp_path))
 
 
 def export_of_stages(folder: str) -> None:
@@ -293,6 +178,7 @@ def export_of_stages(folder: str) -> None:
     with (
         mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="1"),
         mock.patch.object(hf, "_BYTES_PER_PART", 1),
+        mock.patch.object(ranks_folder, "hash_file", side_effect=AssertionError("read again")),
     ):
         hf.save_to_hf(state, adapter, folder, torch.bfloat16)
     assert find_damage(folder) is None
@@ -333,7 +219,8 @@ def upload_from_two_disks(folder: str) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(f"{bucket}/step-2")
     third.manager.verify_on_load = False
-    assert "1 of its 3 files are on no disk" in error_of(lambda: third.manager.load(step=2))
+    with pytest.raises(ValueError, match="1 of its 3 files are on no disk"):
+        third.manager.load(step=2)
     run.manager.save_hf(f"file://{bucket}/hf")
     assert find_damage(f"file://{bucket}/hf") is None
 

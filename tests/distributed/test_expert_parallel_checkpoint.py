@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 from tests.distributed.layout_matrix import (
@@ -14,6 +13,7 @@ from tests.distributed.layout_matrix import (
     run_step,
     whole,
 )
+from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.protocols import train_spec
 from torchtitan.testing.gloo import run_ranks
 
@@ -57,11 +57,6 @@ def load_files(folder, files_folder):
     return states
 
 
-def assert_equal_states(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == []
-
-
 def test_files_hold_every_expert_and_load_in_any_layout(tmp_path):
     how = dict(init_process_group=False, timeout_seconds=300)
     expected = run_ranks(train_and_save, 2, str(tmp_path), **how)[0]
@@ -72,8 +67,8 @@ def test_files_hold_every_expert_and_load_in_any_layout(tmp_path):
         files = {}
         for file in Path(tmp_path, family, "checkpoint/step-2").glob("*.safetensors"):
             files |= load_file(file)
-        assert_equal_states(files, adapter.to_hf(state))
+        assert_same(files, adapter.to_hf(state))
         # The bias that balances experts has no place in these files.
         parameters = {k: v for k, v in state.items() if "expert_bias" not in k}
         for states in loaded:
-            assert_equal_states({key: states[family][key] for key in parameters}, parameters)
+            assert_same({key: states[family][key] for key in parameters}, parameters)

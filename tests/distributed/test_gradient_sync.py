@@ -14,11 +14,13 @@ from tests.distributed.layout_matrix import (
     register_tiny,
     whole,
 )
+from torchtitan.distributed.dtensor import local_tensor
 from torchtitan.testing.gloo import run_ranks
 
 EP = "--parallelism.expert_parallel_degree=2"
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
 NEVER = "--parallelism.fsdp_reshard_after_forward=never"
+PIPELINE = "--parallelism.pipeline_parallel_degree=2"
 BF16 = "--training.mixed_precision_param=bfloat16"
 GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
@@ -90,35 +92,20 @@ def gradients_of_both(folder, flags, family="llama3"):
         return largest, at_once.call_count, deferred.call_count
 
 
-def gradients_of_replicas(folder):
-    with make_engine(folder, REPLICAS) as engine:
-        expected = step(engine)
-        engine.optimizers.zero_grad()
-        engine.runner.defers_reduction = True
-        return largest_difference(expected, step(engine))
-
-
 def weights_of_accumulating_trainer(folder):
     """Return both trainers' weights, and how often each trainer reduced and all-reduced."""
     from tests.distributed.training_runs import make_trainer
 
     found = []
-    for key in (False, True):
-        flags = [
-            REPLICAS,
-            "--parallelism.data_parallel_shard_degree=2",
-            "--training.local_batch_size=1",
-            "--training.global_batch_size=8",
-            "--training.steps=2",
-            *(["--training.defer_gradient_sync"] if key else []),
-        ]
-        trainer = make_trainer(f"{folder}/{key}", flags)
-        with counting("foreach_reduce") as reduce:
-            trainer.train()
-        all_reduced = sum(call["all_reduce_grads"] for call in reduce.arguments)
-        weights = {name: whole(p) for name, p in named_parameters(trainer)}
-        found.append((weights, reduce.call_count, all_reduced))
-        trainer.close()
+    common = [REPLICAS, "--parallelism.data_parallel_shard_degree=2", "--training.steps=2"]
+    common += ["--training.local_batch_size=1", "--training.global_batch_size=8"]
+    for key, flags in (("plain", []), ("deferred", ["--training.defer_gradient_sync"])):
+        with make_trainer(f"{folder}/{key}", [*common, *flags]) as trainer:
+            with counting("foreach_reduce") as reduce:
+                trainer.train()
+            all_reduced = sum(call["all_reduce_grads"] for call in reduce.arguments)
+            weights = {name: whole(p) for name, p in named_parameters(trainer)}
+            found.append((weights, reduce.call_count, all_reduced))
     (expected, *counts), (ours, *deferred_counts) = found
     largest = max((ours[name] - expected[name]).abs().max().item() for name in ours)
     return largest, counts, deferred_counts
@@ -128,14 +115,12 @@ def gathers_of_backward(folder):
     with make_engine(folder, "--parallelism.fsdp_reshard_after_forward=always") as engine:
         batches, labels = own_microbatches(engine)
         step = dict(input_dict=batches[0], labels=labels[0], global_valid_tokens=10)
-        counts = []
-        for scores_before in (False, True):
-            if scores_before:
-                engine.forward_step(batches[0])
-            with counting("foreach_all_gather") as gather:
-                engine.forward_backward_step(**step)
-            counts.append(gather.call_count)
-        return counts
+        with counting("foreach_all_gather") as alone:
+            engine.forward_backward_step(**step)
+        engine.forward_step(batches[0])
+        with counting("foreach_all_gather") as after_scoring:
+            engine.forward_backward_step(**step)
+        return alone.call_count, after_scoring.call_count
 
 
 def late_steps(folder, flags, family="llama3"):
@@ -158,10 +143,7 @@ def late_steps(folder, flags, family="llama3"):
                 share = sum(label.numel() for label in labels)
                 result = engine.optim_step(denominator=share)
                 skipped.append(result.skipped)
-            local = {
-                name: t.to_local() if hasattr(t, "to_local") else t
-                for name, t in states(engine).items()
-            }
+            local = {name: local_tensor(t) for name, t in states(engine).items()}
             results.append((skipped, engine.weights_version, local))
     (skipped, version, expected), (late_skipped, late_version, ours) = results
     assert (late_skipped, late_version) == (skipped, version)
@@ -175,18 +157,13 @@ def gradients_of_schedules(folder):
     """
     found = []
     for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        flags = (
-            BF16,
-            "--parallelism.pipeline_parallel_degree=2",
-            f"--parallelism.pipeline_parallel_schedule={schedule}",
-        )
-        with make_engine(f"{folder}/{schedule}", *flags) as engine:
+        pipeline = f"--parallelism.pipeline_parallel_schedule={schedule}"
+        with make_engine(f"{folder}/{schedule}", BF16, PIPELINE, pipeline) as engine:
             generator = torch.Generator().manual_seed(engine.dp_rank)
             rows = [torch.randint(0, 2048, (1, 33), generator=generator) for _ in range(8)]
             batches, labels = [{"input": r[:, :-1]} for r in rows], [r[:, 1:] for r in rows]
-            engine.forward_backward_step(
-                input_dict=batches, labels=labels, global_valid_tokens=512.0
-            )
+            step = dict(input_dict=batches, labels=labels, global_valid_tokens=512.0)
+            engine.forward_backward_step(**step)
             found.append(gradients_of(engine))
     return largest_difference(*found)
 
@@ -197,7 +174,7 @@ CASES = {
         "FSDP": (gradients_of_both, ()),
         "FSDP bf16 never": (gradients_of_both, (NEVER, BF16)),
         "EP": (gradients_of_both, (EP,), "qwen3 MoE"),
-        "DDP": (gradients_of_replicas,),
+        "DDP": (gradients_of_both, (REPLICAS,)),
         "gathers": (gathers_of_backward,),
         "late FSDP": (late_steps, ()),
         "late EP": (late_steps, (EP,), "qwen3 MoE"),
@@ -229,19 +206,11 @@ def found(tmp_path_factory):
     return of_cases
 
 
-def assert_deferred_are_those_of_reducing_each_microbatch(of_ranks):
-    for largest, at_once, deferred in of_ranks:
+@pytest.mark.parametrize("case", ["FSDP", "FSDP bf16 never", "EP", "DDP"])
+def test_deferred_gradients_are_those_of_reducing_each_microbatch(found, case):
+    for largest, at_once, deferred in found[case]:
         assert largest < 1e-6  # in bf16, too: what waits is added up in fp32
         assert deferred * 2 == at_once  # of 3 microbatches and 1: with each, or with 2 of them
-
-
-@pytest.mark.parametrize("case", ["FSDP", "FSDP bf16 never", "EP"])
-def test_deferred_gradients_are_those_of_reducing_each_microbatch(found, case):
-    assert_deferred_are_those_of_reducing_each_microbatch(found[case])
-
-
-def test_replicas_defer_too(found):
-    assert all(largest < 1e-6 for largest in found["DDP"])
 
 
 def test_trainer_reduces_with_the_last_microbatch(found):

@@ -6,6 +6,7 @@ others in each layout; some ranks have none.
 
 import copy
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -82,24 +83,31 @@ def deal(dp_size: int) -> list[list[list[list[int]]]]:
     return ranks
 
 
-def microbatch(rows: list[list[int]], weights: dict[int, torch.Tensor]) -> dict:
-    """Rows of documents and padding, labels and weights with them."""
-    length = 1 + max(sum(len(sequence(i)[0]) for i in row) for row in rows)
-    batch = {
-        "input": torch.zeros(len(rows), length, dtype=torch.int64),
-        "positions": torch.arange(length).repeat(len(rows), 1),
-        "labels": torch.full((len(rows), length), IGNORE_INDEX),
-        "loss_weights": torch.zeros(len(rows), length),
-    }
+def places(rows: list[list[int]]) -> Iterator[tuple[int, tuple[int, slice]]]:
+    """Yield (sequence, its place in the tensors of a microbatch)."""
     for r, row in enumerate(rows):
         start = 0
         for i in row:
-            tokens, labels, _ = sequence(i)
-            where = slice(start, start := start + len(tokens))
-            batch["input"][r, where], batch["labels"][r, where] = tokens, labels
-            batch["positions"][r, where] = torch.arange(len(tokens))
-            batch["loss_weights"][r, where] = weights[i]
-        batch["positions"][r, start:] = torch.arange(length - start)
+            yield i, (r, slice(start, start := start + len(sequence(i)[0])))
+
+
+def microbatch(rows: list[list[int]], weights: dict[int, torch.Tensor]) -> dict:
+    """Rows of documents and padding, labels and weights with them."""
+    ends = [0] * len(rows)
+    for _, (r, where) in places(rows):
+        ends[r] = where.stop
+    shape = len(rows), 1 + max(ends)
+    batch = {
+        "input": torch.zeros(shape, dtype=torch.int64),
+        "positions": torch.stack([(torch.arange(shape[1]) - end).clamp(min=0) for end in ends]),
+        "labels": torch.full(shape, IGNORE_INDEX),
+        "loss_weights": torch.zeros(shape),
+    }
+    for i, place in places(rows):
+        tokens, labels, _ = sequence(i)
+        batch["input"][place], batch["labels"][place] = tokens, labels
+        batch["positions"][place] = torch.arange(len(tokens))
+        batch["loss_weights"][place] = weights[i]
     return batch
 
 
@@ -175,23 +183,15 @@ def _measure(engine) -> dict:
 
 def scores_from_sequences(dealt, outputs: list[TokenOutputs]) -> dict[int, torch.Tensor]:
     """Log-probs and entropies [2, T] of every sequence."""
-    scores = {}
-    for rows, of_batch in zip(dealt, outputs, strict=True):
-        for r, row in enumerate(rows):
-            start = 0
-            for i in row:
-                where = slice(start, start := start + len(sequence(i)[0]))
-                scores[i] = torch.stack([x[r, where] for x in of_batch])
-    return scores
+    return {
+        i: torch.stack([x[place] for x in of_batch])
+        for rows, of_batch in zip(dealt, outputs, strict=True)
+        for i, place in places(rows)
+    }
 
 
 def measure_all(cases: list, dump_folder: str) -> list[dict]:
     return [measure(layout, family, dump_folder) for layout, family in cases]
-
-
-def joined_gradients(runs: list[dict], mode: str) -> dict[str, torch.Tensor]:
-    """Those of all ranks, as pipeline stages have different parameters."""
-    return {name: gradient for run in runs for name, gradient in run["gradients"][mode].items()}
 
 
 def largest_difference(gradients: dict, expected: dict) -> float:
@@ -240,7 +240,8 @@ def test_layouts_and_splits_give_the_step_of_one_process(layouts, one_process, t
             assert run["deferred"] == pytest.approx(expected["deferred"], rel=1e-5), layout.name
             scores |= run["scores"]
         for mode in runs[0]["gradients"]:
-            gradients = joined_gradients(runs, mode)
+            # Joined, because pipeline stages have different parameters.
+            gradients = {n: g for run in runs for n, g in run["gradients"][mode].items()}
             difference = largest_difference(gradients, expected["gradients"][mode])
             assert difference < TOLERANCE, f"{layout.name}, {mode}: {difference:.1e}"
         assert scores.keys() == expected["scores"].keys(), layout.name

@@ -30,16 +30,6 @@ TIED = [("qwen3, tied", "whole rows")]
 QUICK = "FSDP 2, EP 2"
 
 
-def cases_of(layout):
-    if layout in MOE_LAYOUTS:
-        return EXPERTS
-    return DENSE + TIED if layout.pp > 1 else DENSE
-
-
-def flags_of(layout):
-    return MUON if needs_four_layers(layout) else (*MUON, SHALLOW)
-
-
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """(flags, case) -> the run of one process; each is made when it is first needed."""
@@ -62,7 +52,8 @@ def one_process(tmp_path_factory):
     ],
 )
 def test_muon_gives_the_weights_of_one_process(layout, one_process, tmp_path):
-    cases, flags = cases_of(layout), flags_of(layout)
+    cases = EXPERTS if layout in MOE_LAYOUTS else DENSE + (TIED if layout.pp > 1 else [])
+    flags = MUON if needs_four_layers(layout) else (*MUON, SHALLOW)
     expected_runs = one_process(flags, cases)
     for case, run, expected in zip(
         cases, measure(layout, cases, str(tmp_path), flags), expected_runs, strict=True

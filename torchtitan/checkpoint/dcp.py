@@ -240,7 +240,7 @@ def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> 
             pickles.append(entry.read(record.file_size))
     if any(b"\nbytearray\n" in pickled for pickled in pickles):
         raise ValueError(refusal("bytearray"))
-    folder = records[0].filename.partition("/")[0]  # as torch finds the folder
+    folder = records[0].filename.partition("/")[0]  # torch, too, takes the first record's
     found = {record.filename.removeprefix(f"{folder}/"): record for record in records}
     numbers, byte_order = found.get("data/0"), found.get("byteorder")
     if type(target) is not torch.Tensor or not target.is_cpu or not numbers or len(pickles) != 1:

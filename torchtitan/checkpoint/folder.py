@@ -61,7 +61,7 @@ HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE_FILE = "model.safetensors"
 WEIGHT_FILES = (
     DCP_METADATA,
-    f"{DCP_METADATA}.tmp",  # while DCP writes `.metadata`
+    f"{DCP_METADATA}.tmp",  # DCP writes this file, then renames it
     *HASHES_FILES,
     RUN_RECORD,
     HF_INDEX,
@@ -70,7 +70,7 @@ WEIGHT_FILES = (
 )
 GIB = 1024**3
 _ALGORITHMS = {32: xxhash.xxh3_128, 64: "sha256"}  # by number of hexadecimal digits
-_BYTES_FOR_TWO_FILES = 2**25  # least size of each
+_BYTES_FOR_TWO_FILES = 2**25  # minimum size of each of the two files
 _BUFFER, _BYTES_TO_FLUSH = 2**20, 2**20
 
 
@@ -308,7 +308,7 @@ def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = N
         rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def begin() -> set[str]:
-        mark_unfinished(address)  # first: the old checkpoint no longer counts
+        mark_unfinished(address)  # first, so that the old checkpoint no longer counts as complete
         for name in filter(_is_weight_file, storage.names_in(address)):
             storage.delete(storage.join(address, name))
         storage.sweep(address)
@@ -453,7 +453,7 @@ class HashingWriter(FileSystemWriter):
             return pickled[key]
 
         def write(number: int) -> list[WriteResult]:
-            torch.serialization.set_crc32_options(False)  # the file's hash covers more
+            torch.serialization.set_crc32_options(False)  # redundant: the whole file is hashed
             name, results = f"{plan.storage_data.prefix}{number}.distcp", []
             with self.fs.create_stream(os.path.join(self.path, name), "wb") as file:
                 for item in parts[number]:
@@ -472,7 +472,7 @@ class HashingWriter(FileSystemWriter):
 
         find, parts = planner.lookup_object, _in_two_files(plan.items)
         devices = {find(item.index).device for item in plan.items if item.tensor_data is not None}
-        for device in devices - {torch.device("cpu")}:  # the threads use other streams
+        for device in devices - {torch.device("cpu")}:  # the writing threads copy on other streams
             torch.accelerator.synchronize(device)
         has_crc32 = torch.serialization.get_crc32_options()
         try:

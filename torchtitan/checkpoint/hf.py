@@ -152,9 +152,9 @@ def _open_reader(
             f"The safetensors files in {path} cannot be read: their metadata, which describes "
             f"shards or scales of the tensors, is damaged ({type(error).__name__}: {error})"
         ) from error
-    if not from_quantized:  # a dequantized tensor's shape may differ from the stored shape
+    if not from_quantized:  # tensors to dequantize may be stored in another shape
         dcp.check_chunks(metadata, path)
-    reader.read_metadata = lambda *args, **kwargs: metadata  # DCP would read it again per part
+    reader.read_metadata = lambda *args, **kwargs: metadata  # or DCP would read it for each part
     return reader
 
 
@@ -260,7 +260,7 @@ def _check_copies(copies: Mapping[str, str], metadata: Any, path: str) -> None:
 def _parts_of(
     state_dict: dict[str, Any], adapter: BaseStateDictAdapter
 ) -> Iterator[dict[str, Any]]:
-    """Yield the entries with an HF name in parts of bounded size that the adapter can translate.
+    """Split the entries that have an HF name into parts of bounded size that the adapter can translate.
 
     Ranks that share tensors get the same parts, because adapters gather some tensors.
     """
@@ -454,7 +454,7 @@ def _write_weights(
             if rank == writer:
                 files[file_index[name]].add(data)
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # collectives that wait for long in the queue time out
+            torch.accelerator.synchronize()  # or a collective might time out in a long queue
     closed = on_all_ranks(lambda: {_file_name(i, n_files): f.close() for i, f in files.items()})
     hashes = {name: digest for part in closed for name, digest in part.items()}
     weight_map = {name: _file_name(number, n_files) for name, number in file_index.items()}

@@ -239,7 +239,7 @@ def differences_from_config(
 
 
 def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> dict[str, Any]:
-    """Return config.json for `model_args`, plus other fields of the first in `folders` that matches."""
+    """Return config.json for `model_args`, plus other fields of the first matching config.json in `folders`."""
     for path in (folder / "config.json" for folder in folders):
         if not path.is_file():
             continue

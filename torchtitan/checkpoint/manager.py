@@ -146,7 +146,7 @@ class CheckpointManager:
         self.tokenizer: Any = None
         self.chat_template: str | None = None
         self.chosen_args: Collection[str] | None = ()
-        self._untrained_base = "", ""  # path of the base model, its folder on this rank's disk
+        self._untrained_base = "", ""  # (path of the base model, local folder with its files)
         # These objects hold no reference to the manager: a cycle would delay its deletion.
         self._saver = Saver()
         self._retention = Retention(self.folder, self.bucket)
@@ -242,7 +242,8 @@ class CheckpointManager:
             def begin() -> None:
                 if address:
                     storage.check_writable(address)
-                mark_unfinished(folder, KEPT_MARKER)  # before the save, which may be killed
+                # Before the save, because the process may be killed during the save.
+                mark_unfinished(folder, KEPT_MARKER)
 
             what = f"The checkpoint {address or folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
@@ -270,7 +271,8 @@ class CheckpointManager:
             result = self.dcp_save(states, folder, self.async_mode, True)
             self._saver.follow(result, folder, self._upload(folder, address) if address else None)
         seconds, in_background = time.monotonic() - start, self.save_future is not None
-        hint = _WEIGHTS_ONLY_HINT if has_weights_only and curr_step > 0 else ""  # step 0 is a seed
+        # Step 0 is saved for runs that begin with its weights, which need no hint.
+        hint = _WEIGHTS_ONLY_HINT if has_weights_only and curr_step > 0 else ""
         logger.info(
             f"Training waited {seconds:.2f} s for step {curr_step}'s save{hint}",
             extra=event("save", curr_step, seconds=seconds, in_background=in_background),

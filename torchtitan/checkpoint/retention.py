@@ -100,7 +100,7 @@ class Retention:
         broken = [
             f for f in folders if f.contents in bad or storage.resolved(f.path) in self.damaged
         ]
-        # After a resume from an older step, this process's steps are newer than higher-numbered ones.
+        # After a resume from an older step, this process's steps are newer than old steps with higher numbers.
         finished = sorted(
             (f for f in folders if f not in broken),
             key=lambda f: (storage.resolved(f.path) in self.written, f.step),

@@ -55,7 +55,7 @@ _DATA = (
     *_settings("training", "bos_token eos_token chat_template"),
     *_settings("validation", "dataset dataset_path"),
 )
-_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes of keys
+_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes of keys; a resume refuses other values
 _RL_OF_PROCESSES = ("rl.serve.", "rl.generator.", "rl.log_samples")
 _BY_CONTENT = (
     "model.hf_assets_path",
@@ -108,7 +108,7 @@ def record_of(
     record[_PATTERNS] = json.dumps([table.pattern for table in config.optimizer.groups])
     record[_GLOBAL_BATCH_SIZE] = global_batch_size
     if num_documents is not None:
-        record["number of documents"] = num_documents  # compared by ranks, not on resume
+        record["number of documents"] = num_documents  # compared between ranks, not on resume
     return record
 
 

@@ -204,7 +204,10 @@ class Selection:
     def _newest_step(
         self, folder: str, verify: bool, passed_over: Collection[str]
     ) -> tuple[list[StepFolder], Facts | None]:
-        """Return (steps, facts of the newest usable step); facts are None if there is none, or for cached steps."""
+        """Return (steps, facts of the newest usable step).
+
+        The facts are None if no step is usable, or if the steps are the cached ones.
+        """
         folders = self._steps(folder)
         if not passed_over and folders == self._folders:
             return folders, None
@@ -255,7 +258,7 @@ def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) 
     if is_address and step >= 0 and hashes_file_in(path) is None:
         return facts._replace(
             damage=f"it has no {HASHES_FILE}"
-        )  # although a stale listing shows the file
+        )  # although an outdated listing may show the file
     try:
         if verify or facts.contents == Contents.DAMAGED:
             facts = facts._replace(hashes=recorded_hashes(path))

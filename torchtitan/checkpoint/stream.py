@@ -60,7 +60,7 @@ class WeightStream:
         pp_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self._parts = dict(zip(stage_indices or range(len(model_parts)), model_parts, strict=True))
-        self._adapter = copy.copy(adapter)  # an adapter keeps state from its last conversion
+        self._adapter = copy.copy(adapter)  # own copy: adapters remember their last conversion
         self._device, self._dtype, self._sharded = device, dtype, sharded
         self._current_version = current_version
         self._pp_group = pp_group
@@ -151,7 +151,8 @@ class WeightStream:
             whole = {}
             for name in names:
                 tensor, dtype = state[name]
-                tensor = tensor.to(self._device, non_blocking=True)  # from pinned memory
+                # Offloaded weights are in pinned memory, so the copy need not wait.
+                tensor = tensor.to(self._device, non_blocking=True)
                 whole[name] = whole_tensor(tensor.to(dtype))  # cast before the all-gather
             if group := [(hf, t.contiguous()) for hf, t in self._adapter.to_hf(whole).items()]:
                 yield group

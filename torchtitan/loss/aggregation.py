@@ -144,14 +144,17 @@ def _count_prompts(
     group: dist.ProcessGroup | None,
     count_empty: bool,
 ) -> tuple[Counter[Hashable], int]:
-    """Return each prompt's number of tokens in the step, and the number of prompts that no lower rank has."""
+    """Return each prompt's number of tokens in the step, and the number of prompts that this rank counts.
+
+    Each prompt is counted by the lowest rank that has it.
+    """
     own: Counter[Hashable] = Counter()
     for prompt, n in zip(prompt_ids, counts, strict=True):
         own[prompt] += n
     whole: Counter[Hashable] = Counter()
     own_rank = 0 if group is None else dist.get_rank(group)
     share = 0
-    counted = own if count_empty else +own  # + leaves out prompts without a token
+    counted = own if count_empty else +own  # unary + drops prompts without a token
     for rank, tokens_of_prompt in enumerate(_of_all_ranks(counted, group)):
         if rank == own_rank:
             share = sum(prompt not in whole for prompt in tokens_of_prompt)

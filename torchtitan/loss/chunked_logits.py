@@ -174,7 +174,7 @@ class LogProbs(torch.autograd.Function):
             logits, temperature, _ = logits_of(operands, head, call, chunk)
             chunk_labels = own_labels[chunk.rows]
             of_chunks.append(statistics_of(logits, temperature, chunk_labels, head.entropy))
-            del logits  # free it before the next chunk
+            del logits  # free the logits before the next chunk's are allocated
         statistics = torch.cat(of_chunks or [torch.zeros(0, 4, device=labels.device)])
         # Don't return views, which FSDP's hooks on outputs don't support.
         top, total, logprobs, entropy = _over_ranks(statistics, labels, call.group)
@@ -212,7 +212,7 @@ class LogProbs(torch.autograd.Function):
                 )
                 del logits
                 gradients.add(chunk, grad_logits, slopes)
-                del grad_logits  # free it before the next chunk
+                del grad_logits  # free it before the next chunk's is allocated
         return *gradients.sums(), None, None, None
 
 
@@ -236,7 +236,7 @@ class SummedLoss(torch.autograd.Function):
             sums.append(of_chunk)
             if any(gradients.wanted):
                 gradients.add(chunk, gradient(), slopes)
-            del logits, gradient  # free both before the next chunk
+            del logits, gradient  # free both before the next chunk's are allocated
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
         loss, *others = (x.clone() for x in torch.stack(sums).sum(0))
@@ -428,7 +428,7 @@ def logprobs_of_logits(chosen: Tensor, highest: Tensor, sums: Tensor) -> Tensor:
 
 
 def of_all_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the numbers [n, c] of all ranks, [ranks, n, c]."""
+    """Gather numbers [n, c] from all ranks; return [ranks, n, c]."""
     if group is None:
         return numbers[None]
     n_ranks = dist.get_world_size(group)
@@ -439,15 +439,15 @@ def of_all_ranks(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _over_ranks(
     statistics: Tensor, labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combine `_statistics` [n, 4] of all ranks. Returns, in the shape of the n labels,
+    """Combine `_statistics` [n, 4] of all ranks; return four tensors in the shape of the n labels.
 
-    the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 for labels
+    They are the highest logit z; the sum of exp(z - highest); the label's log-probability, 0 for labels
     IGNORE_INDEX; the entropy, undefined if `_statistics` was called without wants_entropy.
     """
     of_ranks = of_all_ranks(statistics, group)
     highest, sums, label_logits, dots = of_ranks.view(len(of_ranks), *labels.shape, 4).unbind(-1)
     top = highest.amax(0)
-    shift = highest - top  # from each rank's highest logit to the highest of all
+    shift = highest - top  # rescales each rank's sums to the highest logit of all ranks
     scale = shift.exp()
     total = (scale * sums).sum(0)
     logprobs = logprobs_of_logits(label_logits.sum(0), top, total)
@@ -512,6 +512,6 @@ def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns [n, 1] on this rank, 0 for other ranks' labels, and bool [n]: is another rank's."""
+    """Return the labels' columns [n, 1] on this rank, and bool [n]: the label is another rank's (column 0)."""
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere

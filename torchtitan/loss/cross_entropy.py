@@ -57,7 +57,7 @@ def build_cross_entropy_loss(job_config: JobConfig, **kwargs: Any) -> LossFuncti
     return _maybe_compile(cross_entropy_loss, job_config)
 
 
-build_cross_entropy_loss.has_token_loss = True  # see TrainSpec
+build_cross_entropy_loss.has_token_loss = True  # see `TrainSpec.has_token_loss`
 
 
 @dataclass(frozen=True)

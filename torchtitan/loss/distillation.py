@@ -71,12 +71,12 @@ class TeacherStates(ChunkedHead[Tensor]):
     def compute(self, operands: Operands, call: Call, labels: Tensor) -> Tensor:
         if self.weight is None:
             self.cap = call.cap
-            # If one of the two models pads its vocabulary, its ranks hold other entries: take the student's.
+            # If a model pads its vocabulary, its ranks hold other entries: take the entries of the student's rank.
             of_ranks = of_all_ranks(operands.weight, call.group)
             n_own = self.n_student // len(of_ranks)
             first = call.first // len(operands.weight) * n_own
             own = of_ranks.flatten(0, 1)[first : first + n_own]
-            self.weight = F.pad(own, (0, 0, 0, n_own - len(own)))  # a copy: FSDP frees the weight
+            self.weight = F.pad(own, (0, 0, 0, n_own - len(own)))  # FSDP frees the weight itself
         return operands.x.view(*labels.shape, -1)
 
 
@@ -181,7 +181,7 @@ def _divergence_of_top(
     is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
     ids = ids.masked_fill(is_elsewhere, 0)
     others = log_p.exp()
-    # Not `scatter`: the column 0, which stands for other ranks' ids, may be one of the ids.
+    # Not `scatter`: other ranks' ids have column 0, which may also be the column of an id of this rank.
     others.scatter_add_(1, ids, -others.gather(1, ids).masked_fill(is_elsewhere, 0))
     chosen = log_p.gather(1, ids).masked_fill(is_elsewhere, 0)
     of_ranks = of_all_ranks(torch.cat((chosen, others.sum(1, keepdim=True)), dim=1), call.group)

@@ -128,7 +128,8 @@ class TopTokens(TokenLogProbs):
     def compute(  # type: ignore[override]
         self, operands: Operands, call: Call, labels: Tensor
     ) -> Tensor:
-        head = replace(self._of_tokens(labels), compile_backend=None)  # rarely called
+        # Not compiled, because this head is called rarely.
+        head = replace(self._of_tokens(labels), compile_backend=None)
         best = [labels.new_zeros(0, 2 * self.k + self.with_rest, dtype=torch.float32)]
         with torch.no_grad():
             for chunk in chunks_of(operands.x, self, call):

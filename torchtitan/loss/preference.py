@@ -61,7 +61,7 @@ def dpo(
         )
     pair_ids = batch["pair_ids"].flatten()
     log_ratios = (outputs.logprobs.float() - batch["ref_logprobs"]).flatten()
-    # Sized for the most pairs of two tokens, because the number of pairs is on the device.
+    # As long as the largest possible number of pairs, because the actual number is on the device.
     of_pairs = log_ratios.new_zeros(pair_ids.numel() // 2 + 1)
     sums, counts = [], []
     for is_answer in (pair_ids > 0, pair_ids < 0):

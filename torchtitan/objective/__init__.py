@@ -1,4 +1,4 @@
-"""The objectives of the trainer that need an engine: `[loss]` in the config chooses one."""
+"""Objectives that need an engine. `[loss]` in the config chooses the trainer's objective."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
     config = copy.deepcopy(config)
     config.job.print_config, config.job.save_config_file = False, None
     config.loss = Loss()
-    config.training.time_limit_minutes = 0.0  # a limit needs checkpoint.enable
+    config.training.time_limit_minutes = 0.0  # a time limit would need checkpoint.enable
     prefixes = ("verify_on_load", "initial_") if keeps_initial else ("verify_on_load",)
     kept = {k: v for k, v in vars(config.checkpoint).items() if k.startswith(prefixes)}
     config.checkpoint = Checkpoint(**kept)

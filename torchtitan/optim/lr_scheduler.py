@@ -66,7 +66,7 @@ class LRSchedulersContainer:
                 "as in the saved run, or exclude optimizer and lr_scheduler from loading"
             )
         for scheduler in self.schedulers:
-            own_copy = copy.deepcopy(state_dict)  # because a scheduler keeps the loaded objects
+            own_copy = copy.deepcopy(state_dict)  # a scheduler keeps the loaded objects
             scheduler.load_state_dict(own_copy)
 
 
@@ -78,7 +78,7 @@ def follow_own_schedule(lr_schedulers: Any) -> None:
 
 def set_lrs(optimizer: Optimizer, lrs: Iterable[float]) -> None:
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-        if isinstance(group["lr"], torch.Tensor):  # which compiled optimizers refer to
+        if isinstance(group["lr"], torch.Tensor):  # in place: compiled optimizers keep a reference
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr

@@ -67,7 +67,8 @@ class Muon(RoundedAdam):
                     matrices.setdefault((layout.mesh, layout.axes), []).append(p)
             self._update_by_adam(group, others)
             for sharing in matrices.values():
-                sharing.sort(key=_work, reverse=True)  # batches of similar cost
+                # Matrices of similar cost together. The cost is about m * n * min(m, n) per matrix.
+                sharing.sort(key=lambda p: p.numel() * min(p.shape[-2:]), reverse=True)
                 at_once = self._layout_of[sharing[0]].num_ranks
                 for first in range(0, len(sharing), at_once):
                     self._update_together(group, sharing[first : first + at_once])
@@ -187,8 +188,3 @@ def adjustment(m: int, n: int, adjust_lr_fn: str) -> float:
     if adjust_lr_fn == "original":
         return math.sqrt(max(1, m / n))
     return 0.2 * math.sqrt(max(m, n))  # Liu et al. 2025, arXiv:2502.16982
-
-
-def _work(p: Tensor) -> float:
-    """Return the number of multiplications in `orthogonalize`, up to a constant factor."""
-    return p.numel() * min(p.shape[-2:])

@@ -94,8 +94,8 @@ class Offloader:
         if target == HOST:
             copies = self._pinned_copies(kinds)
             self.replace(kinds, lambda t: copies[id(t)][1] if id(t) in copies else t.to(HOST))
-            copies.clear()  # the last reference to the device's memory
-            getattr(torch, self.device.type).empty_cache()  # for other processes on this device
+            copies.clear()  # drop the last references to the tensors on the device
+            getattr(torch, self.device.type).empty_cache()  # other processes may use the memory now
         else:
             self.replace(kinds, lambda tensor: tensor.to(target, non_blocking=True))
         self.places |= dict.fromkeys(kinds, target)

@@ -63,7 +63,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
         return len(self.optimizers)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that the instance lacks, as `_post_init` deletes these two.
+        # Called for attributes that the instance lacks: `_post_init` deletes `state` and `param_groups`.
         if name == "state":
             return _JoinedState(self.optimizers)
         if name == "param_groups":
@@ -268,7 +268,7 @@ def build_optimizers_with_moe_load_balancing(
 
 
 for _builder in (build_optimizers, build_optimizers_with_moe_load_balancing):
-    _builder.optimizer_names = tuple(_OPTIMIZER_CLASSES)  # see TrainSpec
+    _builder.optimizer_names = tuple(_OPTIMIZER_CLASSES)  # see `TrainSpec.optimizer_names`
 
 
 def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
@@ -292,7 +292,7 @@ class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The `state` mappings of several optimizers, read and written as one."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        # By parameter, because a parameter that was never stepped has no state yet.
+        # Not read from the states, which have no entry for a parameter that was never stepped.
         self._state_with = {
             param: optimizer.state
             for optimizer in optimizers

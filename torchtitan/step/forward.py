@@ -37,9 +37,9 @@ class Step:
     policy: DocumentPolicy
     runner: Runner
     update: Update
-    loss_fn: LossFunction  # for calls with neither loss_fn nor head
-    has_token_loss: bool  # loss_fn needs logits, and labels that are token ids
-    loss_group: dist.ProcessGroup | None  # the ranks whose shares of a loss add up
+    loss_fn: LossFunction  # the train spec's loss, for calls without loss_fn and head
+    has_token_loss: bool  # `loss_fn` takes logits, and labels that are token ids
+    loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
 
     def forward(
         self,
@@ -115,8 +115,6 @@ class Step:
             self.runner.backward(loss)
             update.losses.add(loss.detach().reshape(1), [None])
 
-    # ---- helpers ----
-
     def _split(
         self, batches: list[TokenBatch], is_single: bool
     ) -> tuple[list[TokenBatch], Callable[[], int]]:
@@ -124,8 +122,8 @@ class Step:
         parallelism, runner = self.config.parallelism, self.runner
         if runner.schedule is not None and is_single:
             batches = batches[0].split(parallelism.pipeline_parallel_microbatch_size)
-        # A pipeline may have split single batches into unequal numbers of microbatches, which matters
-        # only if FSDP gathers weights for each microbatch.
+        # A pipeline may have split single batches into unequal numbers of microbatches. Ranks need equal
+        # numbers only if FSDP gathers weights for each microbatch.
         gathers_each = parallelism.fsdp_reshard_after_forward == "always"
         is_equal = is_single and not (runner.schedule is not None and gathers_each)
         group = None if is_equal else runner.dp_group
@@ -196,7 +194,7 @@ class LossOfOutputs:
     model_head: the head that the model computes in place of logits: the caller's, or `default_head`'s;
         None if the model returns logits.
     may_fail: the call runs a caller's function, which may fail on some ranks. Under a pipeline a caller
-        may pass the function on the last stage's ranks only, so every rank assumes that there is one.
+        may pass the function on the last stage's ranks only, so every rank assumes one was passed.
     """
 
     def __init__(
@@ -229,7 +227,7 @@ class LossOfOutputs:
         elif self._loss_fn is not None:
             outputs = whole_tensor(outputs)
         if self._loss_fn is None and self.model_head is None:
-            # No `attempt`: the loss of logits split over ranks is collective, so all ranks must run it.
+            # Not in `attempt`: the loss of sharded logits is collective, so every rank must compute it.
             loss = self._step.loss_fn(outputs, microbatch.labels)
         else:
             loss = self._step.runner.watch.attempt(

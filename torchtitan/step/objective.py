@@ -14,14 +14,17 @@ from torchtitan.step.runner import Head, Runner
 
 
 class Objective:
-    """The train spec's loss. head, whole_rows: see `TrainingEngine.forward_backward_step`."""
+    """Base class of objectives; by itself it keeps the train spec's loss.
 
-    replaces_loss = False  # True in subclasses, which define `__call__`
+    head, whole_rows: see `TrainingEngine.forward_backward_step`.
+    """
+
+    replaces_loss = False  # True in subclasses that define `__call__`
     head: Head[Any] | None = None
     whole_rows = False
 
     def denominator(self, batch: TokenBatch) -> int:
-        """Return what a batch on the CPU adds to the loss denominator. Called by the reading thread."""
+        """Return a CPU batch's share of the loss denominator. Called in the thread that reads batches."""
         return batch.num_valid
 
     def prepare(self, batches: Sequence[TokenBatch]) -> Sequence[TokenBatch]:
@@ -63,7 +66,7 @@ class Tally:
     def __call__(self, outputs: Any, labels: Tensor, batch: Mapping[str, Any]) -> Tensor:
         loss, added = self.objective(outputs, labels, batch)
         for name, value in added.items():
-            value = value.detach().double()  # fp64, because many steps may add up
+            value = value.detach().double()  # fp64, because the sum may be over many steps
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         return loss
 

@@ -1,4 +1,4 @@
-"""The metrics of a step that a caller's loss_fn returns: numbers of the global batch, on every rank."""
+"""The metrics that a caller's loss_fn returns, reduced over the global batch and equal on every rank."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

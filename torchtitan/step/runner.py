@@ -60,7 +60,7 @@ class Head(Protocol[Outputs]):
 class ModelInputs(NamedTuple):
     """Arguments of the model's forward for one batch, and the labels for the loss and the head.
 
-    extra_inputs: the batch's other entries, positions among them. extra_kwargs: the attention masks.
+    extra_inputs: the batch's other entries, including positions. extra_kwargs: the attention masks.
     Under context parallelism all hold this rank's tokens, and the positions are in extra_kwargs.
     """
 
@@ -90,7 +90,7 @@ class Microbatch:
     # Turns outputs for this rank's tokens into outputs for whole rows; collective.
     join: Callable[[Any], Any] = lambda outputs: outputs
     is_dummy: bool = False  # run only because other ranks have more microbatches
-    reduces_gradients: bool = True  # False: wait for a later microbatch; ignored by pipelines
+    reduces_gradients: bool = True  # False: a later microbatch does; pipelines ignore it
 
 
 OnOutput = Callable[[Any, Microbatch], Any]
@@ -118,7 +118,7 @@ def model_inputs(
         if document_ids is not None and policy.restart_positions and "positions" not in entries:
             restarted = positions_from_document_ids(on_host(document_ids))
             entries["positions"] = to_device(restarted, batch.tokens.device)
-    from_loader = batch.sample_ids is not None  # its rows always have document ids
+    from_loader = batch.sample_ids is not None  # the dataloader's rows always have document ids
     for key in BOUNDARY_KEYS:
         is_given = entries.pop(key, None) is not None
         if is_given and not from_loader and not policy.separates_documents:
@@ -147,7 +147,7 @@ def _masks_of_documents(policy: DocumentPolicy, batch: TokenBatch, model: Any) -
     # A client's model, as in torchtitan 0.2.x: it reads the documents from a dict of the batch's entries.
     entries = dict(batch.entries)
     if batch.document_ids is not None:
-        # The ids are known already: leave out the other sources of ids, which would be compared again.
+        # The document ids are known: drop their other sources, or the model would compare them again.
         for key in (*BOUNDARY_KEYS, "positions"):
             entries.pop(key, None)
         entries["document_ids"] = batch.document_ids
@@ -169,8 +169,8 @@ class Runner:
         sum over the replicas of HSDP.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
-    gradient_factor: multiplies losses before backward, to undo the averaging of gradients over ranks
-        that a client's own backward needs; 1 under a pipeline.
+    gradient_factor: multiplies losses before backward. It turns means of gradients over ranks, which a
+        client's own backward needs, back into sums; 1 under a pipeline.
     client_inputs: returns the model's inputs for a batch on the device, or None to call `model_inputs`;
         for clients of torchtitan 0.2.x that override `post_dataloading_process`.
     """
@@ -183,7 +183,7 @@ class Runner:
     schedule: "PipelineSchedule | None" = None  # with pipeline parallelism
     has_value_head: bool = False  # outputs are values [B, T, 1], and the model takes no head
     defers_reduction: bool = False
-    has_replicas: bool = False  # of the model or of its shards, as under DDP and HSDP
+    has_replicas: bool = False  # the model or its shards are replicated (DDP, HSDP)
     keeps_weights: bool = False
     gradient_factor: float = 1.0
     watch: Watch = dataclasses.field(default_factory=Watch)  # raises callers' failures on all ranks
@@ -192,11 +192,12 @@ class Runner:
     client_inputs: Callable[[TokenBatch], ModelInputs | None] = lambda batch: None
     # Makes an additional context for each microbatch's forward and for its backward.
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
-    more_follow: bool = dataclasses.field(default=False, init=False)  # more calls before the update
+    # True: more calls follow before the optimizer step.
+    more_follow: bool = dataclasses.field(default=False, init=False)
 
     @property
     def has_outputs(self) -> bool:
-        """False on a pipeline's earlier stages."""
+        """False on pipeline ranks without the last stage."""
         return self.schedule is None or self.schedule.has_last_stage
 
     @property
@@ -275,7 +276,7 @@ class Runner:
         for i, batch in enumerate(batches):
             microbatch = self.prepare(batch, policy, head, whole_rows)
             is_last = i + 1 == len(batches)
-            # n_dummies waits for the device: called last, and only if it makes a difference.
+            # n_dummies() waits for the device: call it last, and only if its result matters.
             if not is_last or (defers and n_dummies()):
                 microbatch = dataclasses.replace(microbatch, reduces_gradients=False)
             yield microbatch
@@ -325,7 +326,7 @@ class Runner:
                 result = result_of(logits, microbatch)
             if not backward:
                 return result
-            del logits  # [B, T, V]: free before backward needs the memory
+            del logits  # free [B, T, V] before backward allocates memory
             (result * self.gradient_factor).backward()
         return result.detach()
 
@@ -383,7 +384,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
-        """Leave gradients computed inside for a later microbatch to reduce, if the job defers reductions."""
+        """Inside, gradients stay unreduced until a later microbatch, if the job defers reductions."""
         later = self.more_follow or not microbatch.reduces_gradients
         # Without training.defer_gradient_sync only the sum over HSDP's replicas waits.
         is_cheap = self.more_follow and self.has_replicas

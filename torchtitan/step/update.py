@@ -45,7 +45,7 @@ class OptimStepResult:
 
 
 class _LateOptimStepResult(OptimStepResult):
-    """The result of a step of which only the device knows so far whether it is skipped."""
+    """The result of a step before the host has read whether the device skipped it."""
 
     def __init__(self, grad_norm: Tensor, lr: float, verdict: "_Verdict"):
         self.grad_norm, self.lr, self._verdict = grad_norm, lr, verdict
@@ -80,7 +80,7 @@ class StepLosses:
         self._calls.clear()
 
     def take(self, step: int) -> Callable[[], None]:
-        """Clear the losses; return a function that logs the first non-finite loss, as of step `step`."""
+        """Clear the losses; return a function that logs the first non-finite loss with the number `step`."""
         calls, self._calls = self._calls, deque(maxlen=self._calls.maxlen)
         read = host_copy.read_later(torch.cat([losses for losses, _ in calls])) if calls else list
         sample_ids = [ids for _, of_call in calls for ids in of_call]
@@ -129,10 +129,10 @@ class Update:
         on_device = self.device.type != "cpu" and not self.training.enable_cpu_offload
         self.skips_on_device = on_device and skips_on_device(self.optimizers)
         self.losses = StepLosses()
-        self._verdict: _Verdict | None = None  # of the last step, until the host has read it
+        self._verdict: _Verdict | None = None  # the last step's, until the host reads it
         self._skipped_in_a_row = 0
-        self._num_early_steps = 0  # since the last step
-        self.had_backward = False  # since the last step, by the engine
+        self._num_early_steps = 0  # microbatches since the last step
+        self.had_backward = False  # whether the engine ran a backward since the last step
         self._version = 0
 
         def count_version(*_args: object, **_kwargs: object) -> None:
@@ -302,7 +302,7 @@ class Update:
                 total /= self.dp_group.size()
         grads = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
         if not self.skips_on_device or total.device.type != self.device.type:
-            divisor = total.item()  # waits for the device, if it has the sum
+            divisor = total.item()  # waits for the device if the sum is there
             if not 0 <= divisor < math.inf:
                 raise ValueError(_refused_denominator(divisor))
             if grads and divisor > 0:
@@ -314,8 +314,9 @@ class Update:
         return total.double()
 
     def settle(self) -> None:
-        """Log or raise if the last step was skipped, the same on all ranks, and count skipped steps. Waits
-        for the device to compute that step's gradient norm.
+        """If the last step was skipped, log it or raise, alike on all ranks; count skipped steps in a row.
+
+        Waits for the device to compute that step's gradient norm.
         """
         verdict, self._verdict = self._verdict, None
         if verdict is None:
@@ -325,7 +326,7 @@ class Update:
             self._skipped_in_a_row = 0
             return
         if self.skips_on_device:
-            self._version -= 1  # the optimizers' hooks have counted it
+            self._version -= 1  # the hook counted the skipped step, too
         if not 0 <= total < math.inf:
             raise ValueError(f"step {verdict.step}: {_refused_denominator(total)}")
         self._skipped_in_a_row += 1

@@ -5,6 +5,7 @@ tests/reliability/test_bucket.py has a real S3 server.
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,20 +36,39 @@ def run_with(bucket: Path, disk: Path, **config) -> Run:
     return Run(disk, folder=f"file://{bucket}", **config)
 
 
+def loaded(bucket: Path, disk: Path, expected: Run | int) -> Run:
+    """Return a new run that has loaded the state of the run `expected`, or this step."""
+    run = run_with(bucket, disk, seed=1)
+    assert run.manager.load()
+    if isinstance(expected, Run):
+        assert_same(run.everything(), expected.everything())
+    else:
+        assert run.counter.step == expected
+    return run
+
+
 def steps_at(bucket: Path) -> list[int]:
     return sorted({int(path.parent.name.removeprefix("step-")) for path in bucket.glob("step-*/*")})
 
 
+class Calls(list[tuple[str, str]]):
+    """What is done to the store, in order: (function, name of the object)."""
+
+    limit: int | None = None
+    """The process is killed when it begins one more call."""
+
+
 @pytest.fixture
 def calls(monkeypatch):
-    """What is done to the store, in order: (function, name of the object)."""
-    done: list[tuple[str, str]] = []
+    done = Calls()
     for name in ("write_text", "upload", "delete"):
         function = getattr(storage, name)
 
         def call(*arguments, function=function, name=name):
             address = arguments[1 if name == "upload" else 0]
             if storage.is_address(address):
+                if len(done) == done.limit:
+                    raise KeyboardInterrupt("killed")
                 done.append((name, os.path.basename(address)))
             return function(*arguments)
 
@@ -64,75 +84,46 @@ def test_step_is_uploaded_with_its_hashes_last_and_loads_without_the_disk(bucket
     uploaded = {path.name: path.read_bytes() for path in (bucket / "step-1").iterdir()}
     local = tmp_path / "a/checkpoint/step-1"
     assert uploaded == {path.name: path.read_bytes() for path in local.iterdir()}
-    other = run_with(bucket, tmp_path / "b", seed=1)  # another machine
-    assert other.manager.load() and other.manager.newest_step() == 1
-    assert not other.manager.holds_weights_only(1)
-    assert_same(run.everything(), other.everything())
+    other = loaded(bucket, tmp_path / "b", run)  # another machine
+    assert other.manager.newest_step() == 1 and not other.manager.holds_weights_only(1)
     other.train_and_save(2)
     assert steps_at(bucket) == [1, 2] and steps_in(tmp_path / "b") == [2]
 
 
-def test_upload_killed_at_any_object_never_counts_and_is_finished_later(
-    bucket, tmp_path, calls, monkeypatch
-):
+def test_upload_killed_at_any_object_never_counts_and_is_finished_later(bucket, tmp_path, calls):
     run = run_with(bucket, tmp_path / "a")
     run.train_and_save(1)
     for number in range(len(calls)):
         run.train()
-        with monkeypatch.context() as patch:
-            for name in ("upload", "delete", "write_text"):
-                function = getattr(storage, name)
-
-                def die(*arguments, function=function, left=number):
-                    is_there = any(map(storage.is_address, arguments[:2]))
-                    if is_there and len(calls) >= left:
-                        raise KeyboardInterrupt("killed")
-                    return function(*arguments)
-
-                patch.setattr(storage, name, die)
-            calls.clear()
-            with pytest.raises(KeyboardInterrupt):
-                run.save(2)
-        other = run_with(bucket, tmp_path / "other", seed=1)
-        assert other.manager.load() and other.counter.step == 1  # step 1 of the bucket
-        again = run_with(bucket, tmp_path / "a", seed=1)
-        assert again.manager.load()
-        assert_same(again.everything(), run.everything())  # step 2 of the disk
-        again.manager.close()
+        calls.clear()
+        calls.limit = number
+        with pytest.raises(KeyboardInterrupt):
+            run.save(2)
+        calls.limit = None
+        loaded(bucket, tmp_path / "other", 1)  # step 1 of the bucket
+        loaded(bucket, tmp_path / "a", run).manager.close()  # step 2 of the disk
         assert not (bucket / "step-2" / UNFINISHED_MARKER).exists()
         assert (bucket / "step-2" / HASHES_FILE).exists()
         shutil.rmtree(bucket / "step-2")
         shutil.rmtree(tmp_path / "a/checkpoint/step-2")
 
 
-@pytest.mark.parametrize("damage", [truncate, Path.unlink])
-def test_damaged_copy_is_passed_over_wherever_it_is(bucket, tmp_path, damage):
+@pytest.mark.parametrize(
+    "damage, name", [(truncate, "*.distcp"), (Path.unlink, "*.distcp"), (Path.unlink, HASHES_FILE)]
+)
+def test_damaged_copy_is_passed_over_wherever_it_is_and_not_uploaded(
+    bucket, tmp_path, damage, name
+):
     run = run_with(bucket, tmp_path / "a")
     run.train_and_save(1, 2)
-    damage(next((tmp_path / "a/checkpoint/step-2").glob("*.distcp")))
-    other = run_with(bucket, tmp_path / "a", seed=1)
-    assert other.manager.load()
-    assert_same(run.everything(), other.everything())  # from the bucket
-    damage(next((bucket / "step-2").glob("*.distcp")))
-    other = run_with(bucket, tmp_path / "a", seed=1)
-    assert other.manager.load() and other.counter.step == 1
-    assert other.manager.load(step=1) and other.counter.step == 1
-    with pytest.raises(ValueError, match="file://.*step-2 is damaged"):
+    damage(next((tmp_path / "a/checkpoint/step-2").glob(name)))
+    before = {path: path.read_bytes() for path in bucket.glob("step-2/*")}
+    loaded(bucket, tmp_path / "a", run).manager.close()  # from the bucket
+    assert before == {path: path.read_bytes() for path in bucket.glob("step-2/*")}
+    damage(next((bucket / "step-2").glob(name)))
+    other = loaded(bucket, tmp_path / "a", 1)
+    with pytest.raises(ValueError, match="file://.*step-2 is (damaged|incomplete)"):
         other.manager.load(step=2)
-
-
-def test_step_whose_hashes_are_lost_is_not_loaded_nor_uploaded_over_the_whole_one(bucket, tmp_path):
-    run = run_with(bucket, tmp_path / "a")
-    run.train_and_save(1, 2)
-    (tmp_path / "a/checkpoint/step-2" / HASHES_FILE).unlink()
-    other = run_with(bucket, tmp_path / "a", seed=1)
-    assert other.manager.load()
-    other.manager.close()
-    assert_same(run.everything(), other.everything())  # from the bucket
-    assert (bucket / "step-2" / HASHES_FILE).exists()
-    (bucket / "step-2" / HASHES_FILE).unlink()
-    other = run_with(bucket, tmp_path / "a", seed=1)
-    assert other.manager.load() and other.counter.step == 1
 
 
 def test_step_that_a_listing_shows_too_early_does_not_count(bucket, tmp_path, monkeypatch):
@@ -158,12 +149,11 @@ def test_old_steps_are_removed_from_the_disk_and_from_the_bucket(bucket, tmp_pat
 
 
 def test_initial_checkpoint_and_a_step_by_path_may_be_at_an_address(bucket, tmp_path):
-    run = Run(tmp_path / "a")
+    run, address = Run(tmp_path / "a"), f"file://{bucket}/export"
     run.train(3)
-    run.manager.save(3, path=f"file://{bucket}/export")
+    run.manager.save(3, path=address)
     run.manager.close()
-    assert not os.path.exists(storage.staging_folder(f"file://{bucket}/export"))
-    address = f"file://{bucket}/export"
+    assert not os.path.exists(storage.staging_folder(address))
     other = Run(tmp_path / "b", seed=1, initial_load_path=address, initial_load_model_only=False)
     assert other.manager.load()
     assert_same(run.everything(), other.everything())
@@ -184,13 +174,8 @@ def test_hugging_face_files_are_exported_to_an_address_and_imported_from_it(buck
     assert (bucket / "hf/notes.txt").exists() and (bucket / "hf/other/model.safetensors").exists()
     assert (bucket / "hf/model.safetensors.index.json").exists()
     assert not (bucket / "hf" / UNFINISHED_MARKER).exists()
-    other = Run(
-        tmp_path / "b",
-        seed=1,
-        adapter=NetAdapter(None, None),
-        initial_load_path=address,
-        initial_load_in_hf=True,
-    )
+    config = dict(initial_load_path=address, initial_load_in_hf=True)
+    other = Run(tmp_path / "b", seed=1, adapter=NetAdapter(None, None), **config)
     assert other.manager.load()
     assert_same_weights(run, other)
     flip_bit(next((bucket / "hf").glob("*.safetensors")))
@@ -204,26 +189,12 @@ def test_base_of_untrained_parts_that_is_gone_is_told_at_the_start_and_fails_no_
     config = dict(untrained_weights="copy", initial_load_path=f"file://{bucket}/base")
     Run(tmp_path).train_and_save(1)
     run = Run(tmp_path, adapter=NetAdapter(None, None), initial_load_in_hf=True, **config)
-    with pytest.raises(
-        RunError, match="untrained_weights.*no files of a Hugging Face.*bucket/base"
-    ):
+    message = "untrained_weights.*no files of a Hugging Face.*bucket/base"
+    with pytest.raises(RunError, match=message):
         run.manager.load()
     run.manager.save_hf(str(tmp_path / "out"))
     assert (tmp_path / "out/model.safetensors.index.json").exists()
     assert "lacks the parts that are not trained" in caplog.text
-
-
-def test_last_step_in_hugging_face_format_goes_to_the_bucket(bucket, tmp_path):
-    config = dict(last_save_model_only=True, last_save_in_hf=True)
-    run = run_with(bucket, tmp_path / "a", adapter=NetAdapter(None, None), **config)
-    run.train_and_save(1)
-    run.manager.save(2, last_step=True)
-    run.manager.close()
-    shutil.rmtree(tmp_path / "a")
-    other = run_with(bucket, tmp_path / "b", adapter=NetAdapter(None, None), seed=1)
-    assert other.manager.newest_step() == 2 and other.manager.holds_weights_only(2)
-    assert other.manager.load()
-    assert_same_weights(run, other)
 
 
 @pytest.mark.parametrize("damage", [flip_bit, Path.unlink])
@@ -235,9 +206,7 @@ def test_uploaded_copy_that_is_not_whole_is_replaced_by_the_one_on_the_disk(
     name = HASHES_FILE if damage is flip_bit else "__0_0.distcp"
     whole = (bucket / "step-1" / name).read_bytes()
     damage(bucket / "step-1" / name)
-    again = run_with(bucket, tmp_path / "a", seed=1)
-    assert again.manager.load()
-    again.manager.close()
+    loaded(bucket, tmp_path / "a", run).manager.close()
     assert (bucket / "step-1" / name).read_bytes() == whole
 
 
@@ -283,13 +252,10 @@ def test_failed_upload_is_one_error_and_leaves_the_step_on_the_disk(bucket, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(folders.storage, "upload", refuses)
         run.train()
-        with pytest.raises(
-            RunError, match="refuses.*last whole checkpoint in .* is that of step 2"
-        ):
+        message = "refuses.*last whole checkpoint in .* is that of step 2"
+        with pytest.raises(RunError, match=message):
             run.save(2)
-    other = run_with(bucket, tmp_path / "a", seed=1)
-    assert other.manager.load() and other.counter.step == 2
-    other.manager.close()
+    loaded(bucket, tmp_path / "a", 2).manager.close()
     assert steps_at(bucket) == [1, 2] and (bucket / "step-2" / HASHES_FILE).exists()
 
 
@@ -306,10 +272,7 @@ def test_failed_save_to_an_address_leaves_no_copy_in_the_cache(
         monkeypatch.setattr(module, name, fails)
     run = Run(tmp_path / "a", adapter=NetAdapter(None, None))
     address = f"file://{bucket}/x"
-    for save in (
-        lambda: run.manager.save(1, path=address),
-        lambda: run.manager.save_hf(address),
-    ):
+    for save in (partial(run.manager.save, 1, path=address), partial(run.manager.save_hf, address)):
         with pytest.raises(RunError, match=f"{address}.* it broke") as error:
             save()
         assert "staged_" not in str(error.value)

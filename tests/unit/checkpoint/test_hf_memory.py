@@ -1,6 +1,5 @@
 """Host memory of reading, converting and writing Hugging Face files, in a process of its own."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,20 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.tiny_hf import tiny_hf_config
+
 pytestmark = pytest.mark.long
 
 MIB = 2**20
 # Large beside the rest of the process, small enough for a quick test.
 DIM, FFN, LAYERS, EXPERTS = 512, 2048, 5, 8
 
-LLAMA = dict(
-    model_type="llama", hidden_size=DIM, intermediate_size=2 * FFN, num_hidden_layers=LAYERS,
-    num_attention_heads=2, vocab_size=256, rms_norm_eps=1e-5, max_position_embeddings=128,
-)  # fmt: skip
-QWEN3_MOE = LLAMA | dict(
-    model_type="qwen3_moe", num_key_value_heads=2, moe_intermediate_size=FFN // 4,
-    num_experts=EXPERTS, num_experts_per_tok=2,
-)  # fmt: skip
+SIZES = dict(hidden_size=DIM, intermediate_size=2 * FFN, num_hidden_layers=LAYERS, vocab_size=256)
+STACKED_EXPERTS = SIZES | dict(num_experts=EXPERTS, moe_intermediate_size=FFN // 4)
 
 PROBE = """
 import sys, torch
@@ -70,8 +65,7 @@ def random_files(folder, config, n_files):
     """Write files of that model; return the bytes of all files and of the largest."""
     from torchtitan.checkpoint.conversion import prepare_conversion
 
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    config.save_pretrained(folder)
     weights, adapter, _ = prepare_conversion("", "", hf_config=str(folder))
     names = adapter.to_hf(weights)
     per_file = -(-len(names) // n_files)
@@ -85,12 +79,9 @@ def random_files(folder, config, n_files):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize(
-    "config",
-    [LLAMA, QWEN3_MOE],  # with stacked experts
-    ids=lambda config: config["model_type"],
-)
-def test_conversions_need_the_model_and_one_file(tmp_path, config):
+@pytest.mark.parametrize("family, sizes", [("llama3", SIZES), ("qwen3_moe", STACKED_EXPERTS)])
+def test_conversions_need_the_model_and_one_file(tmp_path, family, sizes):
+    config = tiny_hf_config(family, **sizes)
     model_bytes, file_bytes = random_files(tmp_path / "hf", config, 6)
     result = subprocess.run(
         [sys.executable, "-c", PROBE, str(tmp_path), str(file_bytes)],

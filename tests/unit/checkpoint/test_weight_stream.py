@@ -8,10 +8,12 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.layout_matrix import FAMILIES, register_tiny
+from tests.unit.checkpoint.test_checkpoint import assert_same
 from torchtitan.checkpoint import stream as weight_stream
 from torchtitan.checkpoint.hf import save_to_hf
 from torchtitan.checkpoint.states import cast_weights
 from torchtitan.checkpoint.stream import LocalShard, WeightStream, digest_of, fingerprint
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.protocols.train_spec import get_train_spec
 
 TIED = "qwen3, tied"
@@ -41,11 +43,6 @@ def translated(case):
     return adapter.to_hf(model.state_dict())
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
 def stream_of(case, **options):
     model, adapter = model_of(case)
     return WeightStream([model], adapter, CPU, **options)
@@ -63,7 +60,7 @@ def test_stream_has_every_tensor_of_the_translated_model(case):
     streamed = list(stream)
     found = dict(streamed)
     assert len(found) == len(streamed)
-    assert_equal(found, expected)
+    assert_same(found, expected)
     assert all(tensor.is_contiguous() for tensor in found.values())
     assert stream.digest == digest_of(expected.items())
     if is_tied:
@@ -73,11 +70,8 @@ def test_stream_has_every_tensor_of_the_translated_model(case):
 @pytest.mark.parametrize("case", ["qwen3 MoE", "deepseek_v3", "llama4", "gpt_oss"])
 def test_parameters_are_cast_but_routers_and_buffers_keep_fp32(case):
     model, _ = model_of(case)
-    kept = [
-        name
-        for name, tensor in stream_of(case, dtype=torch.bfloat16)
-        if tensor.dtype == torch.float32
-    ]
+    stream = stream_of(case, dtype=torch.bfloat16)
+    kept = [name for name, tensor in stream if tensor.dtype == torch.float32]
     n_routers = sum(".router." in name for name, _ in model.named_parameters())
     n_biases = sum(name.endswith("expert_bias") for name, _ in model.named_buffers())
     if case != "deepseek_v3":  # files of the other families cannot hold the bias
@@ -126,14 +120,19 @@ def blocks_of(tensor, generator):
         yield LocalShard(block, offsets, tuple(tensor.shape))
 
 
-def paste(pieces):
-    """name -> the tensor put together from its pieces, which cover each place once."""
-    whole = {}
+def paste(pieces, may_overlap=False):
+    """name -> the tensor put together from its pieces, which cover each place, and agree where they overlap."""
+    whole, counts = {}, {}
     for name, (tensor, offsets, shape) in pieces:
-        target = whole.setdefault(name, torch.full(shape, -1.0))
-        place = target[tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))]
-        assert place.shape == tensor.shape and (place == -1).all(), name
-        place.copy_(tensor)
+        place = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+        target = whole.setdefault(name, tensor.new_zeros(shape))
+        count = counts.setdefault(name, torch.zeros(shape, dtype=torch.int64))
+        is_filled = count[place] > 0
+        assert torch.equal(target[place][is_filled], tensor[is_filled]), name
+        target[place] = tensor
+        count[place] += 1
+    for name, count in counts.items():
+        assert (count > 0).all() if may_overlap else (count == 1).all(), name
     return whole
 
 
@@ -150,16 +149,14 @@ def test_blocks_of_our_tensors_are_blocks_of_the_translated_ones(case):
                 storage = piece.tensor.untyped_storage()
                 assert storage.data_ptr() == tensor.untyped_storage().data_ptr()
             pieces += translated_block
-    assert_equal(paste(pieces), translated(case))
+    assert_same(paste(pieces), translated(case))
 
 
 def test_sharded_stream_of_one_process_is_the_whole_model():
-    assert_equal(paste(stream_of(TIED, sharded=True)), dict(stream_of(TIED)))
+    assert_same(paste(stream_of(TIED, sharded=True)), dict(stream_of(TIED)))
 
 
 def test_adapter_that_cannot_translate_shards_names_the_way_out():
-    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
-
     class Renaming(StateDictAdapter):
         def to_hf(self, state_dict):
             return {f"model.{name}": tensor for name, tensor in state_dict.items()}
@@ -169,10 +166,8 @@ def test_adapter_that_cannot_translate_shards_names_the_way_out():
 
     model = torch.nn.Linear(2, 3)
     stream = WeightStream([model], Renaming(None, None), CPU, dtype=torch.float64)
-    assert {name: t.dtype for name, t in stream} == {
-        "model.weight": torch.float64,
-        "model.bias": torch.float64,
-    }
+    dtypes = {name: tensor.dtype for name, tensor in stream}
+    assert dtypes == {"model.weight": torch.float64, "model.bias": torch.float64}
     with pytest.raises(NotImplementedError, match="sharded=False"):
         list(WeightStream([model], Renaming(None, None), CPU, sharded=True))
 
@@ -242,11 +237,7 @@ class Elsewhere:
 
 
 def test_digest_tells_of_every_bit_name_dtype_and_shape_but_not_of_order_or_layout():
-    weights = {
-        "a": torch.randn(300, 7),
-        "b": torch.randn(33).bfloat16(),
-        "c": torch.ones((), dtype=torch.int64),
-    }
+    weights = {"a": torch.randn(300, 7), "b": torch.randn(33).bfloat16(), "c": torch.tensor(1)}
     digest = digest_of(weights.items())
     assert digest == digest_of(reversed(weights.items()))
     strided = weights | {"a": weights["a"].t().contiguous().t()}

@@ -12,19 +12,15 @@ from torchtitan.loss.preference import dpo
 PAIR_IDS = torch.tensor([[0, 1, 1, 0, 0, 0], [0, -1, 0, 0, 0, 0], [0, 2, 0, -2, -2, -2]])
 
 
-def losses_of(pair_ids, **settings):
-    torch.manual_seed(0)
-    logprobs = -torch.rand(pair_ids.shape)
-    batch = {"pair_ids": pair_ids, "ref_logprobs": -torch.rand(pair_ids.shape)}
-    outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs))
-    return dpo(outputs, torch.zeros_like(pair_ids), batch, **settings), logprobs, batch
-
-
 @pytest.mark.parametrize("length_normalized", [False, True])
 def test_pairs_may_be_rows_or_documents_of_a_row(length_normalized):
     settings = {"beta": 2.0, "label_smoothing": 0.1, "length_normalized": length_normalized}
-    (loss, metrics), logprobs, batch = losses_of(PAIR_IDS, **settings)
-    ratios, expected, margins = logprobs - batch["ref_logprobs"], 0.0, []
+    torch.manual_seed(0)
+    logprobs, reference = (-torch.rand(PAIR_IDS.shape) for _ in range(2))
+    batch = {"pair_ids": PAIR_IDS, "ref_logprobs": reference}
+    outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs))
+    loss, metrics = dpo(outputs, torch.zeros_like(PAIR_IDS), batch, **settings)
+    ratios, expected, margins = logprobs - reference, 0.0, []
     for pair in (1, 2):
         chosen, rejected = ratios[pair == PAIR_IDS].tolist(), ratios[-pair == PAIR_IDS].tolist()
         sums = [sum(side) / (len(side) if length_normalized else 1) for side in (chosen, rejected)]

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.config import JobConfig, LRScheduler
+from tests.unit.config.test_config_checks import config_with
+from torchtitan.config import LRScheduler
 from torchtitan.config.checks import check_job_config
 from torchtitan.optim.lr_scheduler import build_lr_schedulers, set_lrs
 from torchtitan.optim.optimizer import OptimizersContainer
@@ -28,42 +29,57 @@ def sgd():
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE_LR)
 
 
-def factors(steps: int, **options) -> list[float]:
-    """Factor on the peak learning rate in each of `steps` training steps."""
-    training_steps = options.pop("training_steps", steps)
+def factors_of(schedule, steps: int) -> list[float]:
+    """Factor on the peak learning rate in each of `steps` steps.
+
+    schedule: a function of an optimizer, which returns an object with `step`.
+    """
     optimizer = sgd()
-    schedulers = build_lr_schedulers(
-        container(optimizer), LRScheduler(**options), training_steps=training_steps
-    )
-    seen = []
+    scheduler, seen = schedule(optimizer), []
     for _ in range(steps):
         seen.append(optimizer.param_groups[0]["lr"] / BASE_LR)
         optimizer.step()
-        schedulers.step()
+        scheduler.step()
     return seen
 
 
+def factors(steps: int, training_steps: int | None = None, **options) -> list[float]:
+    training_steps = training_steps or steps
+
+    def schedule(optimizer):
+        return build_lr_schedulers(container(optimizer), LRScheduler(**options), training_steps)
+
+    return factors_of(schedule, steps)
+
+
+FIFTHS = [0.8, 0.6, 0.4, 0.2]
+
+
 @pytest.mark.parametrize(
-    "steps, options, expected",
+    "steps, options, expected, warning",
     [
-        (10, {"warmup_steps": 2}, [0.5, 1, 1, *(n / 8 for n in range(7, 0, -1))]),
-        (10, {"warmup_steps": 2, "decay_ratio": 0.5}, [0.5] + [1] * 5 + [0.8, 0.6, 0.4, 0.2]),
-        (5, {"warmup_steps": 10}, [0.2, 0.4, 0.6, 0.8, 1.0]),
-        (10, {"warmup_steps": 2, "decay_ratio": 0.0}, [0.5] + [1.0] * 9),
+        (10, {"warmup_steps": 2}, [0.5, 1, 1, *(n / 8 for n in range(7, 0, -1))], None),
+        (10, {"warmup_steps": 2, "decay_ratio": 0.5}, [0.5] + [1] * 5 + FIFTHS, None),
+        (5, {"warmup_steps": 10}, [0.2, 0.4, 0.6, 0.8, 1.0], "warmup_steps is 10"),
+        (10, {"warmup_steps": 2, "decay_ratio": 0.0}, [0.5] + [1.0] * 9, None),
         (
             10,
             {"warmup_steps": 5, "decay_ratio": 0.8},
-            [0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2],
+            [0.2, 0.4, 0.6, 0.8, 1, 1, *FIFTHS],
+            "leave only 5 of 10",
         ),
         (
             20,  # decay_ratio is of the total steps
             {"training_steps": 10, "total_steps": 20, "warmup_steps": 0, "decay_ratio": 0.5},
             [1.0] * 11 + [n / 10 for n in range(9, 0, -1)],
+            None,
         ),
     ],
 )
-def test_factors_are_those_worked_out_by_hand(steps, options, expected):
+def test_factors_are_those_worked_out_by_hand(steps, options, expected, warning, caplog):
+    """warning: of a schedule that does not fit, and is cut."""
     assert factors(steps, **options) == pytest.approx(expected)
+    assert warning in caplog.text if warning else not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -75,10 +91,10 @@ def test_factors_are_those_worked_out_by_hand(steps, options, expected):
     ],
 )
 def test_decay_follows_its_curve_down_to_the_floor(decay_type, curve):
-    # T = 12, W = 2, D = 6: decay from k = 7 on, p = (k - 6) / 6.
-    seen = factors(12, warmup_steps=2, decay_ratio=0.5, decay_type=decay_type, min_lr_factor=0.1)
-    expected = [0.5] + [1.0] * 6 + [0.1 + 0.9 * curve(i / 6) for i in range(1, 6)]
-    assert seen == pytest.approx(expected)
+    # T = 12, W = 2, D = 6: decay from k = 7 on, p = (k - 6) / 6. Then training goes on past the end.
+    options = dict(warmup_steps=2, decay_ratio=0.5, decay_type=decay_type, min_lr_factor=0.1)
+    expected = [0.5] + [1.0] * 6 + [0.1 + 0.9 * curve(i / 6) for i in range(1, 6)] + [0.1] * 4
+    assert factors(16, training_steps=12, **options) == pytest.approx(expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -93,35 +109,20 @@ def test_no_step_has_learning_rate_zero_nor_above_the_peak(steps, warmup, ratio,
     assert all(0 < factor <= 1 for factor in seen)
 
 
-def factors_of(schedule, steps: int) -> list[float]:
-    """The same as `factors`, for another library's scheduler, a function of an optimizer."""
-    optimizer = sgd()
-    scheduler, seen = schedule(optimizer), []
-    for _ in range(steps):
-        seen.append(optimizer.param_groups[0]["lr"] / BASE_LR)
-        optimizer.step()
-        scheduler.step()
-    return seen
-
-
 @pytest.mark.parametrize("warmup", [0, 1, 2, 5, 11])
 def test_schedules_that_count_from_zero_are_those_of_transformers_at_every_step(warmup):
     from transformers import optimization as hf
 
     steps = 12
-    for schedule, options in (
-        (partial(hf.get_linear_schedule_with_warmup, num_training_steps=steps), {}),
-        (
-            partial(hf.get_cosine_schedule_with_warmup, num_training_steps=steps),
-            {"decay_type": "cosine"},
-        ),
-        (hf.get_constant_schedule_with_warmup, {"decay_ratio": 0.0}),
+    own = dict(training_steps=steps, warmup_steps=warmup, step_offset=-1)
+    for kind, theirs, options in (
+        ("linear", {"num_training_steps": steps}, {}),
+        ("cosine", {"num_training_steps": steps}, {"decay_type": "cosine"}),
+        ("constant", {}, {"decay_ratio": 0.0}),
     ):
-        expected = factors_of(partial(schedule, num_warmup_steps=warmup), steps + 1)
-        seen = factors(
-            steps + 1, training_steps=steps, warmup_steps=warmup, step_offset=-1, **options
-        )
-        assert seen == pytest.approx(expected, abs=1e-12), options
+        schedule = getattr(hf, f"get_{kind}_schedule_with_warmup")
+        expected = factors_of(partial(schedule, num_warmup_steps=warmup, **theirs), steps + 1)
+        assert factors(steps + 1, **own, **options) == pytest.approx(expected, abs=1e-12), kind
 
 
 # verl 0.9.1's get_cosine_schedule_with_warmup(optimizer, 2, 6, min_lr_ratio=0.2, init_lr_ratio=0.4):
@@ -135,31 +136,9 @@ def test_schedule_has_the_numbers_of_verls_with_its_first_and_last_ratio():
     assert seen == pytest.approx(VERL_COSINE)
 
 
-@pytest.mark.parametrize("offset", [-5, -2, 1, 10**12])
-def test_offset_that_would_run_into_the_decay_is_refused(offset):
-    message = rf"lr_scheduler.step_offset must be one of 0, -1, got {offset}"
-    config = JobConfig()
-    config.lr_scheduler.step_offset = offset
-    with pytest.raises(ConfigError, match=message):
-        check_job_config(config)
-
-
-@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
-def test_training_on_past_the_end_stays_at_the_floor(decay_type):
-    seen = factors(10, training_steps=5, warmup_steps=1, decay_type=decay_type, min_lr_factor=0.3)
-    assert seen[5:] == pytest.approx([0.3] * 5)
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"warmup_steps": 20}, "warmup_steps is 20"),
-        ({"warmup_steps": 5, "decay_ratio": 0.8}, "leave only 5 of 10"),
-    ],
-)
-def test_schedule_that_does_not_fit_is_cut_with_a_warning(options, words, caplog):
-    factors(10, **options)
-    assert words in caplog.text
+def test_offset_that_would_run_into_the_decay_is_refused():
+    with pytest.raises(ConfigError, match="step_offset must be one of 0, -1, got 1"):
+        check_job_config(config_with(lr_scheduler__step_offset=1))
 
 
 def test_one_state_restores_every_scheduler():
@@ -192,9 +171,7 @@ def test_learning_rate_that_is_a_tensor_changes_in_place():
 
 def test_schedule_goes_to_the_step_it_is_told():
     optimizer = sgd()
-    schedulers = build_lr_schedulers(
-        container(optimizer), LRScheduler(warmup_steps=4), training_steps=10
-    )
+    schedulers = build_lr_schedulers(container(optimizer), LRScheduler(warmup_steps=4), 10)
     expected = factors(10, warmup_steps=4)
     for n in (7, 2, 0):
         schedulers.set_step(n)

@@ -1,6 +1,5 @@
 """Muon against torch.optim.Muon, groups against torch.optim.AdamW, and moments in bf16."""
 
-import copy
 import math
 from functools import partial
 
@@ -9,15 +8,14 @@ import torch
 from torch import nn
 
 from tests.unit.config.test_config_checks import config_with
-from tests.unit.optim.test_optimizer import backward, one_rank, two_parts, weights
-from torchtitan.config import LRScheduler, Optimizer
+from tests.unit.optim.test_optimizer import one_rank, train_and_resume, two_parts
+from torchtitan.config import Optimizer
 from torchtitan.config.checks import check_job_config
 from torchtitan.config.job_config import Muon as MuonOptions
 from torchtitan.config.job_config import ParameterGroup
 from torchtitan.engine import TrainingEngine
 from torchtitan.optim.adam import RoundedAdam, round_at_random
 from torchtitan.optim.groups import ParameterGroups, check_groups
-from torchtitan.optim.lr_scheduler import build_lr_schedulers
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.optimizer import build_optimizers
 from torchtitan.testing.tiny_jobs import add_tiny_flavors, make_documents, pack, run_step, tiny_job
@@ -38,27 +36,25 @@ def parameters_of(engine) -> dict[str, nn.Parameter]:
     return {name: p for name, p in engine.model_parts[0].named_parameters() if p.requires_grad}
 
 
-def assert_follows(engine, make_oracles, steps=8) -> None:
-    """Train an engine, and copies of its parameters by torch's optimizers with the same gradients.
+def assert_follows(engine, make_oracle, steps=8) -> None:
+    """Train an engine, and copies of its parameters by torch's optimizer with the same gradients.
 
-    make_oracles: gets copies of the parameters, by name; returns [(optimizer, first peak)]. The
-    rates follow the engine's schedule.
+    make_oracle: gets copies of the parameters, by name; returns their optimizer. Its learning rates
+    follow the engine's schedule.
     """
     live = parameters_of(engine)
     twins = {name: nn.Parameter(p.detach().clone()) for name, p in live.items()}
-    oracles = make_oracles(twins)
-    peaks = [[group["lr"] for group in oracle.param_groups] for oracle in oracles]
+    oracle = make_oracle(twins)
+    peaks = [group["lr"] for group in oracle.param_groups]
 
-    def step_oracles(*_):
+    def step_oracle(*_):
         for name, p in live.items():
             twins[name].grad = p.grad.clone()
-        factor = engine.lr / engine.job_config.optimizer.lr
-        for oracle, of_groups in zip(oracles, peaks, strict=True):
-            for group, peak in zip(oracle.param_groups, of_groups, strict=True):
-                group["lr"] = peak * factor
-            oracle.step()
+        for group, peak in zip(oracle.param_groups, peaks, strict=True):
+            group["lr"] = peak * engine.lr / engine.job_config.optimizer.lr
+        oracle.step()
 
-    engine.optimizers.register_step_pre_hook(step_oracles)
+    engine.optimizers.register_step_pre_hook(step_oracle)
     documents = make_documents(0)
     losses = [run_step(engine, documents)[0] for _ in range(steps)]
     assert losses[-1] < losses[0]
@@ -72,59 +68,37 @@ def assert_follows(engine, make_oracles, steps=8) -> None:
 
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_every_matrix_is_updated_bit_for_bit_as_by_torch(adjust_lr_fn, nesterov):
+def test_matrices_are_updated_bit_for_bit_as_by_torchs_muon_and_the_rest_as_by_adamw(
+    adjust_lr_fn, nesterov
+):
     torch.manual_seed(0)
     shapes = [(24, 72), (72, 24), (64, 64), (5, 48, 96), (3, 40, 16)]  # the last two: of experts
-    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    theirs = [[nn.Parameter(m.clone()) for m in p.detach().view(-1, *p.shape[-2:])] for p in ours]
-    options = dict(adjust_lr_fn=adjust_lr_fn, nesterov=nesterov, momentum=0.9, ns_steps=6)
-    common = dict(lr=0.02, weight_decay=0.1)
-    muon = Muon(
-        [{"params": ours}],
-        matrices=ours,
-        options=MuonOptions(**options),
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        **common,
+    ours, other = (
+        [nn.Parameter(torch.randn(shape)) for shape in shapes],
+        nn.Parameter(torch.ones(9)),
     )
-    oracle = torch.optim.Muon([m for matrices in theirs for m in matrices], **options, **common)
+    theirs = [[nn.Parameter(m.clone()) for m in p.detach().view(-1, *p.shape[-2:])] for p in ours]
+    their_other = nn.Parameter(other.detach().clone())
+    options = dict(adjust_lr_fn=adjust_lr_fn, nesterov=nesterov, momentum=0.9, ns_steps=6)
+    common, of_adamw = dict(lr=0.02, weight_decay=0.1), dict(betas=(0.9, 0.95), eps=1e-8)
+    settings = dict(options=MuonOptions(**options), **of_adamw, **common)
+    muon = Muon([{"params": [*ours, other]}], matrices=ours, **settings)
+    oracles = [
+        torch.optim.Muon([m for matrices in theirs for m in matrices], **options, **common),
+        torch.optim.AdamW([their_other], **of_adamw, **common),
+    ]
     for _ in range(25):
         for p, matrices in zip(ours, theirs, strict=True):
             p.grad = p.detach() + torch.randn_like(p)
             for matrix, grad in zip(matrices, p.grad.view(-1, *p.shape[-2:]), strict=True):
                 matrix.grad = grad.clone()
-        muon.step()
-        oracle.step()
+        other.grad = torch.randn_like(other)
+        their_other.grad = other.grad.clone()
+        for optimizer in (muon, *oracles):
+            optimizer.step()
     for p, matrices in zip(ours, theirs, strict=True):
         assert torch.equal(p, torch.stack(list(matrices)).view_as(p))
-
-
-@pytest.mark.parametrize("flavor", ["tiny", "tiny_moe"])
-def test_layers_train_as_by_torchs_muon_and_the_rest_as_by_adamw(flavor, tmp_path):
-    def by_torch(twins):
-        matrices = {n: p for n, p in twins.items() if n.startswith("layers.") and p.ndim > 1}
-        others = [p for n, p in twins.items() if n not in matrices]
-        assert len(matrices) >= 14 and len(others) >= 3
-        stacked = [p for p in matrices.values() if p.ndim == 3]
-        views = [nn.Parameter(m) for p in stacked for m in p.detach()]  # share the memory of p
-        muon = torch.optim.Muon(
-            [p for p in matrices.values() if p.ndim == 2] + views,
-            lr=1e-2,
-            weight_decay=0.1,
-            adjust_lr_fn="match_rms_adamw",
-        )
-
-        def split_gradients(*_):
-            grads = [grad for p in stacked for grad in p.grad]
-            for view, grad in zip(views, grads, strict=True):
-                view.grad = grad
-
-        muon.register_step_pre_hook(split_gradients)
-        adamw = torch.optim.AdamW(others, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-3)
-        return [muon, adamw]
-
-    with engine_of(tmp_path, flavor, {**MUON, "eps": 1e-3}) as engine:
-        assert_follows(engine, by_torch)
+    assert torch.equal(other, their_other)
 
 
 def test_matrices_are_in_layers_and_no_biases():
@@ -159,7 +133,7 @@ def test_groups_train_as_those_of_torchs_adamw(tmp_path):
             {"params": list(twins.values())},
         ]
         assert all(len(group["params"]) > 1 for group in groups)
-        return [torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)]
+        return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
 
     optimizer = dict(lr=1e-2, weight_decay=0.1, eps=1e-3, groups=tables)
     with engine_of(tmp_path, optimizer=optimizer) as engine:
@@ -182,41 +156,21 @@ def test_rate_of_one_step_keeps_the_ratios_of_the_groups(tmp_path):
     assert rates[1] == pytest.approx([0.5, 0.05, 0.5])
 
 
-def parts_with_groups(seed=0, **options):
-    """Two parts, of which each has a group that is empty in the other."""
-    parts = two_parts(seed)
-    tables = [ParameterGroup(pattern="^first", lr=0.3), ParameterGroup(pattern="second", lr=0.2)]
-    config = Optimizer(lr=0.1, groups=tables, **options)
-    return parts, build_optimizers(parts, config, one_rank())
-
-
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}], ids=["AdamW", "bf16"])
 def test_groups_that_are_empty_in_a_part_resume_bitwise(options):
-    parts, optimizers = parts_with_groups(**options)
-    schedule = LRScheduler(warmup_steps=0)
-    schedulers = build_lr_schedulers(optimizers, schedule, 10)
-    for step in range(2):
-        backward(parts, seed=step)
-        optimizers.step()
-        optimizers.zero_grad()
-        schedulers.step()
-    saved = copy.deepcopy((optimizers.state_dict(), schedulers.state_dict()))
-    sizes = [[len(group["params"]) for group in one.param_groups] for one in optimizers]
-    assert sizes == [[0, 2, 0], [0, 0, 2]]
+    tables = [ParameterGroup(pattern="^first", lr=0.3), ParameterGroup(pattern="second", lr=0.2)]
 
-    resumed, loaded = parts_with_groups(seed=5, **options)
-    follower = build_lr_schedulers(loaded, schedule, 10)
-    for part, source in zip(resumed, parts, strict=True):
-        part.load_state_dict(source.state_dict())
-    loaded.load_state_dict(saved[0])
-    follower.load_state_dict(saved[1])
-    for modules, container in ((parts, optimizers), (resumed, loaded)):
-        backward(modules, seed=7)
-        container.step()
-    assert all(map(torch.equal, weights(parts), weights(resumed)))
-    rates = [group["lr"] for group in loaded.param_groups if group["params"]]
-    assert rates == [group["lr"] for group in optimizers.param_groups if group["params"]]
-    assert rates == pytest.approx([0.3 * 0.8, 0.2 * 0.8])
+    def make(seed):
+        parts = two_parts(seed)
+        optimizers = build_optimizers(
+            parts, Optimizer(lr=0.1, groups=tables, **options), one_rank()
+        )
+        sizes = [[len(group["params"]) for group in one.param_groups] for one in optimizers]
+        assert sizes == [[0, 2, 0], [0, 0, 2]]
+        return parts, optimizers
+
+    _, rates, rates_of_resumed = train_and_resume(make, make)
+    assert rates == rates_of_resumed == pytest.approx([0.3 * 0.8, 0.2 * 0.8])
 
 
 # --- Moments in bf16 ------------------------------------------------------------------------
@@ -268,12 +222,8 @@ def test_rounded_adam_without_rounding_is_torchs():
 @pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}], ids=["fp32", "bf16"])
 def test_run_with_muon_and_groups_resumes_bitwise(options, tmp_path):
     tables = [ParameterGroup(pattern="norm", lr=1e-3, weight_decay=0.0)]
-    job = partial(
-        engine_of,
-        tmp_path,
-        optimizer={**MUON, **options, "groups": tables},
-        checkpoint=dict(enable=True),
-    )
+    optimizer = {**MUON, **options, "groups": tables}
+    job = partial(engine_of, tmp_path, optimizer=optimizer, checkpoint=dict(enable=True))
     documents = make_documents(0)
     with job() as engine:
         for _ in range(3):
@@ -282,9 +232,8 @@ def test_run_with_muon_and_groups_resumes_bitwise(options, tmp_path):
         engine.save()
         expected = [run_step(engine, documents) for _ in range(3)]
         weights_of_first = {name: p.detach().clone() for name, p in parameters_of(engine).items()}
-        dtypes = {
-            s["momentum_buffer"].dtype for s in engine.optimizers.state.values() if len(s) == 2
-        }
+        states = [s for s in engine.optimizers.state.values() if "momentum_buffer" in s]
+        dtypes = {state["momentum_buffer"].dtype for state in states}
         assert dtypes == {torch.bfloat16 if options else torch.float32}
     with job() as engine:
         assert engine.load()
@@ -294,13 +243,12 @@ def test_run_with_muon_and_groups_resumes_bitwise(options, tmp_path):
 
 
 def test_run_with_other_patterns_does_not_continue(tmp_path):
+    checkpoint = dict(enable=True)
     tables = [ParameterGroup(pattern="norm", lr=1e-3)]
-    sections = dict(checkpoint=dict(enable=True))
-    with engine_of(tmp_path, optimizer=dict(groups=tables), **sections) as engine:
-        run_step(engine, make_documents(0))
-        engine.step += 1
+    with engine_of(tmp_path, optimizer=dict(groups=tables), checkpoint=checkpoint) as engine:
+        engine.step = 1
         engine.save()
-    with engine_of(tmp_path, **sections) as engine:
+    with engine_of(tmp_path, checkpoint=checkpoint) as engine:
         with pytest.raises(ValueError, match="patterns of optimizer.groups.*norm.*exclude"):
             engine.load()
 
@@ -312,7 +260,12 @@ def table(**changes) -> dict:
     return {"optimizer__groups": [ParameterGroup(**{"pattern": "norm", **changes})]}
 
 
-GROUPS = r"optimizer\.groups\[0\]\."
+def muon(**options) -> dict:
+    return {"optimizer__name": "Muon"} | {f"optimizer__muon__{k}": v for k, v in options.items()}
+
+
+GROUPS, EARLY = r"optimizer\.groups\[0\]\.", {"optimizer__early_step_in_backward": True}
+BF16 = {"optimizer__state_dtype": "bfloat16", "training__dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -322,24 +275,12 @@ GROUPS = r"optimizer\.groups\[0\]\."
         (table(lr=-1.0), GROUPS + "lr must be at least 0, got -1.0"),
         (table(beta2=-0.1), GROUPS + "beta2 must be at least 0, got -0.1"),
         (table(muon=False), GROUPS + "muon = False has no effect .* 'AdamW'; remove it"),
-        (
-            table() | {"optimizer__early_step_in_backward": True},
-            "got the number of optimizer.groups = 1",
-        ),
-        (
-            {"optimizer__name": "Muon", "optimizer__early_step_in_backward": True},
-            "early_step_in_backward .*got optimizer.name = 'Muon'; change one of the two",
-        ),
+        (table() | EARLY, "got the number of optimizer.groups = 1"),
+        (muon() | EARLY, "early_step_in_backward .*got optimizer.name = 'Muon'; change one of"),
         ({"optimizer__muon__momentum": 0.5}, "muon.momentum = 0.5 has no effect .*'AdamW'"),
         ({"optimizer__muon__ns_steps": 0}, "muon.ns_steps must be at least 1"),
-        (
-            {"optimizer__name": "Muon", "optimizer__muon__ns_coefficients": [1.0, math.nan, 1.0]},
-            "muon.ns_coefficients must be three finite numbers",
-        ),
-        (
-            {"optimizer__state_dtype": "bfloat16", "training__dtype": "bfloat16"},
-            "state_dtype = 'bfloat16' .*got training.dtype = 'bfloat16'.*; remove it",
-        ),
+        (muon(ns_coefficients=[1.0, math.nan, 1.0]), "ns_coefficients must be three finite"),
+        (BF16, "state_dtype = 'bfloat16' .*got training.dtype = 'bfloat16'.*; remove it"),
     ],
 )
 def test_wrong_setting_is_one_sentence_with_key_value_and_remedy(settings, message):

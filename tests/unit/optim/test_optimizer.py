@@ -1,4 +1,5 @@
 import copy
+from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
@@ -6,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config import LRScheduler, Optimizer
 from torchtitan.distributed import ParallelDims
@@ -20,34 +19,17 @@ from torchtitan.optim.optimizer import (
 )
 from torchtitan.testing.gloo import run_ranks
 
-ADAM_KWARGS = {
-    "lr": 0.1,
-    "betas": (0.9, 0.95),
-    "weight_decay": 0.1,
-    "fused": True,
-    "foreach": False,
-}
-
 
 def one_rank(**degrees) -> ParallelDims:
     sizes = {name: degrees.get(name, 1) for name in ("dp_replicate", "cp", "tp", "pp", "ep", "etp")}
     return ParallelDims(**sizes, dp_shard=-1, world_size=sizes["pp"] * sizes["tp"] * sizes["cp"])
 
 
-class Part(nn.Module):
-    def __init__(self, name: str, linear: nn.Linear):
-        super().__init__()
-        self.name = name
-        self.add_module(name, linear)
-
-    def forward(self, x):
-        return self.get_submodule(self.name)(x)
-
-
 def two_parts(seed: int = 0) -> list[nn.Module]:
     """Two model parts with different parameter names, like pipeline stages."""
     torch.manual_seed(seed)
-    return [Part("first", nn.Linear(4, 8)), Part("second", nn.Linear(8, 2))]
+    layers = {"first": nn.Linear(4, 8)}, {"second": nn.Linear(8, 2)}
+    return [nn.Sequential(OrderedDict(layer)) for layer in layers]
 
 
 def backward(parts: list[nn.Module], seed: int = 1) -> None:
@@ -64,21 +46,17 @@ def plain_container(parts, **options) -> OptimizersContainer:
     return build_optimizers(parts, Optimizer(lr=0.1, **options), one_rank())
 
 
-@pytest.mark.parametrize("name, cls", [("Adam", torch.optim.Adam), ("AdamW", torch.optim.AdamW)])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
-def test_container_steps_like_one_torch_optimizer_over_all_parts(name, cls, implementation):
+def test_container_steps_like_one_torch_optimizer_over_all_parts(name, implementation):
     parts, twins = two_parts(), two_parts()
+    common = dict(eps=1e-6, weight_decay=0.01)
     optimizers = plain_container(
-        parts, name=name, implementation=implementation, beta1=0.8, eps=1e-6, weight_decay=0.01
+        parts, name=name, implementation=implementation, beta1=0.8, **common
     )
-    expected = cls(
-        [p for part in twins for p in part.parameters()],
-        lr=0.1,
-        betas=(0.8, 0.95),
-        eps=1e-6,
-        weight_decay=0.01,
-        foreach=False,
-    )
+    parameters = [p for part in twins for p in part.parameters()]
+    cls = getattr(torch.optim, name)
+    expected = cls(parameters, lr=0.1, betas=(0.8, 0.95), foreach=False, **common)
     for step in range(3):
         for modules, optimizer in ((parts, optimizers), (twins, expected)):
             backward(modules, seed=step)
@@ -87,19 +65,14 @@ def test_container_steps_like_one_torch_optimizer_over_all_parts(name, cls, impl
     # Adam's update is about lr whatever the gradient's size, so rounding is seen at lr * 1e-5.
     torch.testing.assert_close(weights(parts), weights(twins), atol=1e-6, rtol=1e-5)
     assert all(p.grad is None for part in parts for p in part.parameters())
-    assert all(
-        (group["fused"], group["foreach"])
-        == (implementation == "fused", implementation == "foreach")
-        for group in optimizers.param_groups
-    )
+    for group in optimizers.param_groups:
+        assert group["fused"] is (implementation == "fused")
+        assert group["foreach"] is (implementation == "foreach")
 
 
 def test_step_hooks_fire_once_per_container_step():
-    parts = two_parts()
-    optimizers = OptimizersContainer(
-        model_parts=parts, optimizer_cls=torch.optim.Adam, optimizer_kwargs=ADAM_KWARGS
-    )
-    calls = []
+    parts, calls = two_parts(), []
+    optimizers = OptimizersContainer(parts, torch.optim.Adam, {"lr": 0.1, "fused": True})
 
     def hook(optimizer, args, kwargs, model_parts):
         calls.append((optimizer, model_parts))
@@ -131,8 +104,7 @@ def test_state_and_param_groups_are_those_of_the_optimizers_inside():
 
 def test_frozen_parameters_get_no_optimizer():
     parts = two_parts()
-    parts[0].first.weight.requires_grad = False
-    before = parts[0].first.weight.clone()
+    before = parts[0].first.weight.requires_grad_(False).clone()
     for in_backward in (False, True):
         optimizers = plain_container(parts, early_step_in_backward=in_backward)
         backward(parts)
@@ -142,27 +114,45 @@ def test_frozen_parameters_get_no_optimizer():
         assert torch.equal(parts[0].first.weight, before)
 
 
-@pytest.mark.parametrize("saved_in_backward", [False, True])
-@pytest.mark.parametrize("loaded_in_backward", [False, True])
-def test_state_is_keyed_by_name_and_resumes_bitwise(saved_in_backward, loaded_in_backward):
-    parts = two_parts()
-    optimizers = plain_container(parts, early_step_in_backward=saved_in_backward)
+def train_and_resume(make, make_other):
+    """Train two parts; continue from a copy of their state as without a break, bit for bit.
+
+    make, make_other: functions of a seed that return parts and their optimizers. Returns the saved
+    state, and for both runs the learning rates of groups that have parameters.
+    """
+    runs = []
+    for parts, optimizers in (make(0), make_other(5)):
+        schedule = LRScheduler(warmup_steps=0)
+        runs.append((parts, optimizers, build_lr_schedulers(optimizers, schedule, 10)))
+    (parts, optimizers, schedulers), (resumed, loaded, follower) = runs
     for step in range(2):
         backward(parts, seed=step)
         optimizers.step()
         optimizers.zero_grad()
+        schedulers.step()
     saved = copy.deepcopy(optimizers.state_dict())
-    assert "state.first.weight.exp_avg" in saved and "param_groups.second.bias.lr" in saved
-
-    resumed = two_parts(seed=5)
     for part, source in zip(resumed, parts, strict=True):
         part.load_state_dict(source.state_dict())
-    loaded = plain_container(resumed, early_step_in_backward=loaded_in_backward)
     loaded.load_state_dict(saved)
-    for modules, container in ((parts, optimizers), (resumed, loaded)):
+    follower.load_state_dict(copy.deepcopy(schedulers.state_dict()))
+    for modules, container, _ in runs:
         backward(modules, seed=7)
         container.step()
     assert all(map(torch.equal, weights(parts), weights(resumed)))
+    rates = [[g["lr"] for g in run[1].param_groups if g["params"]] for run in runs]
+    return saved, *rates
+
+
+@pytest.mark.parametrize("saved_in_backward", [False, True])
+@pytest.mark.parametrize("loaded_in_backward", [False, True])
+def test_state_is_keyed_by_name_and_resumes_bitwise(saved_in_backward, loaded_in_backward):
+    def make(seed, early):
+        parts = two_parts(seed)
+        return parts, plain_container(parts, early_step_in_backward=early)
+
+    makers = (partial(make, early=early) for early in (saved_in_backward, loaded_in_backward))
+    saved, *_ = train_and_resume(*makers)
+    assert "state.first.weight.exp_avg" in saved and "param_groups.second.bias.lr" in saved
 
 
 def test_stepping_in_backward_equals_stepping_after_it():
@@ -219,18 +209,14 @@ class Moe(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(len(counts)))
 
 
-class Block(nn.Module):
-    def __init__(self, moe: Moe | None):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.moe_enabled = moe is not None
-        self.moe = moe
-
-
 def moe_model(*moes: Moe) -> nn.Module:
+    """A dense block, and one for each of `moes`."""
     model = nn.Module()
-    blocks = [Block(None), *(Block(moe) for moe in moes)]
-    model.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+    model.layers = nn.ModuleDict()
+    for i, moe in enumerate([None, *moes]):
+        block = nn.Linear(2, 2)
+        block.moe_enabled, block.moe = moe is not None, moe
+        model.layers[str(i)] = block
     return model
 
 
@@ -240,17 +226,13 @@ def balanced_step(model: nn.Module) -> None:
 
 
 def test_expert_bias_moves_towards_the_idle_experts_and_keeps_its_mean():
-    model = moe_model(Moe([8.0, 0.0, 2.0, 2.0], coeff=0.1), Moe([1.0, 1.0, 1.0, 5.0], coeff=0.2))
-    balanced_step(model)
+    moes = Moe([8.0, 0.0, 2.0, 2.0], coeff=0.1), Moe([1.0, 1.0, 1.0, 5.0], coeff=0.2)
+    balanced_step(moe_model(*moes))
     # Signs of mean - count: (-, +, +, +) and (+, +, +, -), minus the mean of the changes.
-    moes = [model.layers["1"].moe, model.layers["2"].moe]
-    torch.testing.assert_close(
-        moes[0].expert_bias, torch.tensor([-0.1, 0.1, 0.1, 0.1]) - 0.05, atol=1e-7, rtol=0
-    )
-    torch.testing.assert_close(
-        moes[1].expert_bias, torch.tensor([0.2, 0.2, 0.2, -0.2]) - 0.1, atol=1e-7, rtol=0
-    )
-    assert all(moe.tokens_per_expert.count_nonzero() == 0 for moe in moes)
+    expected = torch.tensor([-0.1, 0.1, 0.1, 0.1]) - 0.05, torch.tensor([0.2, 0.2, 0.2, -0.2]) - 0.1
+    for moe, bias in zip(moes, expected, strict=True):
+        torch.testing.assert_close(moe.expert_bias, bias, atol=1e-7, rtol=0)
+        assert moe.tokens_per_expert.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("is_compiled, change", [(False, 0.0), (True, 0.1)])
@@ -286,43 +268,6 @@ def balanced_bias_of_this_rank() -> list[float]:
 def test_expert_load_is_summed_over_ranks():
     # Counts 4, 6, 2 with mean 4: changes 0, -1, +1.
     assert run_ranks(balanced_bias_of_this_rank, 2) == [[0.0, -1.0, 1.0]] * 2
-
-
-# --- FSDP2 ----------------------------------------------------------------------------------
-
-
-def sharded_steps_equal_unsharded_ones(implementation: str, in_backward: bool) -> None:
-    parts, twins = two_parts(), two_parts()
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for part in parts:
-        fully_shard(part, mesh=mesh)
-    options = {"implementation": implementation, "early_step_in_backward": in_backward}
-    sharded, whole = plain_container(parts, **options), plain_container(twins, **options)
-    for step in range(3):
-        for modules, optimizers in ((parts, sharded), (twins, whole)):
-            # The same batch on both ranks: the averaged gradient is the single-process one.
-            backward(modules, seed=step)
-            optimizers.step()
-            optimizers.zero_grad()
-        # A forward without gradient leaves the modules gathered; saving must handle that.
-        with torch.no_grad():
-            parts[1](parts[0](torch.zeros(3, 4)))
-        state = sharded.state_dict()
-        assert isinstance(state["state.first.weight.exp_avg"], DTensor)
-        sharded.load_state_dict(state)
-        for name, value in whole.state_dict().items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                # Two ways to add the same numbers; Adam's first steps are about lr = 0.1 each.
-                torch.testing.assert_close(state[name].full_tensor(), value, atol=1e-5, rtol=1e-5)
-    for part, twin in zip(parts, twins, strict=True):
-        for p, q in zip(part.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.full_tensor(), q.data, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
-def test_sharded_parameters_step_and_save_like_whole_ones(implementation, in_backward):
-    run_ranks(sharded_steps_equal_unsharded_ones, 2, implementation, in_backward)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
