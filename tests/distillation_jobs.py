@@ -1,6 +1,7 @@
 """Tiny jobs that distil one Hugging Face folder into another, and the same by a plain loop."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.tiny_hf import tiny_hf_model
 from torchtitan.batch.documents import IGNORE_INDEX, positions_from_document_ids
 from torchtitan.config import ConfigManager
 from torchtitan.tools.files import find_shipped
+from torchtitan.trainer import Trainer
 
 VOCAB, PADDED_VOCAB, SEQ_LEN, STEPS = 2048, 2064, 32, 5
 
@@ -80,6 +82,27 @@ def job(folder: Path, out: Path, **settings):
     return ConfigManager().parse_args(list(given))
 
 
+def train_job_of_page(loss: str, changes: dict[str, object], out: Path):
+    """Train the job of docs/datasets.md for a loss. changes: text of the job -> text in its place.
+
+    Returns the folder that the job saves, random tokens [1, 16] and the trained model's logits for them.
+    """
+    blocks = re.findall(r"```toml\n(.*?)```", Path("docs/datasets.md").read_text(), re.DOTALL)
+    (job,) = (block for block in blocks if f'name = "{loss}"' in block)
+    assert len(job.splitlines()) <= 25
+    for old, new in changes.items():
+        assert old in job
+        job = job.replace(old, str(new))
+    (out / "job.toml").write_text(job)
+    with Trainer(ConfigManager().parse_args([f"--job.config_file={out}/job.toml"])) as trainer:
+        trainer.train()
+        tokens = torch.randint(0, 260, (1, 16))
+        trainer.eval_mode()
+        (logits,) = trainer.forward_step({"input": tokens})
+    (saved,) = out.glob("checkpoint/step-*")
+    return saved, tokens, logits
+
+
 def curves(out: Path, validation: bool = False) -> list[dict]:
     """Return loss, kl and label_loss of each logged step, and of each validation after the steps."""
     lines = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
@@ -129,12 +152,10 @@ def sums_of(logits, of_teacher, labels, loss):
     if loss.top_k:
         ids = log_q.topk(loss.top_k).indices
         rest = torch.ones_like(log_q, dtype=torch.bool).scatter(-1, ids, False)
+        of_rest = (x.masked_fill(~rest, -torch.inf).logsumexp(-1, True) for x in (log_p, log_q))
         log_p, log_q = (
-            torch.cat(
-                (x.gather(-1, ids), x.masked_fill(~rest, -torch.inf).logsumexp(-1, keepdim=True)),
-                -1,
-            )
-            for x in (log_p, log_q)
+            torch.cat((x.gather(-1, ids), r), -1)
+            for x, r in zip((log_p, log_q), of_rest, strict=True)
         )
     pair = (log_p, log_q) if loss.divergence == "forward" else (log_q, log_p)
     kl = F.kl_div(*pair, log_target=True, reduction="sum")

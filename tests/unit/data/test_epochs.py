@@ -25,11 +25,6 @@ from torchtitan.train import Trainer
 METHODS = ["concat", "fit", "none"]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
 def loader_of(folder, rows, *flags, name="local", begins_documents=True):
     """Return the data loader of one rank for a file of texts, or of chats."""
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -64,15 +59,15 @@ def test_learning_rate_lasts_for_the_steps_left_after_a_resume_with_more_rows(tm
     (tmp_path / "t.jsonl").write_text(text)
 
     def run(rows):
-        flags = [f"--training.global_batch_size={rows}", "--training.local_batch_size=2"]
-        flags += ["--training.epochs=1", f"--training.dataset_path={tmp_path}/t.jsonl"]
-        flags += ["--training.dataset=local", "--training.seq_len=32", "--training.packing=none"]
-        flags += ["--checkpoint.enable", "--checkpoint.interval=4", f"--job.dump_folder={tmp_path}"]
-        flags += ["--checkpoint.keep_latest_k=0", "--checkpoint.no-last-save-model-only"]
-        flags += ["--model.args=dim=32, n_layers=1, n_heads=2", "--activation_checkpoint.mode=none"]
-        with Trainer(
-            ConfigManager().parse_args([*flags, "--lr_scheduler.warmup_steps=1"])
-        ) as trainer:
+        flags = f"""
+            training.global_batch_size={rows} training.local_batch_size=2 training.epochs=1
+            training.dataset=local training.dataset_path={tmp_path}/t.jsonl training.seq_len=32
+            training.packing=none checkpoint.enable checkpoint.interval=4 checkpoint.keep_latest_k=0
+            checkpoint.no-last-save-model-only job.dump_folder={tmp_path}
+            model.args=dim=32,n_layers=1,n_heads=2 activation_checkpoint.mode=none
+            lr_scheduler.warmup_steps=1
+        """.split()
+        with Trainer(ConfigManager().parse_args([f"--{flag}" for flag in flags])) as trainer:
             trainer.train()
             assert trainer.job_config.training.steps == 10000  # nobody writes to the config
             assert trainer.num_steps == trainer.metrics_processor.num_steps == trainer.step
@@ -153,12 +148,6 @@ def write_documents(folder, n, name="tokens", first_id=100):
     return lengths
 
 
-def config_of(folder, method, *overrides):
-    flags = ["--training.dataset=tokens", f"--training.dataset_path={folder / 'tokens'}"]
-    flags += ["--training.seq_len=64", f"--training.packing={method}", "--training.shuffle"]
-    return ConfigManager().parse_args([*flags, *overrides])
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_mixture", [False, True])
 def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
@@ -170,12 +159,11 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
     states, batches = {}, []
     phases = [(2, 2, 8), (1, 2, 8), (4, 0, 8), (1, 0, 6), (2, 1, 10)]
     for number, (ranks, workers, rows) in enumerate(phases):  # ranks, workers, global batch
-        flags = [
-            f"--training.global_batch_size={rows}",
-            f"--training.local_batch_size={rows // ranks}",
-        ]
-        flags += [f"--training.dataloader.num_workers={workers}"]
-        config = config_of(tmp_path, method, *flags)
+        flags = f"""
+            dataset=tokens dataset_path={tmp_path}/tokens seq_len=64 packing={method} shuffle
+            global_batch_size={rows} local_batch_size={rows // ranks} dataloader.num_workers={workers}
+        """.split()
+        config = ConfigManager().parse_args([f"--training.{flag}" for flag in flags])
         config.training.epochs = None if is_mixture else 2
         if is_mixture:
             config.training.mixture = [
@@ -254,7 +242,7 @@ def test_fitted_rows_are_those_of_a_slow_best_fit():
 
 
 def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
-    tmp_path, monkeypatch, caplog
+    cache, monkeypatch, caplog
 ):
     lengths = np.random.default_rng(2).integers(1, 90, 300)
     first = planned(lengths, "fit", limit=3, seed=1).num_steps_left
@@ -262,9 +250,9 @@ def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
         monkeypatch.setattr(row_plan.Plan, name, None)
     assert planned(lengths, "fit", limit=3, seed=1).num_steps_left == first
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shutil.rmtree(cache / "torchtitan")
     numbers = row_plan.kept("key", lambda: np.arange(5))
-    (file,) = (tmp_path / "torchtitan").iterdir()
+    (file,) = (cache / "torchtitan").iterdir()
     content = file.read_bytes()
     place = content.index(bytes([4] + [0] * 7)) if content else 0  # the last number
     for damaged in (content[:place] + b"\x05" + content[place + 1 :], content[:-9], b"", b"x" * 99):
