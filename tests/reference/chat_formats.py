@@ -117,12 +117,8 @@ SMOLLM_3 = r"""
 LLAMA_3 = r"""
 {{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = '' %}
-{%- endif %}
+{%- set system_message = messages[0]['content'] | trim if messages[0]['role'] == 'system' else '' %}
+{%- set messages = messages[1:] if messages[0]['role'] == 'system' else messages %}
 {{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
 {%- if tools is not none %}{{- 'Environment: ipython\n' }}{%- endif %}
 {{- 'Cutting Knowledge Date: December 2023\nToday Date: ' + date_string + '\n\n' }}
@@ -294,23 +290,19 @@ GLM_4_7 = replaced(
 
 # The system's text stands in the first user's turn, and texts are trimmed.
 GEMMA_3 = r"""
+{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- set messages = messages[1:] if system else messages %}
 {{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set first_prefix = messages[0]['content'] + '\n\n' %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set first_prefix = '' %}
-{%- endif %}
 {%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
         {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
     {%- endif %}
-    {%- if message['role'] == 'assistant' %}
+    {%- if message.role == 'assistant' %}
         {{- '<start_of_turn>model\n' }}
-        {%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}
+        {%- generation %}{{- message.content | trim + '<end_of_turn>' }}{%- endgeneration %}
     {%- else %}
-        {{- '<start_of_turn>' + message['role'] + '\n' + (first_prefix if loop.first else '') }}
-        {{- message['content'] | trim + '<end_of_turn>' }}
+        {{- '<start_of_turn>' + message.role + '\n' + (system if loop.first else '') }}
+        {{- message.content | trim + '<end_of_turn>' }}
     {%- endif %}
     {{- '\n' }}
 {%- endfor %}
@@ -319,27 +311,17 @@ GEMMA_3 = r"""
 
 # No header before a reply: "[/INST]" ends the user's text.
 MISTRAL = r"""
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
+{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- set messages = messages[1:] if system else messages %}
 {{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{%- for message in messages %}
+    {%- if message.role != ['user', 'assistant'][loop.index0 % 2] %}
         {{- raise_exception('conversation roles must alternate user/assistant/user/assistant/...') }}
     {%- endif %}
-    {%- if message['role'] == 'user' %}
-        {%- if loop.first and system_message is defined %}
-            {{- ' [INST] ' + system_message + '\n\n' + message['content'] + ' [/INST]' }}
-        {%- else %}
-            {{- ' [INST] ' + message['content'] + ' [/INST]' }}
-        {%- endif %}
-    {%- elif message['role'] == 'assistant' %}
-        {%- generation %}{{- ' ' + message['content'] + eos_token }}{%- endgeneration %}
+    {%- if message.role == 'user' %}
+        {{- ' [INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}
     {%- else %}
-        {{- raise_exception('Only user and assistant roles are supported') }}
+        {%- generation %}{{- ' ' + message.content + eos_token }}{%- endgeneration %}
     {%- endif %}
 {%- endfor %}
 """
@@ -387,13 +369,9 @@ DEEPSEEK = r"""
 GPT_OSS = r"""
 {{- '<|start|>system<|message|>You are ChatGPT.\nCurrent date: 2025-08-05' }}
 {{- '\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final.<|end|>' }}
-{%- if messages[0].role in ['developer', 'system'] %}
-    {%- set developer_message = messages[0].content %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set developer_message = '' %}
-    {%- set loop_messages = messages %}
-{%- endif %}
+{%- set begins = messages[0].role in ['developer', 'system'] %}
+{%- set developer_message = messages[0].content if begins else '' %}
+{%- set loop_messages = messages[1:] if begins else messages %}
 {%- if developer_message or tools %}
     {{- '<|start|>developer<|message|># Instructions\n\n' + developer_message }}
     {%- for tool in tools or [] %}{{- '\n// ' + tool.function | tojson }}{%- endfor %}

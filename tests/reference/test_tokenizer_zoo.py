@@ -201,8 +201,8 @@ REFUSED = {
     "qwen 3 without a class for another pattern": "another normalizer and another pre_tokenizer",
     "qwen 2 with flags of its eos": "another way of stripping",
     "class of qwen 2 for another pattern": "another normalizer and another pre_tokenizer",
-    "class of gpt 2 for another pattern": "another pre_tokenizer than .* a GPT2Tokenizer",
-    "class of t5": "tokenizer_class 'T5Tokenizer' stands for rules",
+    "class of gpt 2 for another pattern": "another pre_tokenizer than the GPT2Tokenizer",
+    "class of t5": "tokenizer_class 'T5Tokenizer' is not supported",
 }
 
 

@@ -15,8 +15,9 @@ class PairTokens(ChatTokens):
     """Converts a sample to a document of two parts, the prompt with the chosen and the rejected answer.
 
     A sample has `chosen`, `rejected` and `prompt`: all texts, or all lists of messages. Answers may be whole
-    chats that begin with the messages of `prompt`. Without such a `prompt`, the first messages that the
-    answers share are the prompt (a text is ignored). Each part has at most seq_len // 2 tokens; see `ChatEncoder`.
+    chats that begin with the messages of `prompt`. Without a `prompt` of messages, the messages that both
+    answers begin with are the prompt; a text in `prompt` is then ignored. Each part has at most seq_len // 2
+    tokens; see `ChatEncoder`.
     has_reference: samples have the reference model's log-probs of both answers, under `REFERENCE_KEYS`.
     """
 

@@ -125,7 +125,7 @@ class RowStream:
         return self._packing.row(*zip(*pieces, strict=True)) if pieces else None
 
     def state(self) -> tuple[Any, ...]:
-        """Return the position for a checkpoint; an open document of which no token is taken is one integer."""
+        """Return the position for a checkpoint; an open document with no token taken is stored as one integer."""
         places: list[Any] = []
         lengths: list[int] = []  # of the documents whose place is one integer
         for document in self.open:

@@ -99,7 +99,7 @@ def _positive(text: str) -> int:
 
 @dataclass
 class _Job:
-    """A folder to write. about: the content of tokens.json. dataset: its registered name."""
+    """A folder to write. about: the content of tokens.json. dataset: the source's registered name."""
 
     documents: Any  # with len() and [i]; pickled for other processes
     tokenizer: HuggingFaceTokenizer
@@ -164,8 +164,8 @@ class _Job:
             return token_files.write_pair(self.prefix(part), documents, id_type)
         except OSError as error:
             raise RunError(
-                f"{self.prefix(part)} cannot be written: {error}; the same command goes on after the "
-                "cause is removed"
+                f"{self.prefix(part)} cannot be written: {error}; remove the cause, and run the same "
+                "command again, which goes on from there"
             ) from error
 
     def _size(self, part: int) -> int | None:
@@ -287,7 +287,7 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
         reason = f"dataset {job.dataset!r} cannot be sent to other processes ({error})"
         raise ConfigError(f"{reason}; use --processes 1") from error
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # seconds of imports
+    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # takes seconds to import
     # Only this process handles Ctrl-C, and then kills the workers: the fork server and the workers
     # inherit SIG_IGN.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -299,7 +299,8 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
         futures = [pool.submit(_write_part, part) for part in parts]
         for future in as_completed(futures):
             yield future.result()
-    except (BrokenProcessPool, ConnectionError, EOFError) as error:  # a worker ran, or was starting
+    # The last two are raised if a worker is killed while it starts.
+    except (BrokenProcessPool, ConnectionError, EOFError) as error:
         raise RunError(
             "a tokenizing process was killed, most often for lack of host memory; run the same command "
             "with fewer --processes"
@@ -332,5 +333,5 @@ def _write_part(part: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled as Ctrl-C is
     main()

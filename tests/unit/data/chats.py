@@ -6,17 +6,14 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests.reference.chat_formats import LLAMA_3 as LLAMA_LIKE  # noqa: F401
-from tests.reference.chat_formats import QWEN_3
+from tests.reference.chat_formats import QWEN_3, replaced
 
-QWEN_LIKE = QWEN_3.replace(
-    "{%- elif message.role == 'tool' %}",
-    "{%- elif message.role not in ('system', 'tool') %}{{- raise_exception('no such role: ' ~ message.role) }}{%- elif message.role == 'tool' %}",
-)
-assert QWEN_LIKE != QWEN_3
-
+TOOL = "{%- elif message.role == 'tool' %}"
+REFUSED = "{%- elif message.role not in ('system', 'tool') %}{{- raise_exception('no such role: ' ~ message.role) }}"
+QWEN_LIKE = replaced(QWEN_3, {TOOL: REFUSED + TOOL})
 # Leaves the thinking out of every earlier turn, as some models' templates do.
-FORGETFUL = QWEN_LIKE.replace(
-    "loop.index0 > ns.last_query_index and (loop.last or reasoning)", "loop.last"
+FORGETFUL = replaced(
+    QWEN_LIKE, {"loop.index0 > ns.last_query_index and (loop.last or reasoning)": "loop.last"}
 )
 
 # Writes nothing behind the token that ends a turn.

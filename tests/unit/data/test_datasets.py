@@ -1,10 +1,8 @@
 import gzip
 import json
 import os
-import pickle
 from itertools import islice
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,16 +13,16 @@ from hypothesis import strategies as st
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_datasets
 from torchtitan.data import DatasetConfig, local_files, open_document, row_streams
-from torchtitan.data.dataloader import ParallelAwareDataloader
-from torchtitan.data.document_sources import Source, deal_again
 from torchtitan.data.local_files import load_local_documents
-from torchtitan.data.open_document import Tokens
+from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import (
     DATASETS,
     HuggingFaceTextDataset,
     _validate_dataset,
     build_text_dataloader,
     build_text_validation_dataloader,
+    open_source,
 )
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
@@ -157,44 +155,11 @@ def test_samples_loaders_and_streams_that_cannot_serve_are_named():
         next(iter(make_dataset(stream, dp_rank=1, dp_world_size=2, infinite=True)))
 
 
-# ---- another number of readers ----
-
-
-@given(st.data())
-def test_dealing_again_loses_no_document_and_repeats_none(data):
-    source = Source("numbers", range(10**6), lambda i: Tokens(np.array([i])), NumberTokenizer())
-    states, taken = [(0, 0, [])], []
-    for num_readers in data.draw(st.lists(st.integers(1, 5), max_size=4)):
-        states = deal_again(states, num_readers)
-        feeds = [source.feed(reader, num_readers) for reader in range(num_readers)]
-        for feed, state in zip(feeds, states, strict=True):
-            feed.load(state)
-            for _ in range(data.draw(st.integers(0, 9))):
-                taken.append(feed.peek().number)
-                feed.advance()
-        states = [feed.state() for feed in feeds]
-    ((limit, _, left),) = deal_again(states, 1)
-    assert sorted(taken + left) == list(range(limit))
-
-
 def test_stream_saved_by_two_ranks_names_the_remedies_on_three():
     stream = Dataset.from_list(documents_of([9] * 8)).to_iterable_dataset(num_shards=4)
     states = [make_dataset(stream, dp_rank=r, dp_world_size=2).state_dict() for r in range(2)]
     with pytest.raises(ValueError, match="on as many ranks.*exclude_from_loading = .'data"):
         make_dataset(stream, dp_world_size=3).inherit(states)
-
-
-def test_position_in_other_data_or_of_an_older_version_is_refused():
-    state = make_dataset(documents_of([9, 9])).state_dict()
-    for n in (1, 3):
-        message = rf"= \[\(2, None\)\], and this run has \[\({n}, None\)\]"
-        with pytest.raises(ValueError, match=message):
-            make_dataset(documents_of([9] * n)).load_state_dict(state)
-    old = {"sample_idx": 1, "base": 0, "pending": [], "reader": 0, "num_readers": 1}
-    loader = ParallelAwareDataloader(make_dataset(documents_of([7])), 0, 1)
-    state = {"dp_rank_0": pickle.dumps({"dataset_state": old}), "world_size": 1}
-    with pytest.raises(ValueError, match="does not fit this dataset.*exclude_from_loading"):
-        loader.load_state_dict(state)
 
 
 # ---- long documents ----
@@ -247,22 +212,27 @@ def test_real_tokenizer_cuts_long_documents_without_a_trace_or_warns(short_piece
     assert "document of 5,000 characters" in caplog.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_resume_within_a_long_document_is_exact(stream, short_pieces):
+@pytest.mark.parametrize("method, stream", [("concat", False), ("concat", True), ("fit", False)])
+def test_resume_within_a_long_document_is_exact(method, stream, short_pieces):
     samples = documents_of([3, 5000, 2])
-    if stream:
-        samples = Dataset.from_list(samples).to_iterable_dataset()
-    unbroken = iter(dataset := make_dataset(samples, marks=True))
-    rows, states = [], [dataset.state_dict()]
-    for row in unbroken:
-        rows.append(tokens_of(*row))
-        states.append(dataset.state_dict())
+    register(Dataset.from_list(samples).to_iterable_dataset() if stream else samples)
+
+    def dataset():
+        source = open_source("numbers", None, NumberTokenizer(marks=True))
+        return PackedDataset([source], Packing(method, 4))
+
+    def rows_of(dataset):
+        return [[*x["input"].tolist(), *labels.tolist()] for x, labels in dataset]
+
+    unbroken = dataset()
+    states = [unbroken.state_dict(), *(unbroken.state_dict() for _ in unbroken)]
+    rows = rows_of(dataset())
     for num_before in (0, 1, 100, 900):
         if not stream:
             assert len(str(states[num_before])) < 250, "a position holds no text and no tokens"
-        resumed = make_dataset(samples, marks=True)
+        resumed = dataset()
         resumed.load_state_dict(states[num_before])
-        assert sequences_of(resumed) == rows[num_before:]
+        assert rows_of(resumed) == rows[num_before:]
 
 
 @pytest.mark.parametrize("mask_type", ["block_causal", None])

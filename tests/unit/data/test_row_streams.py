@@ -1,6 +1,7 @@
 """Row streams, packing, order and mixtures: which documents make which row."""
 
 import pickle
+import re
 from itertools import islice
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.data.test_datasets import NumberTokenizer, documents_of
 from torchtitan.batch.documents import IGNORE_INDEX, document_ids_from_positions
 from torchtitan.config import ConfigManager
-from torchtitan.data import DatasetConfig, open_document, row_plan
+from torchtitan.data import DatasetConfig, row_plan
 from torchtitan.data.dataloader import ParallelAwareDataloader
 from torchtitan.data.document_sources import STREAM_BLOCK, Order, Source
 from torchtitan.data.open_document import Tokens
@@ -328,26 +329,6 @@ def test_position_takes_200_bytes_of_a_row_stream(method):
     assert len(pickle.dumps(dataset.state_dict())) <= 64 * 200
 
 
-def test_fitted_rows_go_on_within_texts_of_several_pieces(monkeypatch):
-    monkeypatch.setattr(open_document, "PIECE_CHARACTERS", 60)
-    monkeypatch.setattr(open_document, "_COMPARED_CHARACTERS", 20)
-    samples = [{"text": " ".join(str(100 * i + k) for k in range(7 * i))} for i in range(12)]
-
-    def dataset():
-        texts = Source("texts", samples, lambda sample: sample["text"], TOKENIZER)
-        return PackedDataset([texts], Packing("fit", 16, document_ids=True), rows=2)
-
-    unbroken = rows_of(dataset())
-    for at in range(len(unbroken)):
-        first, second = dataset(), dataset()
-        rows_of(first, at)
-        second.load_state_dict(first.state_dict())
-        rest = rows_of(second)
-        assert len(rest) == len(unbroken) - at
-        for (x, labels), (y, expected) in zip(rest, unbroken[at:], strict=True):
-            assert x["input"].equal(y["input"]) and labels.equal(expected)
-
-
 def test_waiting_document_of_another_length_than_at_the_save_is_refused():
     lengths = [5, 9, 5, 9]
     dataset = PackedDataset([source(lengths)], Packing("fit", 16))
@@ -358,15 +339,13 @@ def test_waiting_document_of_another_length_than_at_the_save_is_refused():
         PackedDataset([source(lengths)], Packing("fit", 16)).load_state_dict(state)
 
 
-def test_another_order_is_refused():
+def test_other_data_and_another_order_are_refused():
     state = PackedDataset([source([5] * 9, seed=1)], Packing("concat", 4)).state_dict()
-    for seed in (2, None):
-        message = rf"= \[\(9, 1\)\], and this run has \[\(9, {seed}\)\]; .*exclude_from_loading"
-        with pytest.raises(ValueError, match=message):
-            PackedDataset([source([5] * 9, seed=seed)], Packing("concat", 4)).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"this run has \[\(9, 1\), \(1, None\)\]"):
-        both = [source([5] * 9, seed=1), source([5])]
-        PackedDataset(both, Packing("concat", 4)).load_state_dict(state)
+    for identities in ([(9, 2)], [(9, None)], [(8, 1)], [(10, 1)], [(9, 1), (1, None)]):
+        sources = [source([5] * n, seed=seed) for n, seed in identities]
+        message = re.escape(f"= [(9, 1)], and this run has {identities}; ")
+        with pytest.raises(ValueError, match=f"{message}.*exclude_from_loading"):
+            PackedDataset(sources, Packing("concat", 4)).load_state_dict(state)
 
 
 @pytest.mark.parametrize("method", ["concat", "fit"])

@@ -397,7 +397,7 @@ def test_lengths_of_a_damaged_index_are_refused(tmp_path):
 
 # Changes of tokens.json, and of its only part.
 ABOUT_DAMAGES = {
-    "its format is 2, and 1 is known": lambda about, part: about | {"format": 2},
+    "its format is 2; this version reads 1": lambda about, part: about | {"format": 2},
     "cannot be read (KeyError: 'parts')": lambda about, part: {"format": 1},
     "cannot be read (TypeError: unsupported operand": lambda about, part: about | {
         "parts": [part | {"tokens": "28"}]},

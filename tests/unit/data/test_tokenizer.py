@@ -113,7 +113,7 @@ def test_missing_folder_or_tokenizer_names_the_config_key_or_what_is_there(tmp_p
           "tokenizer_config__json": {"bos_token": {"content": "x", "special": "yes"}}},
          "tokenizer_config.json: bos_token cannot be used"),
         ({"vocab__txt": "a", "tokenizer_config__json": {"tokenizer_class": "BertTokenizer"}},
-         "tokenizer_class 'BertTokenizer' stands for rules .* python -c"),
+         "tokenizer_class 'BertTokenizer' is not supported; .* python -c"),
     ],
 )  # fmt: skip
 def test_content_that_is_no_tokenizer_is_named(tmp_path, files, message):
