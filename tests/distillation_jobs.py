@@ -51,35 +51,21 @@ def other_tokenizer(folder: Path) -> str:
 
 def job(folder: Path, out: Path, **settings):
     """Return the config of a job on packed texts. settings: with __ in place of the dots."""
-    flags = {
-        "job.dump_folder": out,
-        "model.name": "llama3",
-        "model.hf_config": folder / "student",
-        "model.hf_assets_path": folder / "student",
-        "model.attn_type": "varlen",
-        "model.attn_mask_type": "block_causal",
-        "checkpoint.initial_load_in_hf": True,
-        "loss.name": "distillation",
-        "loss.teacher": folder / "teacher",
-        "training.dataset": "local",
-        "training.dataset_path": folder / "texts.jsonl",
-        "training.seq_len": SEQ_LEN,
-        "training.local_batch_size": 2,
-        "training.global_batch_size": 4,
-        "training.steps": STEPS,
-        "training.mixed_precision_param": "float32",
-        "optimizer.lr": 1e-3,
-        # With a smaller eps, AdamW takes full-size steps for gradients that are rounding errors.
-        "optimizer.eps": 1e-3,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.min_lr_factor": 1.0,
-        "activation_checkpoint.mode": "none",
-        "metrics.log_freq": 1,
-        "debug.seed": 0,
-        **{key.replace("__", "."): value for key, value in settings.items()},
-    }
-    given = (f"--{key}" if x is True else f"--{key}={x}" for key, x in flags.items())
-    return ConfigManager().parse_args(list(given))
+    # With a smaller eps, AdamW takes full-size steps for gradients that are rounding errors.
+    flags = f"""
+        job.dump_folder={out} model.name=llama3 model.hf_config={folder}/student
+        model.hf_assets_path={folder}/student model.attn_type=varlen
+        model.attn_mask_type=block_causal checkpoint.initial_load_in_hf loss.name=distillation
+        loss.teacher={folder}/teacher training.dataset=local
+        training.dataset_path={folder}/texts.jsonl training.seq_len={SEQ_LEN}
+        training.local_batch_size=2 training.global_batch_size=4 training.steps={STEPS}
+        training.mixed_precision_param=float32 optimizer.lr=1e-3 optimizer.eps=1e-3
+        lr_scheduler.warmup_steps=0 lr_scheduler.min_lr_factor=1.0 activation_checkpoint.mode=none
+        metrics.log_freq=1 debug.seed=0
+    """.split()
+    for key, value in settings.items():
+        flags.append(key.replace("__", ".") + ("" if value is True else f"={value}"))
+    return ConfigManager().parse_args([f"--{flag}" for flag in flags])
 
 
 def train_job_of_page(loss: str, changes: dict[str, object], out: Path):

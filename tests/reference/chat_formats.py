@@ -170,13 +170,9 @@ QWEN_3 = r"""
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
 {%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages | length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages | length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == 'user' and message.content is string %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last_query_index = index %}
-    {%- endif %}
+{%- set ns = namespace(last_query_index=messages | length - 1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.last_query_index = loop.index0 %}{%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- set content = message.content if message.content is string else '' %}
@@ -328,12 +324,8 @@ MISTRAL = r"""
 
 # No line breaks; thinking is left out of every turn; a reply behind a tool's result has no header.
 DEEPSEEK = r"""
-{%- if not add_generation_prompt is defined %}{%- set add_generation_prompt = false %}{%- endif %}
-{%- set ns = namespace(is_tool=false, system_prompt='') %}
-{%- for message in messages %}
-    {%- if message['role'] == 'system' %}{%- set ns.system_prompt = message['content'] %}{%- endif %}
-{%- endfor %}
-{{- bos_token }}{{- ns.system_prompt }}
+{%- set ns = namespace(is_tool=false) %}
+{{- bos_token + (messages[0].content if messages[0].role == 'system' else '') }}
 {%- for message in messages %}
     {%- if message['role'] == 'user' %}
         {%- set ns.is_tool = false %}
@@ -407,16 +399,13 @@ GPT_OSS = r"""
 
 # The headers are ordinary text, not tokens.
 ZEPHYR = r"""{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>
-' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>
-' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
+{% if message['role'] == 'assistant' %}
 {{ '<|assistant|>
 ' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
 
+{% else %}
+{{ '<|' + message['role'] + '|>
+' + message['content'] + eos_token }}
 {% endif %}
 {% if loop.last and add_generation_prompt %}
 {{ '<|assistant|>' }}

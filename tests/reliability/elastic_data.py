@@ -53,11 +53,6 @@ def texts(n: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"text": f"{seed} {' '.join(words)}"}
 
 
-def indexed(training: Training, folder: Path) -> None:
-    training.dataset = "local"
-    training.dataset_path = write_lines(folder / "a.jsonl", texts(700, 1))
-
-
 def mixture(training: Training, folder: Path) -> None:
     training.mixture = [
         MixtureSource("local", write_lines(folder / "a.jsonl", texts(700, 1)), weight=0.7),
@@ -91,7 +86,7 @@ def chats(training: Training, folder: Path) -> None:
     Path(training.chat_template).write_text(TEMPLATE)
 
 
-KINDS = {"indexed": indexed, "mixture": mixture, "tokens": tokens, "chats": chats}
+KINDS = {"mixture": mixture, "tokens": tokens, "chats": chats}
 PACKINGS = ("concat", "fit", "none")
 
 
