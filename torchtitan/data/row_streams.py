@@ -98,8 +98,6 @@ class Packing:
 
     def _filled(self, numbers: NDArray[Any], padding: int) -> Tensor:
         """Return numbers truncated or padded to [T] int64."""
-        if len(numbers) >= self.seq_len:
-            return torch.from_numpy(numbers[: self.seq_len].astype(np.int64))
         filled = np.full(self.seq_len, padding, np.int64)
         filled[: len(numbers)] = numbers[: self.seq_len]
         return torch.from_numpy(filled)
