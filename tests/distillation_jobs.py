@@ -53,8 +53,7 @@ def job(folder: Path, out: Path, **settings):
     """Return the config of a job on packed texts. settings: with __ in place of the dots."""
     # With a smaller eps, AdamW takes full-size steps for gradients that are rounding errors.
     flags = f"""
-        job.dump_folder={out} model.name=llama3 model.hf_config={folder}/student
-        model.hf_assets_path={folder}/student model.attn_type=varlen
+        model.name=llama3 model.hf_config={folder}/student model.hf_assets_path={folder}/student model.attn_type=varlen
         model.attn_mask_type=block_causal checkpoint.initial_load_in_hf loss.name=distillation
         loss.teacher={folder}/teacher training.dataset=local
         training.dataset_path={folder}/texts.jsonl training.seq_len={SEQ_LEN}
@@ -63,6 +62,7 @@ def job(folder: Path, out: Path, **settings):
         lr_scheduler.warmup_steps=0 lr_scheduler.min_lr_factor=1.0 activation_checkpoint.mode=none
         metrics.log_freq=1 debug.seed=0
     """.split()
+    flags.append(f"job.dump_folder={out}")  # which may have blanks
     for key, value in settings.items():
         flags.append(key.replace("__", ".") + ("" if value is True else f"={value}"))
     return ConfigManager().parse_args([f"--{flag}" for flag in flags])

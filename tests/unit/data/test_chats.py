@@ -13,7 +13,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.unit.data.chats import write_tokenizer
+from tests.reference.chat_formats import without_marks
+from tests.unit.data.chats import QWEN_LIKE, write_tokenizer
 from torchtitan.data.chat_samples import load_chats, parse_keys
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.chats import ChatEncoder, ChatTokens
@@ -69,12 +70,22 @@ NESTED = (
 )
 ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 OF_MARKS = [CHAT[1] | {"content": "\ufdd1"}, {"role": "assistant", "content": "\ufdd2\ufdd1\ufdd3"}]
+THOUGHT = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4!"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "<think>\nha\n</think>\n\n6"},
+]
 # (template, chat, its text with brackets around each run of trained tokens)
 SHOWN = {
     "prefixes": (PLAIN, CHAT, TURNS),
     "marks": (MARKED, CHAT, TURNS),
     "marks in macros and loops": (NESTED, CHAT[1:4], "<user>2+2?<assistant>[4ü\n]<user>3+3?"),
     "no token ends a turn": (ENDLESS, CHAT[1:3], "user: 2+2?\n\nassistant: [4ü\n\n\n]"),
+    "thinking that later turns lose": (
+        without_marks(QWEN_LIKE), THOUGHT, (
+            "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n[4!<|im_end|>]\n<|im_start|>user\n"
+            "3+3?<|im_end|>\n<|im_start|>assistant\n[<think>\nha\n</think>\n\n6<|im_end|>]\n")),
     "text with the characters that mark generation": (
         MARKED, OF_MARKS, "<user>\ufdd1<|im_end|>\n<assistant>[\ufdd2\ufdd1\ufdd3<|im_end|>]\n"),
 }  # fmt: skip
