@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _plan(_parser().parse_args(arguments)).write()
     except KeyboardInterrupt:
-        print("interrupted; the same command keeps the parts that are whole", file=sys.stderr)
+        print("interrupted; run the same command again to write the other parts", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -123,7 +123,7 @@ class _Job:
         missing = [part for part, size in sizes.items() if size is None]
         if missing:
             self._write_about(finished=False, parts=[])
-            logger.info(f"{len(missing)} parts to write, {num_parts - len(missing)} are whole")
+            logger.info(f"{len(missing)} parts to write, {num_parts - len(missing)} are complete")
         started, num_tokens = time.monotonic(), 0
         written: Any = ((part, self.write_part(part)) for part in missing)
         if missing and self.processes > 1:

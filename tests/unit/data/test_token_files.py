@@ -213,7 +213,7 @@ def test_stopped_run_goes_on_and_ends_with_the_bytes_of_an_undisturbed_run(
     if number == signal.SIGINT:
         assert outcome.exit_codes == [130]
         last_line = outcome.output.splitlines()[-1]
-        assert last_line == "interrupted; the same command keeps the parts that are whole"
+        assert last_line == "interrupted; run the same command again to write the other parts"
     with pytest.raises(ValueError, match="tokens.json says that the folder is unfinished"):
         TokenDocuments(str(out))
     kept = (out / "part-00003.idx").stat().st_mtime_ns
@@ -223,7 +223,7 @@ def test_stopped_run_goes_on_and_ends_with_the_bytes_of_an_undisturbed_run(
     write(stories, out)  # with the parts' size of the first run
     assert content(out) == content(tmp_path / "whole")
     assert (out / "part-00003.idx").stat().st_mtime_ns == kept
-    assert "are whole" in capsys.readouterr().out
+    assert "are complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("processes", [1, 2])
