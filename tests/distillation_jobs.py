@@ -1,6 +1,7 @@
 """Tiny jobs that distil one Hugging Face folder into another, and the same by a plain loop."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.tiny_hf import tiny_hf_model
 from torchtitan.batch.documents import IGNORE_INDEX, positions_from_document_ids
 from torchtitan.config import ConfigManager
 from torchtitan.tools.files import find_shipped
+from torchtitan.trainer import Trainer
 
 VOCAB, PADDED_VOCAB, SEQ_LEN, STEPS = 2048, 2064, 32, 5
 
@@ -49,35 +51,42 @@ def other_tokenizer(folder: Path) -> str:
 
 def job(folder: Path, out: Path, **settings):
     """Return the config of a job on packed texts. settings: with __ in place of the dots."""
-    flags = {
-        "job.dump_folder": out,
-        "model.name": "llama3",
-        "model.hf_config": folder / "student",
-        "model.hf_assets_path": folder / "student",
-        "model.attn_type": "varlen",
-        "model.attn_mask_type": "block_causal",
-        "checkpoint.initial_load_in_hf": True,
-        "loss.name": "distillation",
-        "loss.teacher": folder / "teacher",
-        "training.dataset": "local",
-        "training.dataset_path": folder / "texts.jsonl",
-        "training.seq_len": SEQ_LEN,
-        "training.local_batch_size": 2,
-        "training.global_batch_size": 4,
-        "training.steps": STEPS,
-        "training.mixed_precision_param": "float32",
-        "optimizer.lr": 1e-3,
-        # With a smaller eps, AdamW takes full-size steps for gradients that are rounding errors.
-        "optimizer.eps": 1e-3,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.min_lr_factor": 1.0,
-        "activation_checkpoint.mode": "none",
-        "metrics.log_freq": 1,
-        "debug.seed": 0,
-        **{key.replace("__", "."): value for key, value in settings.items()},
-    }
-    given = (f"--{key}" if x is True else f"--{key}={x}" for key, x in flags.items())
-    return ConfigManager().parse_args(list(given))
+    # With a smaller eps, AdamW takes full-size steps for gradients that are rounding errors.
+    flags = f"""
+        model.name=llama3 model.hf_config={folder}/student model.hf_assets_path={folder}/student model.attn_type=varlen
+        model.attn_mask_type=block_causal checkpoint.initial_load_in_hf loss.name=distillation
+        loss.teacher={folder}/teacher training.dataset=local
+        training.dataset_path={folder}/texts.jsonl training.seq_len={SEQ_LEN}
+        training.local_batch_size=2 training.global_batch_size=4 training.steps={STEPS}
+        training.mixed_precision_param=float32 optimizer.lr=1e-3 optimizer.eps=1e-3
+        lr_scheduler.warmup_steps=0 lr_scheduler.min_lr_factor=1.0 activation_checkpoint.mode=none
+        metrics.log_freq=1 debug.seed=0
+    """.split()
+    flags.append(f"job.dump_folder={out}")  # which may have blanks
+    for key, value in settings.items():
+        flags.append(key.replace("__", ".") + ("" if value is True else f"={value}"))
+    return ConfigManager().parse_args([f"--{flag}" for flag in flags])
+
+
+def train_job_of_page(loss: str, changes: dict[str, object], out: Path):
+    """Train the job of docs/datasets.md for a loss. changes: text of the job -> text in its place.
+
+    Returns the folder that the job saves, random tokens [1, 16] and the trained model's logits for them.
+    """
+    blocks = re.findall(r"```toml\n(.*?)```", Path("docs/datasets.md").read_text(), re.DOTALL)
+    (job,) = (block for block in blocks if f'name = "{loss}"' in block)
+    assert len(job.splitlines()) <= 25
+    for old, new in changes.items():
+        assert old in job
+        job = job.replace(old, str(new))
+    (out / "job.toml").write_text(job)
+    with Trainer(ConfigManager().parse_args([f"--job.config_file={out}/job.toml"])) as trainer:
+        trainer.train()
+        tokens = torch.randint(0, 260, (1, 16))
+        trainer.eval_mode()
+        (logits,) = trainer.forward_step({"input": tokens})
+    (saved,) = out.glob("checkpoint/step-*")
+    return saved, tokens, logits
 
 
 def curves(out: Path, validation: bool = False) -> list[dict]:
@@ -129,12 +138,10 @@ def sums_of(logits, of_teacher, labels, loss):
     if loss.top_k:
         ids = log_q.topk(loss.top_k).indices
         rest = torch.ones_like(log_q, dtype=torch.bool).scatter(-1, ids, False)
+        of_rest = (x.masked_fill(~rest, -torch.inf).logsumexp(-1, True) for x in (log_p, log_q))
         log_p, log_q = (
-            torch.cat(
-                (x.gather(-1, ids), x.masked_fill(~rest, -torch.inf).logsumexp(-1, keepdim=True)),
-                -1,
-            )
-            for x in (log_p, log_q)
+            torch.cat((x.gather(-1, ids), r), -1)
+            for x, r in zip((log_p, log_q), of_rest, strict=True)
         )
     pair = (log_p, log_q) if loss.divergence == "forward" else (log_q, log_p)
     kl = F.kl_div(*pair, log_target=True, reduction="sum")

@@ -6,36 +6,30 @@ from tests.distributed.layout_matrix import DealtRows
 from tests.distributed.training_runs import make_trainer
 from torchtitan.testing.gloo import run_ranks
 
-TWO_RANKS = [
-    "--parallelism.data_parallel_shard_degree=2",
-    "--training.local_batch_size=2",
-    "--training.steps=5",
-]
+TWO_RANKS = "parallelism.data_parallel_shard_degree=2 training.local_batch_size=2 training.steps=5"
 
 
 class EndsOnRankOne(DealtRows):
+    error = None
+
     def __iter__(self):
         for number, batch in enumerate(super().__iter__()):
             if self.dp_rank == 1 and number == 2:
-                self.end()
+                if self.error is not None:
+                    raise self.error
                 return
             yield batch
 
-    def end(self):
-        pass
-
 
 class BreaksOnRankOne(EndsOnRankOne):
-    def end(self):
-        raise ValueError("line 7 of data.jsonl is not JSON")
+    error = ValueError("line 7 of data.jsonl is not JSON")
 
 
 def steps_trained(dump_folder, loader_class):
-    trainer = make_trainer(dump_folder, TWO_RANKS)
+    trainer = make_trainer(dump_folder, [f"--{flag}" for flag in TWO_RANKS.split()])
     rows = trainer.dataloader
-    trainer.dataloader = loader_class(
-        rows.dp_rank, rows.dp_size, rows.local_batch_size, rows.seq_len
-    )
+    sizes = rows.dp_rank, rows.dp_size, rows.local_batch_size, rows.seq_len
+    trainer.dataloader = loader_class(*sizes)
     trainer.train()
     trainer.close()
     return trainer.step

@@ -9,6 +9,7 @@ import multiprocessing
 from typing import Any
 
 import pytest
+import torch
 
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import MixtureSource
@@ -43,10 +44,8 @@ def train(dump_folder: str, ranks: dict[str, int], overrides: list[str]) -> dict
     def next_step(iterator):
         step = read_next(iterator)
         # Labels too, because they depend on where documents end.
-        rows = [(b.tokens[i], b.labels[i]) for b in step.batches for i in range(len(b.tokens))]
-        steps.append(
-            [hashlib.sha256(str([x.tolist() for x in row]).encode()).digest() for row in rows]
-        )
+        rows = [row for b in step.batches for row in torch.stack((b.tokens, b.labels), 1)]
+        steps.append([hashlib.sha256(str(row.tolist()).encode()).digest() for row in rows])
         return step
 
     def note(step, loss, max_loss, grad_norm, extra_metrics):
@@ -66,16 +65,10 @@ def train(dump_folder: str, ranks: dict[str, int], overrides: list[str]) -> dict
 
 def run(folder, ranks: dict[str, int], local_batch_size: int, workers: int, n_steps: int, *more):
     """Return the losses and metrics of each step, a hash of all global batches, validation losses."""
-    overrides = [
-        f"--training.local_batch_size={local_batch_size}",
-        f"--training.dataloader.num_workers={workers}",
-        f"--training.steps={n_steps}",
-        *more,
-    ]
-    n_ranks, options = (
-        math.prod(ranks.values()),
-        {"timeout_seconds": 600, "init_process_group": False},
-    )
+    flags = f"local_batch_size={local_batch_size} dataloader.num_workers={workers} steps={n_steps}"
+    overrides = [*(f"--training.{flag}" for flag in flags.split()), *more]
+    options = {"timeout_seconds": 600, "init_process_group": False}
+    n_ranks = math.prod(ranks.values())
     records = run_ranks(train, n_ranks, str(folder), ranks, overrides, **options)
     rows = {record["dp_rank"]: record["steps"] for record in records}
     assert all(record["steps"] == rows[record["dp_rank"]] for record in records)
@@ -127,5 +120,4 @@ def test_every_layout_trains_and_validates_on_the_rows_of_one_process(
     assert rows == one_process[1]
     assert len(validation_losses) == n_steps // 2 + 2
     assert validation_losses == pytest.approx(one_process[2], rel=1e-6)
-    for ours, theirs in zip(losses, one_process[0], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert losses == [pytest.approx(theirs, rel=1e-5) for theirs in one_process[0]]

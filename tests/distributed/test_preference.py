@@ -4,13 +4,12 @@ import json
 import math
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distillation_jobs import other_tokenizer
+from tests.distillation_jobs import other_tokenizer, train_job_of_page
 from tests.tiny_hf import tiny_hf_model
 from tests.unit.data.chats import SHORT, write_tokenizer
 from torchtitan.config import ConfigManager
@@ -110,6 +109,7 @@ LAYOUTS: dict[str, tuple] = {
     "TP 2": ({"tensor_parallel": 2},),
     "PP 2": ({"pipeline_parallel": 2}, "parallelism.pipeline_parallel_schedule=1F1B"),
     "CP 2": ({"context_parallel": 2},),
+    "FSDP 2, LoRA": ({"data_parallel_shard": 2}, "training.local_batch_size=2", *LORA),
 }
 
 
@@ -117,45 +117,24 @@ LAYOUTS: dict[str, tuple] = {
 def test_every_layout_trains_and_validates_like_one_process(layout, folder, one_process, tmp_path):
     ranks, *flags = LAYOUTS[layout]
     got = run(folder, tmp_path, ranks, *flags)
+    expected = run(folder, tmp_path / "one", {}, *LORA) if "LoRA" in layout else one_process
     assert len(got["validations"]) == 3  # after steps 1, 2 and 4
-    assert difference(got["steps"], one_process["steps"]) <= 1e-5
-    assert difference(got["validations"], one_process["validations"]) <= 1e-5
-
-
-def test_adapters_are_left_out_of_the_reference_on_every_rank(folder, tmp_path):
-    one = train(str(folder), str(tmp_path / "one"), {}, *LORA)
-    two = run(
-        folder, tmp_path / "two", {"data_parallel_shard": 2}, *LORA, "training.local_batch_size=2"
-    )
-    assert difference(two["steps"], one["steps"]) <= 1e-5
-    assert difference(two["validations"], one["validations"]) <= 1e-5
+    assert difference(got["steps"], expected["steps"]) <= 1e-5
+    assert difference(got["validations"], expected["validations"]) <= 1e-5
 
 
 def test_config_of_the_page_trains_a_model_that_transformers_opens(folder, tmp_path):
     transformers = pytest.importorskip("transformers")
-    blocks = re.findall(r"```toml\n(.*?)```", Path("docs/datasets.md").read_text(), re.DOTALL)
-    (job,) = (block for block in blocks if 'name = "dpo"' in block)
-    assert len(job.splitlines()) <= 25
-    job = job.replace("/models/sft", f"{folder}/model").replace("/data/pairs", f"{folder}/train")
-    (tmp_path / "job.toml").write_text(job.replace("./outputs/dpo", str(tmp_path)))
-    with Trainer(ConfigManager().parse_args([f"--job.config_file={tmp_path}/job.toml"])) as trainer:
-        trainer.train()
-        tokens = torch.randint(0, 260, (1, 16))
-        trainer.eval_mode()
-        (logits,) = trainer.forward_step({"input": tokens})
-    (saved,) = tmp_path.glob("checkpoint/step-*")
+    changes = {"/models/sft": f"{folder}/model", "/data/pairs": f"{folder}/train"}
+    changes |= {"./outputs/dpo": tmp_path}
+    saved, tokens, logits = train_job_of_page("dpo", changes, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(saved)
     assert (model(tokens).logits - logits).abs().max() <= 0.05  # of 4, in bf16
 
 
 @pytest.mark.parametrize("adapters", [(), LORA], ids=["all weights", "LoRA"])
 def test_every_reference_with_the_initial_weights_is_one(adapters, folder, tmp_path):
-    references = [
-        "initial",
-        "precomputed",
-        f"{folder}/model",
-        *(["adapters_off"] if adapters else []),
-    ]
+    references = ["initial", "precomputed", f"{folder}/model", *["adapters_off"] * bool(adapters)]
     runs = [
         train(str(folder), str(tmp_path / str(n)), {}, f"loss.reference={reference}", *adapters)
         for n, reference in enumerate(references)
@@ -180,9 +159,7 @@ def test_reference_folder_scores_with_the_mask_that_the_policys_flavor_chose(fol
     assert difference([loss, margin], [math.log(2), 0]) <= 1e-6
 
 
-def test_reference_that_cannot_score_is_refused_before_a_model_is_built(
-    folder, tmp_path, monkeypatch
-):
+def test_reference_that_cannot_score_is_refused_before_a_build(folder, tmp_path, monkeypatch):
     shutil.copytree(folder / "model", tmp_path / "teacher")
     monkeypatch.setattr("torchtitan.build.build", None)
     no_weights = "must be a Hugging Face folder with safetensors files, or a step folder of a run"

@@ -11,9 +11,23 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 class Format(NamedTuple):
     template: str
-    special: dict[str, str | None]  # bos_token and eos_token
-    control: tuple[str, ...]  # further special tokens
+    eos: str
+    control: str = ""  # further special tokens, with blanks between them
+    bos: str | None = None
     marks_header: bool = False  # published with marks, which enclose the headers of turns, too
+
+    @property
+    def special(self) -> dict[str, str]:
+        named = {"bos_token": self.bos, "eos_token": self.eos}
+        return {name: token for name, token in named.items() if token is not None}
+
+
+def replaced(template: str, changes: dict[str, str]) -> str:
+    """Return a template with other text in places that it has once."""
+    for old, new in changes.items():
+        assert template.count(old) == 1
+        template = template.replace(old, new)
+    return template
 
 
 def turns(
@@ -67,19 +81,6 @@ def turns(
 """
 
 
-CHATML = turns("<|im_start|>{}\n", "<|im_end|>", gap="\n")
-KIMI_K2 = turns("<|im_{}|>{}<|im_middle|>", "<|im_end|>")
-THINK = ("<think>\n", "\n</think>\n\n")
-MINIMAX_M2 = turns(
-    "]~b]{}\n", "[e~[", gap="\n", begin="]~!b[", thought=THINK, prompt="<think>\n", assistant="ai"
-)
-_CHANNEL = ("<|channel>thought\n", "\n<channel|>")
-# Not to think is to begin with an empty thought.
-GEMMA_4 = turns(
-    "<|turn>{}\n", "<turn|>", gap="\n", begin="<bos>", thought=_CHANNEL, assistant="model",
-    prompt="<|channel>thought\n<channel|>",
-)  # fmt: skip
-SEED_OSS = turns("<seed:bos>{}\n", "<seed:eos>", thought=("<seed:think>", "</seed:think>"))
 MISTRAL_V7 = r"""
 {{- bos_token }}
 {%- for message in messages %}
@@ -112,19 +113,12 @@ SMOLLM_3 = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-# The headers are ordinary text, not tokens.
-OLMO_2 = turns("<|{}|>\n", "<|endoftext|>", gap="\n", begin="<|endoftext|>")
-
 # Tools are listed in the first user's message, their results have the role ipython.
 LLAMA_3 = r"""
 {{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = '' %}
-{%- endif %}
+{%- set system_message = messages[0]['content'] | trim if messages[0]['role'] == 'system' else '' %}
+{%- set messages = messages[1:] if messages[0]['role'] == 'system' else messages %}
 {{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
 {%- if tools is not none %}{{- 'Environment: ipython\n' }}{%- endif %}
 {{- 'Cutting Knowledge Date: December 2023\nToday Date: ' + date_string + '\n\n' }}
@@ -157,12 +151,7 @@ LLAMA_3 = r"""
         {%- endgeneration %}
     {%- else %}
         {{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}
-        {%- if message.content is mapping or message.content is iterable %}
-            {{- message.content | tojson }}
-        {%- else %}
-            {{- message.content }}
-        {%- endif %}
-        {{- '<|eot_id|>' }}
+        {{- message.content | tojson + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -181,13 +170,9 @@ QWEN_3 = r"""
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
 {%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages | length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages | length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == 'user' and message.content is string %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last_query_index = index %}
-    {%- endif %}
+{%- set ns = namespace(last_query_index=messages | length - 1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.last_query_index = loop.index0 %}{%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- set content = message.content if message.content is string else '' %}
@@ -233,25 +218,23 @@ QWEN_3 = r"""
 
 # Calls are written as tags. Every reply after the last question has thinking, which may be empty, and begins
 # in the header.
-QWEN_3_5 = QWEN_3.replace(
-    """{{- '<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+QWEN_3_5 = replaced(
+    QWEN_3,
+    {
+        "and (loop.last or reasoning)": "",
+        "{{- '<think>\\n' + reasoning": "{{- reasoning",
+        "        {%- generation %}": """{%- if loop.index0 > ns.last_query_index %}{{- '<think>\\n' }}{%- endif %}
+        {%- generation %}""",
+        "{%- if enable_thinking": "{%- if enable_thinking is not defined %}{{- '<think>\\n' }}{%- endif %}\n    {%- if enable_thinking",
+        """{{- '<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
             {{- tool_call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}""",
-    """{{- '<tool_call>\\n<function=' + tool_call.function.name + '>\\n' }}
+            {{- '}\\n</tool_call>' }}""": """{{- '<tool_call>\\n<function=' + tool_call.function.name + '>\\n' }}
             {%- for name, value in tool_call.function.arguments.items() %}
                 {{- '<parameter=' + name + '>\\n' }}{{- value }}{{- '\\n</parameter>\\n' }}
             {%- endfor %}
             {{- '</function>\\n</tool_call>' }}""",
+    },
 )
-for _old, _new in {
-    "and (loop.last or reasoning)": "",
-    "{{- '<think>\\n' + reasoning": "{{- reasoning",
-    "        {%- generation %}": """{%- if loop.index0 > ns.last_query_index %}{{- '<think>\\n' }}{%- endif %}
-        {%- generation %}""",
-    "{%- if enable_thinking": "{%- if enable_thinking is not defined %}{{- '<think>\\n' }}{%- endif %}\n    {%- if enable_thinking",
-}.items():
-    assert QWEN_3_5.count(_old) == 1
-    QWEN_3_5 = QWEN_3_5.replace(_old, _new)
 
 # No token ends a turn: the model writes the first token of the next header.
 GLM_4 = r"""
@@ -290,36 +273,32 @@ GLM_4 = r"""
 """
 
 # No line breaks; the header begins the thinking, and replies without thinking end it.
-GLM_4_7 = GLM_4.replace("\\n", "")
-for _old, _new in {
-    "        {%- generation %}": """        {%- set kept = message.reasoning_content if loop.index0 > ns.question else '' %}
+GLM_4_7 = replaced(
+    GLM_4.replace("\\n", ""),
+    {
+        "        {%- generation %}": """        {%- set kept = message.reasoning_content if loop.index0 > ns.question else '' %}
         {%- if kept %}{{- '<think>' }}{%- endif %}
         {%- generation %}""",
-    "{{- '<think>' + (kept": "{{- (kept",
-    "{{- '<|assistant|>' }}": "{{- '<|assistant|><think>' }}",
-}.items():
-    assert GLM_4_7.count(_old) == 1
-    GLM_4_7 = GLM_4_7.replace(_old, _new)
+        "{{- '<think>' + (kept": "{{- (kept",
+        "{{- '<|assistant|>' }}": "{{- '<|assistant|><think>' }}",
+    },
+)
 
 # The system's text stands in the first user's turn, and texts are trimmed.
 GEMMA_3 = r"""
+{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- set messages = messages[1:] if system else messages %}
 {{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set first_prefix = messages[0]['content'] + '\n\n' %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set first_prefix = '' %}
-{%- endif %}
 {%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
         {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
     {%- endif %}
-    {%- if message['role'] == 'assistant' %}
+    {%- if message.role == 'assistant' %}
         {{- '<start_of_turn>model\n' }}
-        {%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}
+        {%- generation %}{{- message.content | trim + '<end_of_turn>' }}{%- endgeneration %}
     {%- else %}
-        {{- '<start_of_turn>' + message['role'] + '\n' + (first_prefix if loop.first else '') }}
-        {{- message['content'] | trim + '<end_of_turn>' }}
+        {{- '<start_of_turn>' + message.role + '\n' + (system if loop.first else '') }}
+        {{- message.content | trim + '<end_of_turn>' }}
     {%- endif %}
     {{- '\n' }}
 {%- endfor %}
@@ -328,39 +307,25 @@ GEMMA_3 = r"""
 
 # No header before a reply: "[/INST]" ends the user's text.
 MISTRAL = r"""
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
+{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- set messages = messages[1:] if system else messages %}
 {{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{%- for message in messages %}
+    {%- if message.role != ['user', 'assistant'][loop.index0 % 2] %}
         {{- raise_exception('conversation roles must alternate user/assistant/user/assistant/...') }}
     {%- endif %}
-    {%- if message['role'] == 'user' %}
-        {%- if loop.first and system_message is defined %}
-            {{- ' [INST] ' + system_message + '\n\n' + message['content'] + ' [/INST]' }}
-        {%- else %}
-            {{- ' [INST] ' + message['content'] + ' [/INST]' }}
-        {%- endif %}
-    {%- elif message['role'] == 'assistant' %}
-        {%- generation %}{{- ' ' + message['content'] + eos_token }}{%- endgeneration %}
+    {%- if message.role == 'user' %}
+        {{- ' [INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}
     {%- else %}
-        {{- raise_exception('Only user and assistant roles are supported') }}
+        {%- generation %}{{- ' ' + message.content + eos_token }}{%- endgeneration %}
     {%- endif %}
 {%- endfor %}
 """
 
 # No line breaks; thinking is left out of every turn; a reply behind a tool's result has no header.
 DEEPSEEK = r"""
-{%- if not add_generation_prompt is defined %}{%- set add_generation_prompt = false %}{%- endif %}
-{%- set ns = namespace(is_tool=false, system_prompt='') %}
-{%- for message in messages %}
-    {%- if message['role'] == 'system' %}{%- set ns.system_prompt = message['content'] %}{%- endif %}
-{%- endfor %}
-{{- bos_token }}{{- ns.system_prompt }}
+{%- set ns = namespace(is_tool=false) %}
+{{- bos_token + (messages[0].content if messages[0].role == 'system' else '') }}
 {%- for message in messages %}
     {%- if message['role'] == 'user' %}
         {%- set ns.is_tool = false %}
@@ -394,15 +359,11 @@ DEEPSEEK = r"""
 
 # A reply has channels; its thinking, and the token that ends it, are other ones in earlier turns.
 GPT_OSS = r"""
-{{- '<|start|>system<|message|>You are ChatGPT.\nCurrent date: ' + strftime_now('%Y-%m-%d') }}
+{{- '<|start|>system<|message|>You are ChatGPT.\nCurrent date: 2025-08-05' }}
 {{- '\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final.<|end|>' }}
-{%- if messages[0].role in ['developer', 'system'] %}
-    {%- set developer_message = messages[0].content %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set developer_message = '' %}
-    {%- set loop_messages = messages %}
-{%- endif %}
+{%- set begins = messages[0].role in ['developer', 'system'] %}
+{%- set developer_message = messages[0].content if begins else '' %}
+{%- set loop_messages = messages[1:] if begins else messages %}
 {%- if developer_message or tools %}
     {{- '<|start|>developer<|message|># Instructions\n\n' + developer_message }}
     {%- for tool in tools or [] %}{{- '\n// ' + tool.function | tojson }}{%- endfor %}
@@ -410,30 +371,22 @@ GPT_OSS = r"""
 {%- endif %}
 {%- set last_tool_call = namespace(name=none) %}
 {%- for message in loop_messages %}
-    {%- if message.role == 'assistant' and 'tool_calls' in message %}
-        {%- set tool_call = message.tool_calls[0].function %}
-        {%- set last_tool_call.name = tool_call.name %}
+    {%- if message.role == 'assistant' %}
+        {%- set is_last = loop.last and not add_generation_prompt %}
+        {%- set calls = message.tool_calls %}
         {{- '<|start|>assistant' }}
         {%- generation %}
-        {%- if message.thinking %}
+        {%- if message.thinking and (calls or is_last) %}
             {{- '<|channel|>analysis<|message|>' + message.thinking + '<|end|><|start|>assistant' }}
         {%- endif %}
-        {{- ' to=functions.' + tool_call.name + '<|channel|>commentary json<|message|>' }}
-        {{- tool_call.arguments | tojson + '<|call|>' }}
-        {%- endgeneration %}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|start|>assistant' }}
-        {%- generation %}
-        {%- if loop.last and not add_generation_prompt %}
-            {%- if message.thinking %}
-                {{- '<|channel|>analysis<|message|>' + message.thinking + '<|end|><|start|>assistant' }}
-            {%- endif %}
-            {{- '<|channel|>final<|message|>' + message.content + '<|return|>' }}
+        {%- if calls %}
+            {{- ' to=functions.' + calls[0].function.name + '<|channel|>commentary json<|message|>' }}
+            {{- calls[0].function.arguments | tojson + '<|call|>' }}
         {%- else %}
-            {{- '<|channel|>final<|message|>' + message.content + '<|end|>' }}
+            {{- '<|channel|>final<|message|>' + message.content + ('<|return|>' if is_last else '<|end|>') }}
         {%- endif %}
         {%- endgeneration %}
-        {%- set last_tool_call.name = none %}
+        {%- set last_tool_call.name = calls[0].function.name if calls else none %}
     {%- elif message.role == 'tool' %}
         {{- '<|start|>functions.' + last_tool_call.name + ' to=assistant<|channel|>commentary<|message|>' }}
         {{- message.content | tojson + '<|end|>' }}
@@ -446,25 +399,19 @@ GPT_OSS = r"""
 
 # The headers are ordinary text, not tokens.
 ZEPHYR = r"""{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>
-' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>
-' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
+{% if message['role'] == 'assistant' %}
 {{ '<|assistant|>
 ' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
 
+{% else %}
+{{ '<|' + message['role'] + '|>
+' + message['content'] + eos_token }}
 {% endif %}
 {% if loop.last and add_generation_prompt %}
 {{ '<|assistant|>' }}
 {% endif %}
 {% endfor %}"""
 
-LLAMA_4 = turns(
-    "<|header_start|>{}<|header_end|>\n\n", "<|eot|>", begin="<|begin_of_text|>"
-)  # fmt: skip
 # model.name -> formats of its published models
 OF_FAMILIES = {
     "llama3": ["llama_3"],
@@ -485,97 +432,63 @@ OF_FAMILIES = {
     "phi3": ["phi_3", "phi_4", "phi_4_mini"],
     "minimax_m2": ["minimax_m2"],
 }
-_DEEPSEEK_TOOLS = ["calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"]
-_DEEPSEEK_TOOLS += ["outputs▁begin", "output▁begin", "output▁end", "outputs▁end"]
-_GLM_TOKENS = ("[gMASK]", "<sop>", "<think>", "</think>", "<tool_call>", "</tool_call>")
-_GLM_TOKENS += ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_THINK = ("<think>\n", "\n</think>\n\n")
+_QWEN_TOKENS = "<|im_start|> <tool_call> </tool_call> <think> </think>"
+_GLM_TOKENS = "[gMASK] <sop> <think> </think> <tool_call> </tool_call>"
+_GLM_TOKENS += " <|system|> <|user|> <|assistant|> <|observation|>"
+_PHI_TOKENS = "<|end|> <|system|> <|user|> <|assistant|>"
+_DEEPSEEK_TOKENS = """
+    <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜>
+    <｜tool▁calls▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> <｜tool▁outputs▁end｜>
+"""
 FORMATS = {
-    "chatml": Format(CHATML, {"eos_token": "<|im_end|>"}, ("<|im_start|>",)),
+    "chatml": Format(turns("<|im_start|>{}\n", "<|im_end|>", gap="\n"), "<|im_end|>", "<|im_start|>"),
     "llama_4": Format(
-        LLAMA_4,
-        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
-        ("<|header_start|>", "<|header_end|>"),
-    ),
+        turns("<|header_start|>{}<|header_end|>\n\n", "<|eot|>", begin="<|begin_of_text|>"),
+        "<|eot|>", "<|header_start|> <|header_end|>", "<|begin_of_text|>"),
     "llama_3": Format(
-        LLAMA_3,
-        {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-        ("<|start_header_id|>", "<|end_header_id|>"),
-    ),
-    "qwen_3": Format(
-        QWEN_3,
-        {"eos_token": "<|im_end|>"},
-        ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
-    ),
-    "qwen_3_5": Format(
-        QWEN_3_5,
-        {"eos_token": "<|im_end|>"},
-        ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
-    ),
-    "glm_4": Format(GLM_4, {"eos_token": "<|endoftext|>"}, _GLM_TOKENS),
-    "glm_4_7": Format(GLM_4_7, {"eos_token": "<|endoftext|>"}, _GLM_TOKENS),
-    "gemma_3": Format(
-        GEMMA_3, {"bos_token": "<bos>", "eos_token": "<eos>"}, ("<start_of_turn>", "<end_of_turn>")
-    ),
+        LLAMA_3, "<|eot_id|>", "<|start_header_id|> <|end_header_id|>", "<|begin_of_text|>"),
+    "qwen_3": Format(QWEN_3, "<|im_end|>", _QWEN_TOKENS),
+    "qwen_3_5": Format(QWEN_3_5, "<|im_end|>", _QWEN_TOKENS),
+    "glm_4": Format(GLM_4, "<|endoftext|>", _GLM_TOKENS),
+    "glm_4_7": Format(GLM_4_7, "<|endoftext|>", _GLM_TOKENS),
+    "gemma_3": Format(GEMMA_3, "<eos>", "<start_of_turn> <end_of_turn>", "<bos>"),
+    # Not to think is to begin with an empty thought.
     "gemma_4": Format(
-        GEMMA_4,
-        {"bos_token": "<bos>", "eos_token": "<eos>"},
-        ("<|turn>", "<turn|>", "<|channel>", "<channel|>"),
-    ),
+        turns("<|turn>{}\n", "<turn|>", gap="\n", begin="<bos>", assistant="model",
+              thought=("<|channel>thought\n", "\n<channel|>"), prompt="<|channel>thought\n<channel|>"),
+        "<eos>", "<|turn> <turn|> <|channel> <channel|>", "<bos>"),
     "kimi_k2": Format(
-        KIMI_K2,
-        {"bos_token": "[BOS]", "eos_token": "[EOS]"},
-        (
-            "<|im_end|>",
-            "<|im_middle|>",
-            *(f"<|im_{role}|>" for role in ("system", "user", "assistant")),
-        ),
-    ),
+        turns("<|im_{}|>{}<|im_middle|>", "<|im_end|>"), "[EOS]",
+        "<|im_end|> <|im_middle|> <|im_system|> <|im_user|> <|im_assistant|>", "[BOS]"),
     "minimax_m2": Format(
-        MINIMAX_M2, {"bos_token": "]~!b[", "eos_token": "[e~["}, ("]~b]", "<think>", "</think>")
-    ),
-    "olmo_2": Format(OLMO_2, {"eos_token": "<|endoftext|>"}, ()),
+        turns("]~b]{}\n", "[e~[", gap="\n", begin="]~!b[", thought=_THINK, prompt="<think>\n", assistant="ai"),
+        "[e~[", "]~b] <think> </think>", "]~!b["),
+    # The headers are ordinary text, not tokens.
+    "olmo_2": Format(
+        turns("<|{}|>\n", "<|endoftext|>", gap="\n", begin="<|endoftext|>"), "<|endoftext|>"),
     "granite": Format(
-        turns("<|start_of_role|>{}<|end_of_role|>", "<|end_of_text|>", gap="\n"),
-        {"eos_token": "<|end_of_text|>"},
-        ("<|start_of_role|>", "<|end_of_role|>"),
-    ),
+        turns("<|start_of_role|>{}<|end_of_role|>", "<|end_of_text|>", gap="\n"), "<|end_of_text|>",
+        "<|start_of_role|> <|end_of_role|>"),
     "phi_4": Format(
-        turns("<|im_start|>{}<|im_sep|>", "<|im_end|>"),
-        {"eos_token": "<|im_end|>"},
-        ("<|im_start|>", "<|im_sep|>"),
-    ),
+        turns("<|im_start|>{}<|im_sep|>", "<|im_end|>"), "<|im_end|>", "<|im_start|> <|im_sep|>"),
     "phi_4_mini": Format(
-        turns("<|{}|>", "<|end|>", last="<|endoftext|>"),
-        {"eos_token": "<|endoftext|>"},
-        ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
-    ),
+        turns("<|{}|>", "<|end|>", last="<|endoftext|>"), "<|endoftext|>", _PHI_TOKENS),
     "phi_3": Format(
-        turns("<|{}|>\n", "<|end|>", gap="\n", last="\n<|endoftext|>"),
-        {"eos_token": "<|endoftext|>"},
-        ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
-    ),
+        turns("<|{}|>\n", "<|end|>", gap="\n", last="\n<|endoftext|>"), "<|endoftext|>", _PHI_TOKENS),
     "seed_oss": Format(
-        SEED_OSS, {"eos_token": "<seed:eos>"}, ("<seed:bos>", "<seed:think>", "</seed:think>")
-    ),
+        turns("<seed:bos>{}\n", "<seed:eos>", thought=("<seed:think>", "</seed:think>")), "<seed:eos>",
+        "<seed:bos> <seed:think> </seed:think>"),
     "mistral_v7": Format(
-        MISTRAL_V7,
-        {"bos_token": "<s>", "eos_token": "</s>"},
-        ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
-    ),
-    "smollm_3": Format(SMOLLM_3, {"eos_token": "<|im_end|>"}, ("<|im_start|>",), marks_header=True),
-    "mistral": Format(MISTRAL, {"bos_token": "<s>", "eos_token": "</s>"}, ()),
+        MISTRAL_V7, "</s>", "[INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT]", "<s>"),
+    "smollm_3": Format(SMOLLM_3, "<|im_end|>", "<|im_start|>", marks_header=True),
+    "mistral": Format(MISTRAL, "</s>", bos="<s>"),
     "deepseek": Format(
-        DEEPSEEK,
-        {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
-        ("<｜User｜>", "<｜Assistant｜>", *(f"<｜tool▁{name}｜>" for name in _DEEPSEEK_TOOLS)),
-    ),
+        DEEPSEEK, "<｜end▁of▁sentence｜>", _DEEPSEEK_TOKENS, "<｜begin▁of▁sentence｜>"),
     "gpt_oss": Format(
-        GPT_OSS.replace("strftime_now('%Y-%m-%d')", "'2025-08-05'"),
-        {"bos_token": "<|startoftext|>", "eos_token": "<|return|>"},
-        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
-    ),
-    "zephyr": Format(ZEPHYR, {"bos_token": "<s>", "eos_token": "</s>"}, ()),
-}
+        GPT_OSS, "<|return|>", "<|start|> <|end|> <|message|> <|channel|> <|call|>", "<|startoftext|>"),
+    "zephyr": Format(ZEPHYR, "</s>", bos="<s>"),
+}  # fmt: skip
 
 
 def without_marks(template: str) -> str:
@@ -592,11 +505,11 @@ def backend_of(form: Format, trim_offsets: bool = False) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=456, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator([form.template], trainer)
-    tokens = [*form.special.values(), *form.control]
+    tokens = [*form.special.values(), *form.control.split()]
     backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
     steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
-    if begin := form.special.get("bos_token"):
-        ids = [(begin, backend.token_to_id(begin))]
-        steps.append(processors.TemplateProcessing(single=f"{begin} $A", special_tokens=ids))
+    if form.bos:
+        ids = [(form.bos, backend.token_to_id(form.bos))]
+        steps.append(processors.TemplateProcessing(single=f"{form.bos} $A", special_tokens=ids))
     backend.post_processor = processors.Sequence(steps)
     return backend

@@ -1,6 +1,7 @@
-"""Chats are encoded as transformers does, and trained where it says that the assistant wrote."""
+"""Chats are rendered and encoded as transformers does, and trained where it says that the assistant wrote."""
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.chat_formats import FORMATS, backend_of, without_marks
+from tests.unit.data.chats import LLAMA_LIKE, QWEN_LIKE, write_tokenizer
+from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.chats import ChatEncoder
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 
@@ -214,3 +217,42 @@ def test_any_text_gets_the_ids_and_labels_of_transformers(name, tmp_path_factory
     reference = expected(theirs, chat)
     assert encoded(ours, {"messages": chat}) == reference
     assert encoded(by_prefixes, {"messages": chat}) == reference
+
+
+# ---- the template alone ----
+
+
+@pytest.mark.parametrize("template", [QWEN_LIKE, LLAMA_LIKE], ids=["qwen", "llama"])
+@pytest.mark.parametrize("place", ["config", "list", "file"])
+def test_rendered_chats_are_those_of_transformers(template, place, tmp_path):
+    from transformers import AutoTokenizer
+
+    in_config = {"config": template, "list": [{"name": "default", "template": template}]}
+    folder = write_tokenizer(tmp_path / "model", in_config.get(place, "not this one"))
+    if place == "file":
+        (folder / "chat_template.jinja").write_text(template)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    variables = {"enable_thinking": False, "date_string": "2 June 2025"}
+    for more, tools, is_prompt in itertools.product(({}, variables), (None, TOOLS), (True, False)):
+        chat = ChatTemplate.of_tokenizer(HuggingFaceTokenizer(str(folder)), more)
+        for title in ("one turn", "system", "thinking inline", "tool", QUESTION_LAST):
+            options = {"tools": tools, "add_generation_prompt": is_prompt}
+            expected = theirs.apply_chat_template(CHATS[title], tokenize=False, **options, **more)
+            assert chat.render(CHATS[title], **options) == expected
+
+
+def test_continuation_is_what_transformers_renders_after_the_answer(tmp_path):
+    from transformers import AutoTokenizer
+
+    results = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "6"}]
+    for name, template, end in (("q", QWEN_LIKE, "<|im_end|>"), ("l", LLAMA_LIKE, "<|eot_id|>")):
+        folder = write_tokenizer(tmp_path / name, template)
+        theirs = AutoTokenizer.from_pretrained(folder)
+        chat = ChatTemplate.of_tokenizer(HuggingFaceTokenizer(str(folder)))
+        question, answer = [user("2+2?")], "<tool_call>{}</tool_call>"
+        start = theirs.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        messages = [*question, assistant(answer), *results]
+        whole = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        sampled = answer + end  # the token that ended the turn is one of the sampled ones
+        assert start + sampled + chat.continuation(question, results, stop=end) == whole
+        assert start + answer + chat.continuation(question, results) == whole

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples.sft.evaluate import answers
 from torchtitan.config import ConfigManager
-from torchtitan.config.job_config import JobConfig, Training
-from torchtitan.engine import TrainingEngine
 from torchtitan.job import resolve_job
 
 RECIPE = Path("examples/sft")
@@ -23,13 +20,11 @@ def test_config_for_gpus_is_a_job_that_can_start(name, world_size, tmp_path, mon
     row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(row) + "\n")
-    flags = ["job.dump_folder", "model.hf_assets_path"]
-    paths = dict.fromkeys(flags, tmp_path) | dict.fromkeys(
-        ["training.dataset_path", "validation.dataset_path"], data
-    )
-    config = ConfigManager().parse_args(
-        [f"--job.config_file={RECIPE / name}.toml", *(f"--{k}={v}" for k, v in paths.items())]
-    )
+    flags = f"""
+        job.config_file={RECIPE / name}.toml job.dump_folder={tmp_path} training.dataset_path={data}
+        model.hf_assets_path={tmp_path} validation.dataset_path={data}
+    """.split()
+    config = ConfigManager().parse_args([f"--{flag}" for flag in flags])
     config.checkpoint.initial_load_in_hf = False  # the weights are a download
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     resolve_job(config)
@@ -68,13 +63,6 @@ def test_recipe_runs_on_a_cpu_and_transformers_reads_and_answers_the_same(tmp_pa
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     held_out = [json.loads(line) for line in (data / "held_out.jsonl").read_text().splitlines()]
-
-    training = Training(seq_len=64, mixed_precision_param="float32")
-    with TrainingEngine.from_hf(folder, JobConfig(training=training), forward_only=True) as engine:
-        tokens = torch.randint(0, 512, (2, 64))
-        (logits,) = engine.forward_step({"input": tokens})
-    with torch.no_grad():
-        assert (model(tokens).logits - logits).abs().max() <= 1e-5
 
     texts = answers(str(folder), held_out)
     for chat, text in zip(held_out, texts, strict=True):

@@ -15,12 +15,13 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -37,89 +38,69 @@ SEQ_LEN = 64
 PHASES = [(4, 1, 0), (1, 12, 2), (3, 2, 1), (2, 3, 0), (4, 3, 2), (1, 4, 1), (2, 6, 0)]
 
 
-def write_texts(path: Path, n: int, seed: int) -> str:
-    """Write JSON lines whose lengths run from a few tokens to several rows."""
-    generator = random.Random(seed)
-    if path.exists():
-        return str(path)
-    with open(path, "w") as file:
-        for number in range(n):
-            words = ["the", "of", "a", str(number)] * round(generator.lognormvariate(2.5, 1))
-            file.write(json.dumps({"text": f"{seed} {' '.join(words)}"}) + "\n")
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Write JSON lines, unless the file exists. Returns its path."""
+    if not path.exists():
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def indexed(training: Training, folder: Path) -> None:
-    training.dataset = "local"
-    training.dataset_path = write_texts(folder / "a.jsonl", 700, 1)
+def texts(n: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield texts whose lengths run from a few tokens to several rows."""
+    generator = random.Random(seed)
+    for number in range(n):
+        words = ["the", "of", "a", str(number)] * round(generator.lognormvariate(2.5, 1))
+        yield {"text": f"{seed} {' '.join(words)}"}
 
 
 def mixture(training: Training, folder: Path) -> None:
     training.mixture = [
-        MixtureSource("local", write_texts(folder / "a.jsonl", 700, 1), weight=0.7),
-        MixtureSource("local", write_texts(folder / "b.jsonl", 90, 2), weight=0.3),
+        MixtureSource("local", write_lines(folder / "a.jsonl", texts(700, 1)), weight=0.7),
+        MixtureSource("local", write_lines(folder / "b.jsonl", texts(90, 2)), weight=0.3),
     ]
 
 
 def tokens(training: Training, folder: Path) -> None:
     training.dataset, training.dataset_path = "tokens", str(folder / "pair")
     if not (folder / "pair.idx").exists():
-        generator = random.Random(3)
-        documents = [
-            [generator.randrange(2000) for _ in range(round(generator.lognormvariate(3.5, 1)) + 1)]
-            for _ in range(700)
-        ]
+        generator = np.random.default_rng(3)
+        lengths = generator.lognormal(3.5, 1, 700).astype(int) + 1
+        documents = [generator.integers(0, 2000, length) for length in lengths]
         write_pair(training.dataset_path, documents, smallest_type(2000))
 
 
+TEMPLATE = """{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}
+{{- m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\\n' }}{% endfor %}"""
+
+
 def chats(training: Training, folder: Path) -> None:
-    training.dataset, training.too_long = "chat", "cut"
-    training.dataset_path = str(folder / "chats.jsonl")
-    training.chat_template = str(folder / "template.jinja")
-    if not (folder / "chats.jsonl").exists():
-        (folder / "template.jinja").write_text(
-            "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
-            "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-        )
-        roles = ["user", "assistant"] * 8
+    def rows() -> Iterator[dict[str, Any]]:
         generator = random.Random(4)
-        with open(folder / "chats.jsonl", "w") as file:
-            for number in range(700):
-                turns = roles[: 2 * generator.randint(1, 6)]
-                messages = [{"role": role, "content": f"the {number} of a"} for role in turns]
-                file.write(json.dumps({"messages": messages}) + "\n")
+        for number in range(700):
+            roles = ["user", "assistant"] * generator.randint(1, 6)
+            yield {"messages": [{"role": r, "content": f"the {number} of a"} for r in roles]}
+
+    training.dataset, training.too_long = "chat", "cut"
+    training.dataset_path = write_lines(folder / "chats.jsonl", rows())
+    training.chat_template = str(folder / "template.jinja")
+    Path(training.chat_template).write_text(TEMPLATE)
 
 
-KINDS: dict[str, Callable[[Training, Path], None]] = {
-    "indexed": indexed,
-    "mixture": mixture,
-    "tokens": tokens,
-    "chats": chats,
-}
+KINDS = {"mixture": mixture, "tokens": tokens, "chats": chats}
 PACKINGS = ("concat", "fit", "none")
 
 
 def build(
     prepare: Callable[[Training], None], packing: str, ranks: int, local: int, workers: int
 ) -> list[ParallelAwareDataloader]:
-    config = ConfigManager().parse_args(
-        [
-            f"--training.seq_len={SEQ_LEN}",
-            f"--training.local_batch_size={local}",
-            f"--training.global_batch_size={GLOBAL_BATCH_SIZE}",
-            f"--training.dataloader.num_workers={workers}",
-            f"--training.packing={packing}",
-            "--training.shuffle",
-        ]
-    )
+    flags = f"""
+        seq_len={SEQ_LEN} global_batch_size={GLOBAL_BATCH_SIZE} local_batch_size={local}
+        dataloader.num_workers={workers} packing={packing} shuffle
+    """.split()
+    config = ConfigManager().parse_args([f"--training.{flag}" for flag in flags])
     prepare(config.training)
     tokenizer = HuggingFaceTokenizer("tests/assets/tokenizer")
-    return [
-        build_text_dataloader(
-            dp_world_size=ranks, dp_rank=rank, tokenizer=tokenizer, job_config=config
-        )
-        for rank in range(ranks)
-    ]
+    return [build_text_dataloader(ranks, rank, tokenizer, config) for rank in range(ranks)]
 
 
 def steps_of(loaders: list[ParallelAwareDataloader]) -> Iterator[torch.Tensor]:

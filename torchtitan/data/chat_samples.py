@@ -19,12 +19,12 @@ _MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
 
 
 def load_chats(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
-    """Return the unchanged chats in local files. keys: see `renamed`."""
+    """Return the chats in local files, before `renamed` changes them. keys: see `renamed`."""
     return load_local_documents(path, (*_COLUMNS, *(keys or ())))
 
 
 def load_pairs(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
-    """Return the unchanged preference pairs in local files. keys: see `renamed`."""
+    """Return the preference pairs in local files, before `renamed` changes them. keys: see `renamed`."""
     return load_local_documents(path, (*_PAIR_COLUMNS, *(keys or ())))
 
 
@@ -35,8 +35,8 @@ def parse_keys(entries: Sequence[str]) -> dict[str, str]:
     for theirs, ours in keys.items():
         if not theirs or ours not in known:
             raise ValueError(
-                f"training.chat_keys must be a list of 'name in the files=name here', got "
-                f"{theirs + '=' + ours!r}{guess(ours, known)}; names here are {', '.join(known)}"
+                f"training.chat_keys must be a list of 'name in the files=our name', got "
+                f"{theirs + '=' + ours!r}{guess(ours, known)}; our names are {', '.join(known)}"
             )
     return keys
 
@@ -70,8 +70,8 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
         if not isinstance(rest, list):
             raise ValueError(
                 f"training.chat_keys puts the turns of {', '.join(turns)} before {name!r}, which must "
-                f"then be a list of messages, got {rest!r:.80}; leave out one of the two, or name the role of "
-                f'{name!r} too, as in "{name}=user"'
+                f"then be a list of messages, got {rest!r:.80}; remove these keys or {name!r}, or give "
+                f'{name!r} a role too, as in "{name}=user"'
             )
         result[name] = first + rest
     return result
@@ -96,7 +96,7 @@ def check_chat(sample: Any) -> None:
 
 
 def checked_messages(messages: Any, key: str) -> list[Message]:
-    """Return messages without None values; reasoning is under `thinking` and `reasoning_content`."""
+    """Return messages without None values; `thinking` and `reasoning_content` both hold the reasoning."""
     if not is_list_of(dict, messages) or not messages:
         raise ValueError(
             f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "
@@ -114,7 +114,8 @@ def checked_messages(messages: Any, key: str) -> list[Message]:
             )
         parts = content if is_list_of(dict, content) else [{"text": content}]
         is_good = all(isinstance(part.get("text"), str) for part in parts)
-        is_good |= role in RESULT_ROLES and isinstance(content, dict | list)  # written as JSON
+        # Templates write a tool's result as JSON if it is not a text.
+        is_good |= role in RESULT_ROLES and isinstance(content, dict | list)
         is_good |= (
             role == "assistant" and content is None and bool(_IN_PLACE_OF_CONTENT & {*message})
         )

@@ -70,11 +70,11 @@ class ChatEncoder:
         return cls(tokenizer, plain, with_tools, keys)
 
     def __call__(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Raises ValueError for a bad sample or template, and if no tokens to train are found."""
+        """Encode a sample. Raises ValueError for a bad sample or template, and if no token is trained."""
         return self.encode(renamed(sample, self.keys))
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a sample whose keys are renamed already."""
+        """Encode a sample whose keys `renamed` has already changed."""
         check_chat(sample)
         sample = {key: value for key, value in sample.items() if value is not None}
         if "messages" not in sample and isinstance(sample["prompt"], str):
@@ -92,7 +92,7 @@ class ChatEncoder:
         if not trained.any():
             raise ValueError(
                 f"no token of the chat is trained: {template.name} writes nothing in the assistant's "
-                f"turns, or has its marks elsewhere; leave out the chat, or {MARK_IT}"
+                f"turns, or its marks enclose other text; leave out the chat, or {MARK_IT}"
             )
         if trained.all():
             raise ValueError(
@@ -123,9 +123,9 @@ class ChatEncoder:
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         trained = np.zeros(len(ids), dtype=bool)
-        offsets = chain.from_iterable(encoding.offsets)  # numpy reads pairs four times slower
+        offsets = chain.from_iterable(encoding.offsets)  # numpy is four times slower on pairs
         begins, ends = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2).T
-        # Sorted offsets for searchsorted: tokens may share a character or have an empty span.
+        # Sorted for searchsorted: offsets decrease where tokens share a character or are empty.
         begins, ends = np.maximum.accumulate(begins), np.maximum.accumulate(ends)
         for begin, end in spans:
             if begin < end:
@@ -148,7 +148,7 @@ def _warn_of_texts(chat: Chat, text: str) -> None:
             warn_once(
                 logger,
                 f"a message of the role {role!r} has {token!r} in its text, which is encoded as that "
-                "control token, as transformers does; change the text if its author must not end a turn",
+                "control token, as transformers does; remove it if the author must not write control tokens",
             )
             break
 
@@ -158,7 +158,7 @@ class ChatTokens:
 
     too_long: "error" raises ValueError for a longer chat, "cut" truncates it, "skip" returns no tokens. A
         chat with no trained token before the truncation is skipped as well.
-    key: identifies the settings, except the tokenizer, that change the tokens. template: the encoder's key.
+    key: identifies the settings, except the tokenizer, that change the tokens. template: the encoder's part of it.
     """
 
     unit, what, limit = "chat", "the chat", "training.seq_len"  # for messages

@@ -1,4 +1,4 @@
-"""Dataloaders whose position in the data is checkpointed, and can be resumed on other rank counts."""
+"""Dataloaders that checkpoint their position in the data, and resume it on another number of ranks."""
 
 import inspect
 import itertools
@@ -27,7 +27,7 @@ _MOST_RANKS = 2**20
 
 
 class DataloaderExhaustedError(Exception):
-    """The data ended before training. Not StopIteration, which generators turn into RuntimeError."""
+    """The data ended before the last step. Not StopIteration, because generators turn it into RuntimeError."""
 
 
 class BaseDataLoader(ABC):
@@ -104,7 +104,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     def _get_iterator(self) -> Any:
         if self.next_iter_state is None:
             return super()._get_iterator()
-        with _one_error_if_damaged():  # here the loaded position is read
+        with _one_error_if_damaged():  # this call reads the loaded position
             return super()._get_iterator()
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,9 +116,9 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         return {self._rank_id: state, "world_size": self.dp_world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at this rank's saved position, or at a share of all ranks' positions.
+        """Resume at this rank's saved position; for another number of ranks, divide the saved positions.
 
-        Raises ValueError for a damaged position, and for one that these ranks cannot share.
+        Raises ValueError for a damaged position, and for positions that cannot be divided.
         """
         if not state_dict:
             return

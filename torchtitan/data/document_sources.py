@@ -207,7 +207,7 @@ class Source:
             problem = str(error)
             if isinstance(error, UnicodeEncodeError):
                 half = error.object[error.start]
-                problem = f"the text has half of a surrogate pair, {half!r}; mend the document"
+                problem = f"the text has half of a surrogate pair, {half!r}; correct the document"
             raise ValueError(f"{self.where(index)}: {problem}") from error
 
     def reopen(self, place: tuple[int, ...] | dict[str, Any]) -> OpenDocument:
@@ -336,7 +336,7 @@ class StreamedFeed:
 
     def _go_to(self, pass_number: int, position: Any) -> None:
         self._pass, self._has_begun = pass_number, False
-        # First the epoch: the dataset ignores a position of another epoch.
+        # Set the epoch first, because the dataset ignores a position that was saved in another epoch.
         self._data.set_epoch(pass_number)
         self._data.load_state_dict(position)
         self._samples: Iterator[Any] | None = None

@@ -31,9 +31,9 @@ from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
-_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # of a file, for the digest of `record_of`
-_TEXT = ("text",)  # columns of texts
-_ROW_GROUP_BYTES = 2**28  # of Parquet files at addresses, kept by each process; at least one group
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # read from a file for the digest of `record_of`
+_TEXT = ("text",)  # the column that text datasets read
+_ROW_GROUP_BYTES = 2**28  # of row groups in memory, per process; at least one is kept
 
 
 class JoinedDocuments:
@@ -119,7 +119,8 @@ class _Lines(_File):
     def read(self, number: int) -> Any:
         line = self.bytes_at(*self._starts[number : number + 2])
         try:
-            return json.loads(line.rstrip())  # blank lines may follow it, with form feeds
+            # Blank lines may follow, with form feeds, which JSON forbids.
+            return json.loads(line.rstrip())
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.where(number)}: not valid JSON ({error}); every line must be one object"
@@ -344,7 +345,7 @@ _DECOMPRESS: dict[str, Callable[[BinaryIO], Any]] = {
 
 
 def _parquet_file(path: str) -> Any:
-    import pyarrow.parquet  # slow
+    import pyarrow.parquet  # slow to import
 
     return pyarrow.parquet.ParquetFile(regular_file(path))
 
@@ -352,7 +353,7 @@ def _parquet_file(path: str) -> Any:
 def _parquet_as_lines(
     path: str, columns: tuple[str, ...], row_groups: list[int] | None = None
 ) -> Iterator[bytes]:
-    import pyarrow  # slow
+    import pyarrow  # slow to import
 
     number = 0
     try:
@@ -438,7 +439,7 @@ def _files_in(root: str) -> dict[str, Any]:
         with suppress(FileNotFoundError):  # a broken link
             files[path] = os.stat(path)
             if not S_ISREG(files[path].st_mode):
-                regular_file(path)  # raises, naming the kind of file
+                regular_file(path)  # raises an error that names the kind of file
     return files
 
 
@@ -465,7 +466,7 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
 
 
 def _read_samples(files: list[tuple[str, Any]]) -> Iterator[bytes]:
-    """Yield samples of each file, joined: evenly spaced ones of a long file, all of a short file."""
+    """Yield the joined samples of each file: evenly spaced parts of a long file, all of a short file."""
     for first in range(0, len(files), 128):  # many files at a time, because requests take long
         ranges = [_sampled(path, found.st_size) for path, found in files[first : first + 128]]
         parts = iter(storage.read_ranges([part for of_file in ranges for part in of_file]))
@@ -473,7 +474,7 @@ def _read_samples(files: list[tuple[str, Any]]) -> Iterator[bytes]:
 
 
 def _sampled(path: str, size: int) -> list[tuple[str, int, int]]:
-    """Return (path, start, end) of each sample; none of a file that cannot be read."""
+    """Return (path, start, end) of each sample; [] for a file that cannot be read."""
     places, length = [0], size
     if size > _NUM_SAMPLES * _SAMPLE_BYTES:
         length = _SAMPLE_BYTES

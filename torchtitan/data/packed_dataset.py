@@ -239,7 +239,7 @@ class PackedDataset(IterableDataset):
                     f"or {BEGIN_AGAIN}"
                 )
         # With another global batch size, resume after the last step; with more passes, after the last row.
-        row = min(*places, end)  # beyond `end`, the last step was padding
+        row = min(*places, end)  # rows beyond `end` are padding of the last step
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:

@@ -15,8 +15,9 @@ class PairTokens(ChatTokens):
     """Converts a sample to a document of two parts, the prompt with the chosen and the rejected answer.
 
     A sample has `chosen`, `rejected` and `prompt`: all texts, or all lists of messages. Answers may be whole
-    chats that begin with the messages of `prompt`. Without such a `prompt`, the first messages that the
-    answers share are the prompt (a text is ignored). Each part has at most seq_len // 2 tokens; see `ChatEncoder`.
+    chats that begin with the messages of `prompt`. Without a `prompt` of messages, the messages that both
+    answers begin with are the prompt; a text in `prompt` is then ignored. Each part has at most seq_len // 2
+    tokens; see `ChatEncoder`.
     has_reference: samples have the reference model's log-probs of both answers, under `REFERENCE_KEYS`.
     """
 
@@ -29,7 +30,15 @@ class PairTokens(ChatTokens):
 
     def _read(self, sample: Mapping[str, Any]) -> tuple[Tokens, int]:
         sample = renamed(sample, self.encoder.keys)
-        _check_pair(sample)
+        is_object = isinstance(sample, Mapping)
+        if not is_object or not all(
+            isinstance(sample.get(x), str | list) for x in ("chosen", "rejected")
+        ):
+            got = f"the keys {sorted(sample)}" if is_object else type(sample).__name__
+            raise ValueError(
+                f"need an object with 'chosen' and 'rejected', texts or lists of messages, got {got}; convert "
+                "the data, or name yours in training.chat_keys"
+            )
         prompt, *answers = _prompt_and_answers(sample)
         shared = {key: sample.get(key) for key in ("tools", "chat_template_kwargs")}
         shared["prompt"] = prompt
@@ -49,18 +58,6 @@ class PairTokens(ChatTokens):
                 )
         pair = join(parts)._replace(split=len(parts[0].ids), reference=reference)
         return pair, num_tokens
-
-
-def _check_pair(sample: Any) -> None:
-    is_object = isinstance(sample, Mapping)
-    if not (
-        is_object and all(isinstance(sample.get(x), str | list) for x in ("chosen", "rejected"))
-    ):
-        got = f"the keys {sorted(sample)}" if is_object else type(sample).__name__
-        raise ValueError(
-            f"need an object with 'chosen' and 'rejected', texts or lists of messages, got {got}; convert the "
-            "data, or name yours in training.chat_keys"
-        )
 
 
 def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:

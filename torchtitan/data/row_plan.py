@@ -179,7 +179,7 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
 
 
 class PlannedStream:
-    """Reads a plan's row g = `number` of each step of `num_lanes` rows; has the interface of `RowStream`."""
+    """Reads row `number` of each planned step of `num_lanes` rows; has the interface of `RowStream`."""
 
     def __init__(self, plan: Plan, packing: Packing, number: int, num_lanes: int) -> None:
         self._plan, self._packing = plan, packing
@@ -287,7 +287,9 @@ def _read(key: object) -> NDArray[Any] | None:
     except FileNotFoundError:
         pass
     except Exception as error:  # numpy and zipfile raise many types
-        logger.warning(f"the counts of tokens in {path} are damaged, and made again: {error}")
+        logger.warning(
+            f"the counts of tokens in {path} are damaged, so they are made again: {error}"
+        )
     return None
 
 

@@ -98,8 +98,6 @@ class Packing:
 
     def _filled(self, numbers: NDArray[Any], padding: int) -> Tensor:
         """Return numbers truncated or padded to [T] int64."""
-        if len(numbers) >= self.seq_len:
-            return torch.from_numpy(numbers[: self.seq_len].astype(np.int64))
         filled = np.full(self.seq_len, padding, np.int64)
         filled[: len(numbers)] = numbers[: self.seq_len]
         return torch.from_numpy(filled)
@@ -125,7 +123,7 @@ class RowStream:
         return self._packing.row(*zip(*pieces, strict=True)) if pieces else None
 
     def state(self) -> tuple[Any, ...]:
-        """Return the position for a checkpoint; an open document of which no token is taken is one integer."""
+        """Return the position for a checkpoint; an open document with no token taken is stored as one integer."""
         places: list[Any] = []
         lengths: list[int] = []  # of the documents whose place is one integer
         for document in self.open:

@@ -136,7 +136,7 @@ def text_encoder(name: str) -> Encoder:
     def checked_text(sample: Any) -> str:
         if isinstance(text := config.sample_processor(sample), str):
             return text
-        raise ValueError(f"the text must be a string, got {text!r:.80}; mend the document")
+        raise ValueError(f"the text must be a string, got {text!r:.80}; correct the document")
 
     return checked_text
 
@@ -186,7 +186,8 @@ def build_text_validation_dataloader(
 ) -> ParallelAwareDataloader:
     """Return a dataloader of the dataset in `[validation]`.
 
-    Without `validation.dataset`: of `<training.dataset>_validation`, else, with a warning, of the training data.
+    If `validation.dataset` is unset, it reads `<training.dataset>_validation`; without such a dataset, it warns
+    and reads the training data.
     """
     section, training = job_config.validation_data, job_config.training
     held_out = f"{section.dataset}_validation"

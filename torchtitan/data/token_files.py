@@ -249,7 +249,7 @@ class Pair:
 
 
 def _mapped(path: str, whole: bool = False) -> Any:
-    """Return a file's bytes, read when used. whole: read a file at an address at once."""
+    """Return a file's bytes, read on access. whole: read a file at an address completely, now."""
     if storage.is_address(path):
         return storage.RangedFile(path)[:] if whole else storage.RangedFile(path)
     with open_file(path, "rb") as file:
@@ -271,7 +271,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     about = read_json_object(path)
     try:
         if about["format"] != ABOUT_FORMAT:
-            raise ValueError(f"its format is {about['format']}, and {ABOUT_FORMAT} is known")
+            raise ValueError(f"its format is {about['format']}; this version reads {ABOUT_FORMAT}")
         # Raises an exception for missing keys and values of another type.
         parts = [(part["name"], part["documents"] + part["tokens"]) for part in about["parts"]]
         hash((about["finished"], about["tokenizer"].get("sha256"), *parts))
@@ -293,7 +293,7 @@ def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
 
 
 def vocabulary_size(tokenizer: BaseTokenizer) -> int:
-    """Return the largest id plus 1; this exceeds the number of tokens if there are unused ids."""
+    """Return the largest id plus 1, which exceeds the number of tokens if some ids are unused."""
     if hasattr(tokenizer, "get_vocab"):
         return max(tokenizer.get_vocab().values(), default=-1) + 1
     return tokenizer.get_vocab_size()

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _plan(_parser().parse_args(arguments)).write()
     except KeyboardInterrupt:
-        print("interrupted; the same command keeps the parts that are whole", file=sys.stderr)
+        print("interrupted; run the same command again to write the other parts", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,7 +99,7 @@ def _positive(text: str) -> int:
 
 @dataclass
 class _Job:
-    """A folder to write. about: the content of tokens.json. dataset: its registered name."""
+    """A folder to write. about: the content of tokens.json. dataset: the source's registered name."""
 
     documents: Any  # with len() and [i]; pickled for other processes
     tokenizer: HuggingFaceTokenizer
@@ -123,7 +123,7 @@ class _Job:
         missing = [part for part, size in sizes.items() if size is None]
         if missing:
             self._write_about(finished=False, parts=[])
-            logger.info(f"{len(missing)} parts to write, {num_parts - len(missing)} are whole")
+            logger.info(f"{len(missing)} parts to write, {num_parts - len(missing)} are complete")
         started, num_tokens = time.monotonic(), 0
         written: Any = ((part, self.write_part(part)) for part in missing)
         if missing and self.processes > 1:
@@ -164,8 +164,8 @@ class _Job:
             return token_files.write_pair(self.prefix(part), documents, id_type)
         except OSError as error:
             raise RunError(
-                f"{self.prefix(part)} cannot be written: {error}; the same command goes on after the "
-                "cause is removed"
+                f"{self.prefix(part)} cannot be written: {error}; remove the cause, and run the same "
+                "command again, which goes on from there"
             ) from error
 
     def _size(self, part: int) -> int | None:
@@ -287,7 +287,7 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
         reason = f"dataset {job.dataset!r} cannot be sent to other processes ({error})"
         raise ConfigError(f"{reason}; use --processes 1") from error
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # seconds of imports
+    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # takes seconds to import
     # Only this process handles Ctrl-C, and then kills the workers: the fork server and the workers
     # inherit SIG_IGN.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -299,7 +299,8 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
         futures = [pool.submit(_write_part, part) for part in parts]
         for future in as_completed(futures):
             yield future.result()
-    except (BrokenProcessPool, ConnectionError, EOFError) as error:  # a worker ran, or was starting
+    # The last two are raised if a worker is killed while it starts.
+    except (BrokenProcessPool, ConnectionError, EOFError) as error:
         raise RunError(
             "a tokenizing process was killed, most often for lack of host memory; run the same command "
             "with fewer --processes"
@@ -332,5 +333,5 @@ def _write_part(part: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled as Ctrl-C is
     main()

@@ -77,9 +77,9 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
             )
             return load(folder, stated)
         raise ValueError(
-            f"the tokenizer in {folder} has {difference} than transformers makes of a {name}; to train with "
-            f"the ids of transformers, {_convert(folder)}; to train with those of tokenizer.json, give a "
-            "folder without config.json, in which tokenizer_class is 'PreTrainedTokenizerFast'"
+            f"the tokenizer in {folder} has {difference} than the {name} that transformers builds; to train "
+            f"with the ids of transformers, {_convert(folder)}; to train with the ids of tokenizer.json, use a "
+            "folder without config.json, whose tokenizer_class is 'PreTrainedTokenizerFast'"
         )
     return backend, config
 
@@ -97,8 +97,8 @@ def _backend(folder: Path, name: str, config: dict) -> Tokenizer:
     whole = folder / "tokenizer.json"
     if name not in ("", *_GENERIC, *_OWN_RULES):
         raise ValueError(
-            f"{folder / 'tokenizer_config.json'}: tokenizer_class {name!r} stands for rules that are not "
-            f"known here; {_convert(folder)}"
+            f"{folder / 'tokenizer_config.json'}: tokenizer_class {name!r} is not supported; "
+            f"{_convert(folder)}"
         )
     rules = _OWN_RULES.get(name)
     if not whole.exists():
@@ -199,7 +199,7 @@ def _declared_tokens(config: dict, config_path: Path, backend: Tokenizer) -> Ite
         named |= extra
     listed = next((entries for entries in lists if isinstance(entries, list) and entries), [])
     for key, entry in [*named.items(), *(("additional_special_tokens", e) for e in listed)]:
-        if isinstance(entry, bool):  # add_bos_token
+        if isinstance(entry, bool):  # a flag, such as add_bos_token
             continue
         if entry is not None and token_text(entry, key, config_path) not in known:
             token = _token(entry, key, config_path, special=True)

@@ -3,20 +3,15 @@
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
 from tests.reference.chat_formats import LLAMA_3 as LLAMA_LIKE  # noqa: F401
-from tests.reference.chat_formats import QWEN_3
+from tests.reference.chat_formats import QWEN_3, Format, backend_of, replaced
 
-QWEN_LIKE = QWEN_3.replace(
-    "{%- elif message.role == 'tool' %}",
-    "{%- elif message.role not in ('system', 'tool') %}{{- raise_exception('no such role: ' ~ message.role) }}{%- elif message.role == 'tool' %}",
-)
-assert QWEN_LIKE != QWEN_3
-
+TOOL = "{%- elif message.role == 'tool' %}"
+REFUSED = "{%- elif message.role not in ('system', 'tool') %}{{- raise_exception('no such role: ' ~ message.role) }}"
+QWEN_LIKE = replaced(QWEN_3, {TOOL: REFUSED + TOOL})
 # Leaves the thinking out of every earlier turn, as some models' templates do.
-FORGETFUL = QWEN_LIKE.replace(
-    "loop.index0 > ns.last_query_index and (loop.last or reasoning)", "loop.last"
+FORGETFUL = replaced(
+    QWEN_LIKE, {"loop.index0 > ns.last_query_index and (loop.last or reasoning)": "loop.last"}
 )
 
 # Writes nothing behind the token that ends a turn.
@@ -40,18 +35,9 @@ def write_tokenizer(folder: Path, template: str | list | None = None, **entries)
 
     Encoding adds a begin-of-text token, as Llama's tokenizer does.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<|im_start|>", "<|im_end|>", "<|begin|>"]
-    backend.add_special_tokens([AddedToken(text, special=True) for text in special])
-    begin = backend.token_to_id("<|begin|>")
-    backend.post_processor = processors.TemplateProcessing(
-        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
-    )
     folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
+    bytes_only = Format("", "<|im_end|>", "<|im_start|>", bos="<|begin|>")
+    backend_of(bytes_only).save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin|>",

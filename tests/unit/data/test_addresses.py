@@ -40,9 +40,8 @@ WRITERS = {
 
 
 @pytest.fixture
-def bucket(tmp_path, monkeypatch):
+def bucket(tmp_path):
     """Return (a folder, the address that has its files after `upload`)."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
     yield tmp_path / "data", "memory://bucket/data"
     fsspec.filesystem("memory").store.clear()
@@ -64,9 +63,7 @@ def test_documents_and_their_names_equal_those_on_a_disk(bucket, name):
     upload(folder, address)
     local, there = load_local_documents(str(folder)), load_local_documents(address)
     assert len(local) == len(there) > 1
-    assert [local[i] for i in range(len(local))] == [there[i] for i in reversed(range(len(local)))][
-        ::-1
-    ]
+    assert [there[i] for i in reversed(range(len(local)))] == list(local)[::-1]
     there = pickle.loads(pickle.dumps(there))
     assert there.where(7).removeprefix(address) == local.where(7).removeprefix(str(folder))
     assert load_local_documents(f"{address}/{name}")[3] == local[3]

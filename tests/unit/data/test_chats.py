@@ -22,7 +22,6 @@ from torchtitan.data.document_sources import Source
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.row_streams import Packing
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
-from torchtitan.tools.logging import already_said
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -59,51 +58,43 @@ def parts(tokenizer, encoded):
     return text
 
 
-@pytest.mark.parametrize("source", [PLAIN, MARKED], ids=["prefixes", "marks"])
-def test_tokens_of_the_assistant_s_turns_are_trained_and_no_others(tokenizer, source):
-    assert parts(tokenizer, encoder_of(tokenizer, source)({"messages": CHAT})) == (
-        "<system>s<|im_end|>\n<user>2+2?<|im_end|>\n<assistant>[4ü\n<|im_end|>]\n"
-        "<user>3+3?<|im_end|>\n<assistant>[<|im_end|>]\n"
-    )
+TURNS = (
+    "<system>s<|im_end|>\n<user>2+2?<|im_end|>\n<assistant>[4ü\n<|im_end|>]\n"
+    "<user>3+3?<|im_end|>\n<assistant>[<|im_end|>]\n"
+)
+NESTED = (
+    "{% macro turn(m) %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+    "{% for letter in m.content %}{{ letter }}{% endfor %}{% set x = 1 %}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{{ x }}{% endmacro %}"
+    "{% for m in messages %}{{ turn(m) }}{% endfor %}"
+)
+ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+OF_MARKS = [CHAT[1] | {"content": "\ufdd1"}, {"role": "assistant", "content": "\ufdd2\ufdd1\ufdd3"}]
+THOUGHT = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4!"},
+    {"role": "user", "content": "3+3?"},
+    {"role": "assistant", "content": "<think>\nha\n</think>\n\n6"},
+]
+# (template, chat, its text with brackets around each run of trained tokens)
+SHOWN = {
+    "prefixes": (PLAIN, CHAT, TURNS),
+    "marks": (MARKED, CHAT, TURNS),
+    "marks in macros and loops": (NESTED, CHAT[1:4], "<user>2+2?<assistant>[4ü\n]<user>3+3?"),
+    "no token ends a turn": (ENDLESS, CHAT[1:3], "user: 2+2?\n\nassistant: [4ü\n\n\n]"),
+    "thinking that later turns lose": (
+        without_marks(QWEN_LIKE), THOUGHT, (
+            "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n[4!<|im_end|>]\n<|im_start|>user\n"
+            "3+3?<|im_end|>\n<|im_start|>assistant\n[<think>\nha\n</think>\n\n6<|im_end|>]\n")),
+    "text with the characters that mark generation": (
+        MARKED, OF_MARKS, "<user>\ufdd1<|im_end|>\n<assistant>[\ufdd2\ufdd1\ufdd3<|im_end|>]\n"),
+}  # fmt: skip
 
 
-def test_blanks_that_end_a_turn_are_trained_if_no_token_ends_it(tokenizer):
-    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    encoded = encoder_of(tokenizer, source)({"messages": CHAT[1:3]})
-    assert parts(tokenizer, encoded) == "user: 2+2?\n\nassistant: [4ü\n\n\n]"
-
-
-def test_marks_in_macros_loops_and_nested_blocks_are_found(tokenizer):
-    source = (
-        "{% macro turn(m) %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
-        "{% for letter in m.content %}{{ letter }}{% endfor %}{% set x = 1 %}{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{{ x }}{% endmacro %}"
-        "{% for m in messages %}{{ turn(m) }}{% endfor %}"
-    )
-    encoded = encoder_of(tokenizer, source)({"messages": CHAT[1:4]})
-    assert parts(tokenizer, encoded) == "<user>2+2?<assistant>[4ü\n]<user>3+3?"
-
-
-def test_text_may_have_the_characters_that_mark_generation(tokenizer):
-    chat = [CHAT[1] | {"content": "\ufdd1"}, {"role": "assistant", "content": "\ufdd2\ufdd1\ufdd3"}]
-    encoded = encoder_of(tokenizer, MARKED)({"messages": chat})
-    shown = "<user>\ufdd1<|im_end|>\n<assistant>[\ufdd2\ufdd1\ufdd3<|im_end|>]\n"
-    assert parts(tokenizer, encoded) == shown
-
-
-def test_thinking_that_later_turns_lose_leaves_labels_known_without_marks(tokenizer):
-    plain = without_marks(QWEN_LIKE)
-    chat = [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4!"},
-        {"role": "user", "content": "3+3?"},
-        {"role": "assistant", "content": "<think>\nha\n</think>\n\n6"},
-    ]
-    assert parts(tokenizer, encoder_of(tokenizer, plain)({"messages": chat})) == (
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n[4!<|im_end|>]\n"
-        "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
-        "[<think>\nha\n</think>\n\n6<|im_end|>]\n"
-    )
+@pytest.mark.parametrize("name", SHOWN)
+def test_tokens_of_the_assistant_s_turns_are_trained_and_no_others(tokenizer, name):
+    source, chat, shown = SHOWN[name]
+    assert parts(tokenizer, encoder_of(tokenizer, source)({"messages": chat})) == shown
 
 
 def test_texts_are_encoded_without_template_and_end_in_the_end_of_text_token(tokenizer):
@@ -116,12 +107,12 @@ def test_texts_are_encoded_without_template_and_end_in_the_end_of_text_token(tok
     assert [array.dtype for array in encoded] == ["int32", "bool"]
 
 
-def test_encoder_is_pickled_for_data_workers(tokenizer):
-    for source in (PLAIN, MARKED):
-        encode = encoder_of(tokenizer, source)
-        copy = pickle.loads(pickle.dumps(encode))
-        sample = {"messages": CHAT, "prompt": "ignored beside messages"}
-        assert parts(tokenizer, copy(sample)) == parts(tokenizer, encode({"messages": CHAT}))
+@pytest.mark.parametrize("source", [PLAIN, MARKED])
+def test_encoder_is_pickled_for_data_workers(tokenizer, source):
+    encode = encoder_of(tokenizer, source)
+    copy = pickle.loads(pickle.dumps(encode))
+    sample = {"messages": CHAT, "prompt": "ignored beside messages"}
+    assert parts(tokenizer, copy(sample)) == parts(tokenizer, encode({"messages": CHAT}))
 
 
 def test_control_token_in_a_user_s_text_is_encoded_as_one_and_warned_of_once(tokenizer, caplog):
@@ -155,8 +146,6 @@ BAD_SAMPLES = [
      "got 'role' 'asistant', did you mean 'assistant'?; convert"),
     ({"messages": [U | {"content": None}, A]},
      "message 1 of 'messages' must have a text as its 'content' (role 'user')", "give it a text"),
-    ({"messages": [U | {"content": 4}, A]},
-     "message 1 of 'messages' must have a text as its 'content' (role 'user'), got 4", "leave out"),
     ({"messages": [U | {"content": [{"type": "image"}]}, A]},
      "message 1 of 'messages' must have a text as its 'content' (role 'user'), got [{'type'", "leave"),
     ({"messages": [U, U]}, "the chat has no turn of the role 'assistant'", "leave it out"),
@@ -170,16 +159,6 @@ BAD_SAMPLES = [
      "need an object with 'messages', or with 'prompt' and 'completion', got the keys ['conv", "convert"),
     (["a"], "need an object with 'messages', got list", "correct"),
 ]  # fmt: skip
-
-
-def test_half_of_a_surrogate_pair_is_named_with_its_place(tokenizer):
-    for sample in (
-        {"messages": [U, A | {"content": "\ud83d"}]},
-        {"prompt": "a", "completion": "\ud83d"},
-    ):
-        source = Source("chat", [sample], encoder_of(tokenizer), tokenizer)
-        with pytest.raises(ValueError, match="document 0 .* half of a surrogate pair, '.ud83d'"):
-            source.read(0)
 
 
 CANNOT = "t.jinja cannot render the chat: "
@@ -261,10 +240,7 @@ for content, arguments in [
 
 @pytest.mark.parametrize("packing", ["", ".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
-def test_rows_of_every_kind_of_file_are_those_that_were_written(
-    kind, packing, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_rows_of_every_kind_of_file_are_those_that_were_written(kind, packing, tmp_path):
     path = tmp_path / "chats" / f"chats.{kind}{packing}"
     path.parent.mkdir()
     text = "\r\n".join(json.dumps(row) + "\n" for row in ROWS)
@@ -288,9 +264,8 @@ def test_rows_of_every_kind_of_file_are_those_that_were_written(
             load_chats(str(path))
 
 
-def test_rows_of_parquet_have_the_columns_that_are_read(tmp_path, monkeypatch, caplog):
+def test_rows_of_parquet_have_the_columns_that_are_read(tmp_path, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "chats.parquet"
     columns = {key: [row.get(key) for row in ROWS[:2]] for key in ("messages", "tools", "id")}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
@@ -305,31 +280,31 @@ def test_rows_of_parquet_have_the_columns_that_are_read(tmp_path, monkeypatch, c
         load_chats(str(path))
 
 
-def test_json_in_utf16_is_refused_with_the_command_that_converts_it(tmp_path):
-    (tmp_path / "chats.jsonl").write_bytes((json.dumps(ROWS[0]) + "\n").encode("utf-16"))
-    with pytest.raises(ValueError, match="chats.jsonl is in UTF-16.*iconv -f UTF-16 -t UTF-8"):
-        load_chats(str(tmp_path))
-
-
 def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_path, tokenizer):
     path = tmp_path / "chats.jsonl"
-    path.write_text('{"messages": [1]}\n{"text": "x"}\n[\n{"prompt": "x"}\n"x"\n')
+    half = json.dumps({"messages": [U, A | {"content": "\ud83d"}]})
+    of_pair = json.dumps({"prompt": "a", "completion": "\ud83d"})
+    lines = ['{"messages": [1]}', '{"text": "x"}', "[", half, '"x"', of_pair]
+    path.write_text("\n".join(lines))
     chats = Source("chat", load_chats(str(path)), encoder_of(tokenizer), tokenizer)
     for index, sentence in [
         (0, "line 1: 'messages' must be a list of objects"),
         (1, "line 2: need an object with 'messages', or with 'prompt' and 'completion', got the k"),
         (2, "line 3: not valid JSON .*every line must be one object"),
+        (3, "line 4: the text has half of a surrogate pair, '.ud83d'"),
         (4, "line 5: need an object with 'messages', got str"),
+        (5, "line 6: the text has half of a surrogate pair, '.ud83d'"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             chats.read(index)
     (tmp_path / "chats.txt").write_text("x")
     with pytest.raises(ValueError, match=r"one kind \(JSON, Parquet\), got"):
         load_chats(str(tmp_path / "chats.txt"))
+    path.write_bytes(half.encode("utf-16"))
+    with pytest.raises(ValueError, match="chats.jsonl is in UTF-16.*iconv -f UTF-16 -t UTF-8"):
+        load_chats(str(path))
     with pytest.raises(ValueError, match="this training.dataset needs training.dataset_path"):
         load_chats("")
-    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
-        load_chats(str(tmp_path / "none"))
 
 
 # GLM's: the token of the next turn stops generation.
@@ -350,16 +325,13 @@ def test_token_of_the_next_turn_is_trained_where_turns_have_no_end(tokenizer, ca
     assert "a trained turn of the assistant ends with '<|im_start|>'" in caplog.text
 
 
-def test_template_whose_turns_never_end_is_warned_about_at_the_start(tokenizer, caplog):
-    already_said().clear()
-    for source in (
-        NO_END.replace("'<|im_start|>'", "'U'"),
-        MARKED.replace("<|im_end|>{% endg", "{% endg"),
-    ):
-        caplog.clear()
-        encoder_of(tokenizer, source + "{# #}")
-        assert "no token that ends the assistant's turn is trained" in caplog.text
-        already_said().clear()
+@pytest.mark.parametrize(
+    "source",
+    [NO_END.replace("'<|im_start|>'", "'U'"), MARKED.replace("<|im_end|>{% endg", "{% endg")],
+)
+def test_template_whose_turns_never_end_is_warned_about_at_the_start(tokenizer, source, caplog):
+    encoder_of(tokenizer, source)
+    assert "no token that ends the assistant's turn is trained" in caplog.text
 
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED])
@@ -384,15 +356,12 @@ def test_content_that_is_a_list_of_one_text_is_that_text_for_a_template_of_texts
 
 
 def test_arguments_of_a_tool_call_that_are_quoted_or_refused_are_told(tokenizer, caplog):
-    already_said().clear()
     write = "{% for c in m.tool_calls %}{{ c.function.arguments VERB }}{% endfor %}"
     call = {"function": {"name": "f", "arguments": '{"city": "Paris"}'}}
     chat = {"messages": [U, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
     quoting = PLAIN.replace("{{ m.content }}", write.replace("VERB", "| tojson"))
     encoder_of(tokenizer, quoting)(chat)
-    assert (
-        "writes a tool call's 'arguments', which is a text, as a quoted JSON string" in caplog.text
-    )
+    assert "'arguments', which is a text, as a quoted JSON string" in caplog.text
     call["function"]["arguments"] = {"city": "Paris"}
     joining = PLAIN.replace("{{ m.content }}", write.replace("VERB", "+ ''"))
     with pytest.raises(ValueError, match="to a text: give 'arguments' as a JSON string"):
@@ -411,8 +380,7 @@ def test_template_for_tools_in_a_file_of_its_own_is_used(tmp_path):
     assert lengths == [plain + 1] * 3
 
 
-def test_chats_that_are_left_out_leave_no_lane_without_chats(tokenizer, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_chats_that_are_left_out_leave_no_lane_without_chats(tokenizer):
     short, long = ({"messages": [{**U, "content": text}, A]} for text in ("x", "x" * 99))
     encode = ChatTokens(encoder_of(tokenizer, PLAIN), 64, "skip")
     source = Source("chat", [short, short, long, short], encode, tokenizer)
@@ -436,9 +404,8 @@ ALPACA = ["system=system", "instruction=user", "input=user", "output=assistant"]
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_with_other_names_are_the_chats_that_the_named_keys_make(
-    entries, row, kind, tokenizer, tmp_path, monkeypatch
+    entries, row, kind, tokenizer, tmp_path
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / f"chats.{kind}"
     path.write_text(json.dumps(row) + "\n")
     if kind == "parquet":

@@ -1,11 +1,10 @@
 import gzip
 import json
 import os
-import pickle
-from collections import Counter
 from itertools import islice
 
-import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from datasets import Dataset
 from hypothesis import given, settings
@@ -14,16 +13,16 @@ from hypothesis import strategies as st
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import check_datasets
 from torchtitan.data import DatasetConfig, local_files, open_document, row_streams
-from torchtitan.data.dataloader import ParallelAwareDataloader, _reader_states
-from torchtitan.data.document_sources import Source, deal_again
 from torchtitan.data.local_files import load_local_documents
-from torchtitan.data.open_document import Tokens
+from torchtitan.data.packed_dataset import PackedDataset
+from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import (
     DATASETS,
     HuggingFaceTextDataset,
     _validate_dataset,
     build_text_dataloader,
     build_text_validation_dataloader,
+    open_source,
 )
 from torchtitan.data.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
@@ -109,23 +108,6 @@ def test_packing_cuts_the_documents_laid_end_to_end(lengths, seq_len):
     assert ids == [[document_of[i * n], document_of[i * n + seq_len]] for i in range(len(ids))]
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 60), st.lists(st.integers(0, 20), min_size=1, max_size=6))
-def test_resuming_anywhere_gives_the_same_sequences(num_before, lengths):
-    samples = documents_of([*lengths, 10])
-    unbroken = make_dataset(samples, infinite=True)
-    sequences = iter(unbroken)
-    for _ in range(num_before):
-        next(sequences)
-    state = unbroken.state_dict()
-    before = json.dumps(state)
-    expected = [tokens_of(*next(sequences)) for _ in range(20)]
-    resumed = make_dataset(samples, infinite=True)
-    resumed.load_state_dict(state)
-    assert [tokens_of(*sequence) for sequence in islice(resumed, 20)] == expected
-    assert json.dumps(state) == before  # a copy
-
-
 def test_finite_data_end_and_start_over_when_iterated_again():
     samples = documents_of([7, 10])
     dataset = make_dataset(samples)
@@ -173,105 +155,11 @@ def test_samples_loaders_and_streams_that_cannot_serve_are_named():
         next(iter(make_dataset(stream, dp_rank=1, dp_world_size=2, infinite=True)))
 
 
-# ---- another number of readers ----
-
-
-@given(st.data())
-def test_dealing_again_loses_no_document_and_repeats_none(data):
-    source = Source("numbers", range(10**6), lambda i: Tokens(np.array([i])), NumberTokenizer())
-    states, taken = [(0, 0, [])], []
-    for num_readers in data.draw(st.lists(st.integers(1, 5), max_size=4)):
-        states = deal_again(states, num_readers)
-        feeds = [source.feed(reader, num_readers) for reader in range(num_readers)]
-        for feed, state in zip(feeds, states, strict=True):
-            feed.load(state)
-            for _ in range(data.draw(st.integers(0, 9))):
-                taken.append(feed.peek().number)
-                feed.advance()
-        states = [feed.state() for feed in feeds]
-    ((limit, _, left),) = deal_again(states, 1)
-    assert sorted(taken + left) == list(range(limit))
-
-
-def build(samples, world_size, rank, num_workers, infinite=False):
-    register(samples)
-    dataset = HuggingFaceTextDataset(
-        "numbers", None, NumberTokenizer(), 4, rank, world_size, infinite=infinite
-    )
-    return ParallelAwareDataloader(dataset, rank, world_size, batch_size=2, num_workers=num_workers)
-
-
-def run_phase(samples, world_size, num_workers, states, num_batches):
-    """Return (tokens drawn by all ranks in `num_batches` each, states of all ranks merged)."""
-    drawn, merged = [], {}
-    for rank in range(world_size):
-        loader = build(samples, world_size, rank, num_workers)
-        loader.load_state_dict(states)
-        for input_dict, labels in islice(loader, num_batches):
-            drawn += input_dict["input"].flatten().tolist() + labels[:, -1].tolist()
-        merged |= loader.state_dict()
-    return drawn, merged
-
-
-def tokens_left_in_buffers(states):
-    loaders = [pickle.loads(state) for name, state in states.items() if name != "world_size"]
-    readers = [reader for loader in loaders for reader in _reader_states(loader)]
-    places = [place for reader in readers for lane in reader["lanes"] for place in lane[0]]
-    return [token for place in places for token in place["tokens"]]
-
-
-@pytest.mark.parametrize(
-    "phases",
-    [[(2, 0), (4, 0), (3, 0)], [(1, 0), (1, 2)], [(2, 2), (1, 0), (2, 1)], [(4, 0), (1, 0)]],
-)
-def test_no_token_is_lost_or_repeated_over_other_ranks_and_workers(phases):
-    """phases: (ranks, data workers per rank); the last phase draws until the data end."""
-    lengths = [3 + (index * 7) % 23 for index in range(90)]
-    samples = documents_of(lengths)
-    drawn, states = [], {}
-    for index, (world_size, num_workers) in enumerate(phases):
-        num_batches = 5 if index + 1 < len(phases) else None
-        tokens, states = run_phase(samples, world_size, num_workers, states, num_batches)
-        drawn += tokens
-    # Each reader's last tokens, fewer than a sequence, are missing.
-    everything = Counter(drawn + tokens_left_in_buffers(states))
-    assert everything == Counter(range(sum(lengths)))
-
-
 def test_stream_saved_by_two_ranks_names_the_remedies_on_three():
     stream = Dataset.from_list(documents_of([9] * 8)).to_iterable_dataset(num_shards=4)
-    states = {}
-    for rank in range(2):
-        states |= build(stream, 2, rank, 0).state_dict()
+    states = [make_dataset(stream, dp_rank=r, dp_world_size=2).state_dict() for r in range(2)]
     with pytest.raises(ValueError, match="on as many ranks.*exclude_from_loading = .'data"):
-        build(stream, 3, 0, 0).load_state_dict(states)
-
-
-def test_shuffled_stream_has_another_order_in_each_pass_and_resumes_in_the_second():
-    stream = Dataset.from_list(documents_of([5] * 6)).to_iterable_dataset(num_shards=6)
-    stream = stream.shuffle(seed=1, buffer_size=1)  # the order of shards; a sequence is a document
-    dataset = make_dataset(stream, infinite=True)
-    sequences, states = [], []
-    for sequence, _ in zip(dataset, range(12), strict=False):
-        sequences.append(tokens_of(*sequence))
-        states.append(dataset.state_dict())
-    assert sequences[:6] != sequences[6:] and sorted(sequences[:6]) == sorted(sequences[6:])
-    resumed = make_dataset(stream, infinite=True)
-    resumed.load_state_dict(states[7])
-    assert [tokens_of(*x) for x, _ in zip(resumed, range(4), strict=False)] == sequences[8:]
-
-
-def test_position_in_other_data_or_of_an_older_version_is_refused():
-    state = make_dataset(documents_of([9, 9])).state_dict()
-    for n in (1, 3):
-        message = rf"= \[\(2, None\)\], and this run has \[\({n}, None\)\]"
-        with pytest.raises(ValueError, match=message):
-            make_dataset(documents_of([9] * n)).load_state_dict(state)
-    old = {"sample_idx": 1, "base": 0, "pending": [], "reader": 0, "num_readers": 1}
-    loader = ParallelAwareDataloader(make_dataset(documents_of([7])), 0, 1)
-    state = {"dp_rank_0": pickle.dumps({"dataset_state": old}), "world_size": 1}
-    with pytest.raises(ValueError, match="does not fit this dataset.*exclude_from_loading"):
-        loader.load_state_dict(state)
+        make_dataset(stream, dp_world_size=3).inherit(states)
 
 
 # ---- long documents ----
@@ -324,22 +212,27 @@ def test_real_tokenizer_cuts_long_documents_without_a_trace_or_warns(short_piece
     assert "document of 5,000 characters" in caplog.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_resume_within_a_long_document_is_exact(stream, short_pieces):
+@pytest.mark.parametrize("method, stream", [("concat", False), ("concat", True), ("fit", False)])
+def test_resume_within_a_long_document_is_exact(method, stream, short_pieces):
     samples = documents_of([3, 5000, 2])
-    if stream:
-        samples = Dataset.from_list(samples).to_iterable_dataset()
-    unbroken = iter(dataset := make_dataset(samples, marks=True))
-    rows, states = [], [dataset.state_dict()]
-    for row in unbroken:
-        rows.append(tokens_of(*row))
-        states.append(dataset.state_dict())
+    register(Dataset.from_list(samples).to_iterable_dataset() if stream else samples)
+
+    def dataset():
+        source = open_source("numbers", None, NumberTokenizer(marks=True))
+        return PackedDataset([source], Packing(method, 4))
+
+    def rows_of(dataset):
+        return [[*x["input"].tolist(), *labels.tolist()] for x, labels in dataset]
+
+    unbroken = dataset()
+    states = [unbroken.state_dict(), *(unbroken.state_dict() for _ in unbroken)]
+    rows = rows_of(dataset())
     for num_before in (0, 1, 100, 900):
         if not stream:
             assert len(str(states[num_before])) < 250, "a position holds no text and no tokens"
-        resumed = make_dataset(samples, marks=True)
+        resumed = dataset()
         resumed.load_state_dict(states[num_before])
-        assert sequences_of(resumed) == rows[num_before:]
+        assert rows_of(resumed) == rows[num_before:]
 
 
 @pytest.mark.parametrize("mask_type", ["block_causal", None])
@@ -412,8 +305,7 @@ def test_file_that_changes_while_it_is_read_is_named(tmp_path, name):
             documents[len(documents) - 1]
 
 
-def test_json_lines_and_lists_are_read_by_number_in_the_order_of_names(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_json_lines_and_lists_are_read_by_number_in_the_order_of_names(tmp_path):
     (tmp_path / "b.json").write_text('[{"text": "one"}, {"text": "two"}]')
     lines = '{"text": "one"}\n\n \f\v\n{"text": "zwölf", "id": 3}'
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
@@ -450,27 +342,20 @@ def test_hidden_files_and_the_card_of_a_dataset_are_no_data_and_two_kinds_are_re
     assert len(local_texts(tmp_path)) == 2
 
 
-def test_parquet_files_may_differ_in_columns_that_are_not_read(tmp_path, monkeypatch):
-    import pyarrow
-    import pyarrow.parquet
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_parquet_files_may_differ_in_columns_that_are_not_read(tmp_path):
     columns = {"text": ["one", "2024-05-01"], "score": [0.5, 1.0]}
-    folder = tmp_path / "data"
-    folder.mkdir()
     for name, more in {"a": {}, "b": {"perplexity": [3.0, 4.0]}}.items():
-        pyarrow.parquet.write_table(pyarrow.table(columns | more), folder / f"{name}.parquet")
-    assert local_texts(folder) == ["one", "2024-05-01"] * 2
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), folder / "c.parquet")
+        pyarrow.parquet.write_table(pyarrow.table(columns | more), tmp_path / f"{name}.parquet")
+    assert local_texts(tmp_path) == ["one", "2024-05-01"] * 2
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), tmp_path / "c.parquet")
     with pytest.raises(ValueError, match=r"c.parquet needs .* text, got \['body'\]"):
-        load_local_documents(str(folder))
+        load_local_documents(str(tmp_path))
 
 
 def test_copy_of_a_compressed_file_is_made_once_and_again_when_the_file_changes(
     tmp_path, monkeypatch, caplog
 ):
     caplog.set_level("INFO")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "data.txt.gz"
     for text, changed, copies in [("one", 1, 1), ("one", 1, 1), ("two", 2, 2)]:
         path.write_bytes(gzip.compress(text.encode(), mtime=0))
@@ -547,13 +432,12 @@ ARGUMENTS = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}
 
 
 def test_builders_take_their_own_section():
-    register(documents_of([100]), "train_numbers")
-    register(documents_of([50]), "validation_numbers")
     config = JobConfig()
-    for section, values in {"training": (4, 3), "validation": (9, 2)}.items():
+    for section, values in {"training": (4, 3, 100), "validation": (9, 2, 50)}.items():
         part = getattr(config, section)
-        part.dataset = "train_numbers" if section == "training" else "validation_numbers"
-        part.seq_len, part.local_batch_size = values
+        part.seq_len, part.local_batch_size, num_tokens = values
+        part.dataset = f"{section}_numbers"
+        register(documents_of([num_tokens]), part.dataset)
     batches = iter(build_text_dataloader(job_config=config, **ARGUMENTS))
     assert [next(batches)[1].shape for _ in range(30)] == [(3, 4)] * 30  # an infinite dataset
     validation = build_text_validation_dataloader(job_config=config, **ARGUMENTS)
@@ -565,12 +449,11 @@ def test_only_training_data_is_said_to_be_read_again(caplog):
     config = JobConfig()
     for section in (config.training, config.validation):
         section.dataset, section.seq_len, section.local_batch_size = "read_again", 9, 2
-    arguments = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}
-    validation = build_text_validation_dataloader(job_config=config, infinite=True, **arguments)
+    validation = build_text_validation_dataloader(job_config=config, infinite=True, **ARGUMENTS)
     assert len(list(islice(validation, 9))) == 9
     assert "being read again" not in caplog.text
     assert "validation.steps takes more rows than the validation data have" in caplog.text
-    assert len(list(islice(build_text_dataloader(job_config=config, **arguments), 9))) == 9
+    assert len(list(islice(build_text_dataloader(job_config=config, **ARGUMENTS), 9))) == 9
     assert "Dataset read_again is being read again from the beginning" in caplog.text
 
 
@@ -593,7 +476,5 @@ def test_validation_without_data_of_its_own_takes_the_training_section(caplog):
     assert not any("training data" in record.getMessage() for record in caplog.records)
     # With a path of its own, validation reads the training data's format, but other data.
     config.validation.dataset_path = "elsewhere"
-    assert (config.validation_data.dataset, config.validation_data.dataset_path) == (
-        "numbers",
-        "elsewhere",
-    )
+    data = config.validation_data
+    assert (data.dataset, data.dataset_path) == ("numbers", "elsewhere")

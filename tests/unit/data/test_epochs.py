@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.data.test_row_streams import source, tokens_of
+from tests.unit.data.test_row_streams import TOKENIZER, source, tokens_of
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.config.job_config import MixtureSource
 from torchtitan.data import row_plan
+from torchtitan.data.document_sources import Source
 from torchtitan.data.packed_dataset import PackedDataset
 from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import build_text_dataloader
@@ -23,11 +24,6 @@ from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.train import Trainer
 
 METHODS = ["concat", "fit", "none"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def loader_of(folder, rows, *flags, name="local", begins_documents=True):
@@ -64,15 +60,15 @@ def test_learning_rate_lasts_for_the_steps_left_after_a_resume_with_more_rows(tm
     (tmp_path / "t.jsonl").write_text(text)
 
     def run(rows):
-        flags = [f"--training.global_batch_size={rows}", "--training.local_batch_size=2"]
-        flags += ["--training.epochs=1", f"--training.dataset_path={tmp_path}/t.jsonl"]
-        flags += ["--training.dataset=local", "--training.seq_len=32", "--training.packing=none"]
-        flags += ["--checkpoint.enable", "--checkpoint.interval=4", f"--job.dump_folder={tmp_path}"]
-        flags += ["--checkpoint.keep_latest_k=0", "--checkpoint.no-last-save-model-only"]
-        flags += ["--model.args=dim=32, n_layers=1, n_heads=2", "--activation_checkpoint.mode=none"]
-        with Trainer(
-            ConfigManager().parse_args([*flags, "--lr_scheduler.warmup_steps=1"])
-        ) as trainer:
+        flags = f"""
+            training.global_batch_size={rows} training.local_batch_size=2 training.epochs=1
+            training.dataset=local training.dataset_path={tmp_path}/t.jsonl training.seq_len=32
+            training.packing=none checkpoint.enable checkpoint.interval=4 checkpoint.keep_latest_k=0
+            checkpoint.no-last-save-model-only job.dump_folder={tmp_path}
+            model.args=dim=32,n_layers=1,n_heads=2 activation_checkpoint.mode=none
+            lr_scheduler.warmup_steps=1
+        """.split()
+        with Trainer(ConfigManager().parse_args([f"--{flag}" for flag in flags])) as trainer:
             trainer.train()
             assert trainer.job_config.training.steps == 10000  # nobody writes to the config
             assert trainer.num_steps == trainer.metrics_processor.num_steps == trainer.step
@@ -153,12 +149,6 @@ def write_documents(folder, n, name="tokens", first_id=100):
     return lengths
 
 
-def config_of(folder, method, *overrides):
-    flags = ["--training.dataset=tokens", f"--training.dataset_path={folder / 'tokens'}"]
-    flags += ["--training.seq_len=64", f"--training.packing={method}", "--training.shuffle"]
-    return ConfigManager().parse_args([*flags, *overrides])
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_mixture", [False, True])
 def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
@@ -170,12 +160,11 @@ def test_resuming_on_other_ranks_workers_and_batches_reads_every_token_once(
     states, batches = {}, []
     phases = [(2, 2, 8), (1, 2, 8), (4, 0, 8), (1, 0, 6), (2, 1, 10)]
     for number, (ranks, workers, rows) in enumerate(phases):  # ranks, workers, global batch
-        flags = [
-            f"--training.global_batch_size={rows}",
-            f"--training.local_batch_size={rows // ranks}",
-        ]
-        flags += [f"--training.dataloader.num_workers={workers}"]
-        config = config_of(tmp_path, method, *flags)
+        flags = f"""
+            dataset=tokens dataset_path={tmp_path}/tokens seq_len=64 packing={method} shuffle
+            global_batch_size={rows} local_batch_size={rows // ranks} dataloader.num_workers={workers}
+        """.split()
+        config = ConfigManager().parse_args([f"--training.{flag}" for flag in flags])
         config.training.epochs = None if is_mixture else 2
         if is_mixture:
             config.training.mixture = [
@@ -225,12 +214,10 @@ def test_position_in_other_rows_is_refused():
             dataset.load_state_dict(state)
 
 
-@pytest.mark.parametrize("mean", [100, 300, 600])
-def test_planned_rows_are_99_8_percent_full(mean):
-    lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1, 40_000).astype(int) + 1
+def test_planned_rows_are_99_8_percent_full():
+    lengths = np.random.default_rng(0).lognormal(np.log(300) - 0.5, 1, 40_000).astype(int) + 1
     lengths = np.minimum(lengths, 2048)
-    rows = row_plan.fitted(lengths, 2048)
-    filled = np.bincount(rows, weights=lengths)
+    filled = np.bincount(row_plan.fitted(lengths, 2048), weights=lengths)
     assert filled.max() <= 2048 and filled.mean() / 2048 >= 0.998
 
 
@@ -254,22 +241,28 @@ def test_fitted_rows_are_those_of_a_slow_best_fit():
 
 
 def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
-    tmp_path, monkeypatch, caplog
+    cache, monkeypatch, caplog
 ):
-    lengths = np.random.default_rng(2).integers(1, 90, 300)
-    first = planned(lengths, "fit", limit=3, seed=1).num_steps_left
+    texts = [{"text": " 7" * n} for n in np.random.default_rng(2).integers(1, 90, 300)]
+
+    def num_steps():
+        numbers = Source("texts", texts, lambda sample: sample["text"], TOKENIZER, limit=3, seed=1)
+        return PackedDataset([numbers], Packing("fit", 16), planned=True).num_steps_left
+
+    first = num_steps()
+    monkeypatch.setattr(row_plan, "_count", None)
     for name in ("_planned", "_documents_of"):
         monkeypatch.setattr(row_plan.Plan, name, None)
-    assert planned(lengths, "fit", limit=3, seed=1).num_steps_left == first
+    assert num_steps() == first > 0
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shutil.rmtree(cache / "torchtitan")
     numbers = row_plan.kept("key", lambda: np.arange(5))
-    (file,) = (tmp_path / "torchtitan").iterdir()
+    (file,) = (cache / "torchtitan").iterdir()
     content = file.read_bytes()
     place = content.index(bytes([4] + [0] * 7)) if content else 0  # the last number
     for damaged in (content[:place] + b"\x05" + content[place + 1 :], content[:-9], b"", b"x" * 99):
         assert row_plan.kept("key", lambda: 1 / 0).tolist() == numbers.tolist() and not caplog.text
         file.write_bytes(damaged)
         assert row_plan.kept("key", lambda: np.arange(5)).tolist() == numbers.tolist()
-        assert f"the counts of tokens in {file} are damaged, and made again" in caplog.text
+        assert f"the counts of tokens in {file} are damaged, so they are made again" in caplog.text
         caplog.clear()

@@ -12,6 +12,7 @@ from torchtitan.batch.batch import TokenBatch
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
+from torchtitan.config.job_config import MixtureSource
 from torchtitan.data.chat_samples import load_pairs, parse_keys
 from torchtitan.data.chats import ChatEncoder
 from torchtitan.data.preference import PairTokens
@@ -80,9 +81,8 @@ def test_keys_and_roles_of_a_file_can_be_renamed(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=message):
         encode(load_pairs(str(path), parse_keys(keys))[0])
     path.write_text(json.dumps(whole))
-    with pytest.raises(
-        ValueError, match="need an object with 'chosen' and 'rejected', .* got the keys"
-    ):
+    message = "need an object with 'chosen' and 'rejected', .* got the keys"
+    with pytest.raises(ValueError, match=message):
         encoder(tokenizer)(load_pairs(str(path))[0])
 
 
@@ -141,12 +141,12 @@ def rows_of(tokenizer, path, *flags):
 
 def write_pairs(tmp_path, n):
     """Write pairs of which pair i has i more characters in its rejected answer."""
-    pairs = [{"prompt": f"{i}", "chosen": "yes", "rejected": "n" * (i + 1)} for i in range(n)]
-    pairs = [
-        p | {"ref_chosen_logps": -1.5 - i, "ref_rejected_logps": -i} for i, p in enumerate(pairs)
-    ]
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    with open(path, "w") as file:
+        for i in range(n):
+            pair = {"prompt": f"{i}", "chosen": "yes", "rejected": "n" * (i + 1)}
+            pair |= {"ref_chosen_logps": -1.5 - i, "ref_rejected_logps": -i}
+            file.write(json.dumps(pair) + "\n")
     return path
 
 
@@ -180,31 +180,24 @@ def test_both_answers_of_a_pair_are_documents_of_one_row(tokenizer, packing, tmp
 def test_numbers_of_the_reference_are_needed_where_they_are_named(tokenizer, tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(TEXTS | {"ref_chosen_logps": float("nan")}) + "\n")
-    with pytest.raises(
-        ValueError, match="line 1: loss.reference = 'precomputed' needs the numbers ref_"
-    ):
+    message = "line 1: loss.reference = 'precomputed' needs the numbers ref_"
+    with pytest.raises(ValueError, match=message):
         rows_of(tokenizer, path, "training.packing=fit", "loss.reference=precomputed")
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (
-            ["training.packing=concat"],
-            "'concat' splits preference pairs over rows; set it to 'fit'",
-        ),
+        (["training.packing=concat"], "'concat' splits preference pairs over rows; set it to 'fit'"),
         (["loss.name="], "training.dataset = 'preference' does not go with loss.name = ''"),
         (["training.dataset=chat"], "training.dataset = 'chat' does not go with loss.name = 'dpo'"),
-        (
-            ["model.attn_mask_type=causal"],
-            "must keep the two answers of a pair apart, got 'causal'",
-        ),
+        (["model.attn_mask_type=causal"], "must keep the two answers of a pair apart, got 'causal'"),
         (["loss.reference=nowhere"], "must be initial, .* or a folder .* got 'nowhere'"),
         (["loss.reference=adapters_off"], "'adapters_off' needs adapters"),
         (["loss.reference=precomputed", "training.too_long=cut"], "'cut' truncates answers"),
         (["checkpoint.enable"], "'initial' with random weights, .* needs debug.seed, got None"),
     ],
-)
+)  # fmt: skip
 def test_config_that_cannot_train_on_pairs_is_refused(tokenizer, flags, message, tmp_path):
     path = write_pairs(tmp_path, 2)
     flags = ["training.packing=fit", f"job.dump_folder={tmp_path}", *flags]
@@ -212,17 +205,9 @@ def test_config_that_cannot_train_on_pairs_is_refused(tokenizer, flags, message,
         rows_of(tokenizer, path, *flags)
 
 
-def test_mixture_of_pairs_and_other_data_is_refused(tokenizer, tmp_path):
-    path = write_pairs(tmp_path, 2)
-    mixture = f"""
-        [[training.mixture]]
-        dataset = "preference"
-        dataset_path = "{path}"
-        [[training.mixture]]
-        dataset = "c4_test"
-    """
-    (tmp_path / "job.toml").write_text(mixture)
-    flags = ["loss.name=dpo", "training.packing=fit", f"job.config_file={tmp_path / 'job.toml'}"]
-    config = ConfigManager().parse_args([f"--{flag}" for flag in flags])
+def test_mixture_of_pairs_and_other_data_is_refused(tmp_path):
+    config = ConfigManager().parse_args(["--loss.name=dpo", "--training.packing=fit"])
+    pairs = MixtureSource("preference", str(write_pairs(tmp_path, 2)))
+    config.training.mixture = [pairs, MixtureSource("c4_test")]
     with pytest.raises(ConfigError, match=r"training.mixture\[1\].dataset = 'c4_test' does not go"):
         resolve_job(config)

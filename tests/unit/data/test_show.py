@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,18 +42,12 @@ def packed_row(tokenizer):
     encode = ChatEncoder(tokenizer, None)
     tokens, labels, positions = [], [], []
     for prompt, completion in (("2+2=", "4"), ("ü", " é\n!")):
-        ids, trained = (
-            array.tolist() for array in encode({"prompt": prompt, "completion": completion})
-        )
+        ids, trained = encode({"prompt": prompt, "completion": completion})
         # The label of a token is the next one, if that is trained.
-        labels += [
-            i if is_label else -100 for i, is_label in zip(ids[1:], trained[1:], strict=True)
-        ]
-        labels += [-100]
-        tokens, positions = tokens + ids, positions + list(range(len(ids)))
-    padding = 3
-    row = (tokens + [0] * padding, labels + [-100] * padding, positions + [-1] * padding)
-    tokens, labels, positions = (torch.tensor([values]) for values in row)
+        labels += [*np.where(trained, ids, -100)[1:], -100]
+        tokens, positions = [*tokens, *ids], [*positions, *range(len(ids))]
+    row = (tokens + [0] * 3, labels + [-100] * 3, positions + [-1] * 3)
+    tokens, labels, positions = (torch.tensor(np.array([values])) for values in row)
     return {"input": tokens, "positions": positions}, labels
 
 
