@@ -1,12 +1,13 @@
 """Clients of adapters share passes over the base, each as if it was alone; none keeps others waiting."""
 
+import re
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.unit.integrations.tinker_server import DATA, PROMPT, Http
+from tests.unit.integrations.tinker_server import PROMPT, Http, at_once, local_step
 from tests.unit.rl.together import (
     EXPERTS,
     LAYERS,
@@ -90,12 +91,8 @@ def test_states_in_files_and_rows_of_several_samples_change_no_number(together, 
     found = train(str(tmp_path / "files"), N_MODELS, N_STEPS, serve=files)
     assert largest_difference(found, together) == 0
     assert not list(tmp_path.glob("files/waiting_models/**/*.safetensors")), "they are removed"
-    packed = (
-        "--model.attn_type=flex",
-        "--model.attn_mask_type=position_block_causal",
-        "--rl.batch.packing",
-    )
-    found = train(str(tmp_path / "packed"), N_MODELS, 1, packed)
+    packed = ("--model.attn_type=flex", "--model.attn_mask_type=position_block_causal")
+    found = train(str(tmp_path / "packed"), N_MODELS, 1, (*packed, "--rl.batch.packing"))
     assert largest_difference(found, together[:1]) <= 1e-6
 
 
@@ -175,9 +172,8 @@ def test_settings_under_which_models_take_turns_are_named(tmp_path):
 
 
 def command(lane, size=1, joins="fb", **options):
-    return Command(
-        "forward_backward", {}, lane=lane, size=size, joins=joins, items=[lane], **options
-    )
+    options |= {"lane": lane, "size": size, "joins": joins, "items": [lane]}
+    return Command("forward_backward", {}, **options)
 
 
 def lanes_of(*commands, max_size=4):
@@ -245,42 +241,30 @@ def test_clients_that_train_at_once_share_passes(url, monkeypatch, tmp_path):
         return run(self, items)
 
     monkeypatch.setattr(Policy, "forward_backward", counted)
-    losses = {n: [] for n in range(4)}
-    barrier = threading.Barrier(len(losses))
+    barrier = threading.Barrier(4)
 
     def use(number):
         client = begin(url, rank=number + 1, seed=number)
         barrier.wait()
-        for _ in range(5):
-            losses[number].append(client.forward_backward(DATA)["metrics"]["loss:sum"])
-            client.optim_step()
+        losses = [client.step()[0] for _ in range(5)]
         client.finish()
+        return losses
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in losses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = at_once(use, range(4))
     assert sum(n_calls) == 20 and len(n_calls) < 15, "most requests did not wait for a turn"
-    data = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
     with LocalTrainingClient(toy_config(tmp_path, *LORA)) as client:
-        for number, found in losses.items():
+        for number, losses in enumerate(found):
             client.start_adapters(number, number + 1, LAYERS).result()
-            for loss in found:
-                ours = client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
-                client.optim_step(params_of(0)).result()
-                assert loss == pytest.approx(ours, rel=1e-6)
+            expected = [local_step(client)[0] for _ in losses]
+            assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def test_model_beyond_the_limit_is_refused_with_the_setting(url):
     clients = [begin(url, rank=8) for _ in range(4)]
     late = Http(url).begin()
-    status, answer = late.create_model(rank=1)
-    assert status == 429
-    assert "4 models of 0." in (told := answer["detail"])
-    assert (
-        "MiB train on this server, the limit set by rl.serve.max_models, or by max_device" in told
-    )
+    status, answer = late.post("create_model", **late.new_model(lora_config={"rank": 1}))
+    limit = "MiB train on this server, the limit set by rl.serve.max_models, or by max_device"
+    assert status == 429 and re.search(rf"4 models of 0\.\d+ {limit}", answer["detail"])
     for client in clients:
         client.finish()
     late.start_model(rank=1)
