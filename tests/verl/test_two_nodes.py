@@ -1,7 +1,6 @@
 """What `torchtitan launch` prints for Ray, submitted to two Ray nodes on this machine."""
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from examples.verl.toy import make_toy
 from tests.reliability import jobs
+from tests.verl import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 900  # on a busy machine
@@ -70,15 +70,8 @@ def submit(cluster, folder, engine, *arguments):
     launch += [f"--env={name}={value}" for name, value in variables.items()]
     env = os.environ | {"RAY_ADDRESS": cluster, "PYTHONPATH": path}
     command = subprocess.check_output(launch, env=env, cwd=folder, text=True)
-    done = subprocess.run(
-        ["bash", "-c", command],
-        env=env,
-        cwd=folder,
-        timeout=SECONDS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+    done = subprocess.run(["bash", "-c", command], env=env, cwd=folder, **options)
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
 
@@ -96,11 +89,7 @@ def test_released_verl_makes_a_grpo_step_on_two_nodes(cluster, tmp_path):
     settings += ["actor_rollout_ref.actor.torchtitan.data_parallel_shard_size=2"]
     (tmp_path / "files").mkdir()
     output = submit(cluster, tmp_path / "files", "verl", "--gpus-per-node=1", *settings)
-    (step,) = re.findall(r"step:1 - .*", output)
-    found = {
-        name: float(re.search(rf"{name}:([-\d.e+]+)", step)[1])
-        for name in ("actor/grad_norm", "training/rollout_probs_diff_max")
-    }
+    found = cases.logged_steps(output)[1]
     assert 0 < found["actor/grad_norm"] < 10
     assert found["training/rollout_probs_diff_max"] < 1e-6
     assert "torchtitan_server_1" in output  # the second node's rollout
