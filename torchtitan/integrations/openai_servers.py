@@ -22,12 +22,12 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-_SECONDS_BETWEEN_LOOKS = 2.0  # between tries while no server answers
+_SECONDS_BETWEEN_LOOKS = 2.0  # pause before asking the servers again, while none answers
 _SECONDS_TO_ANSWER = 10.0  # timeout for connections and metrics
 
 
 class LostServerError(RunError):
-    """A server does not answer. is_gone: it cannot be reached; False: it reports errors."""
+    """A server does not answer. is_gone: True if it cannot be reached, False if it answers with errors."""
 
     def __init__(self, message: str, is_gone: bool = True) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class Servers:
         self._lock = threading.Lock()  # held while a server gets the weights
         self._turns = itertools.count()
         self._ready: dict[str, _Connection] = {}
-        self._load: Callable[[str], None] = lambda _: None  # before an update: nothing to load
+        self._load: Callable[[str], None] = lambda _: None  # replaced by the first update
 
     def addresses(self) -> list[str]:
         return addresses_in(self._setting)
@@ -138,7 +138,8 @@ class Servers:
     def _try_to_load(self, address: str) -> Exception | None:
         """Return why the server is skipped, or None. Raises RunError if the server reports a failed load."""
         try:
-            idle = _Connection(address)  # before the load, so a later restart closes it
+            # Made before the load, so that a restart during the load closes it.
+            idle = _Connection(address)
             self._load(address)
         except (OSError, LostServerError) as error:
             if not getattr(error, "is_gone", True):

@@ -13,7 +13,8 @@ from torchtitan.tools.logging import logger
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NAMES_SHOWN = 5
-DECAY = ".decay."  # in our names of linear attention's A_log and dt_bias, which every export keeps in fp32
+# Part of the names of linear attention's A_log and dt_bias, which exports keep in fp32.
+DECAY = ".decay."
 
 
 def to_template(name: str) -> tuple[str, list[str]]:
@@ -114,7 +115,7 @@ class StateDictAdapter(BaseStateDictAdapter):
         try:
             weight_map = read_weight_map(path)
         except FileNotFoundError:
-            logger.debug(f"There is no {path}: a Hugging Face export is divided by size")
+            logger.debug(f"There is no {path}: a Hugging Face export is split into files by size")
             return
         self.fqn_to_index_mapping = {}
         for name, shard in weight_map.items():
