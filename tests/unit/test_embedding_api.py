@@ -10,17 +10,12 @@ import torch.distributed as dist
 import transformers
 
 from tests.tiny_hf import tiny_hf_model
-from tests.unit.test_engine import VOCAB, backward, make_config, make_engine, random_batch
+from tests.unit.test_engine import VOCAB, make_config, make_engine, random_batch, step
 from torchtitan.engine import EngineState, RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import get_train_spec
 
 pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
-
-
-def step(engine, seed=0, **arguments):
-    backward(engine, seed)
-    return engine.optim_step(**arguments)
 
 
 @pytest.fixture(scope="module")

@@ -302,6 +302,11 @@ def backward(engine, seed: int = 0):
     return run_backward(engine, batch, labels, num_valid(labels))
 
 
+def step(engine, seed: int = 0, **arguments):
+    backward(engine, seed)
+    return engine.optim_step(**arguments)
+
+
 def test_modes_hold_at_once_and_end_with_their_block(engine):
     (model,) = engine.model_parts
     model.norm.eval()  # a client's choice for one module
@@ -365,15 +370,13 @@ def test_steps_on_top_of_a_loaded_checkpoint_are_saved_beside_it(tmp_path, caplo
         backward(engine)
         poison(engine)
         engine.optim_step()  # a step that makes no version
-        backward(engine)
-        engine.optim_step()
+        step(engine)
         engine.step = 5  # counted by its caller
         engine.save()
     for n in (6, 7):
         with make_engine(tmp_path, *flags) as engine:
             assert engine.load()
-            backward(engine)
-            engine.optim_step()
+            step(engine)
             engine.save()
             assert f"step-{n}" in names_of_steps(tmp_path)
             if n == 7:
@@ -391,8 +394,7 @@ def test_load_of_weights_alone_is_a_new_version_and_a_full_load_the_saved_one(tm
     flags = ("--checkpoint.enable",)
     with make_engine(tmp_path / "a", *flags) as engine:
         for _ in range(3):
-            backward(engine)
-            engine.optim_step()
+            step(engine)
         engine.save(folder)
         engine.load(folder, model_only=True)
         assert engine.weights_version == 4
@@ -409,8 +411,7 @@ def test_load_of_weights_alone_is_a_new_version_and_a_full_load_the_saved_one(tm
 
 
 def test_load_brings_optimizer_state_where_it_was_put(engine, tmp_path):
-    backward(engine)
-    engine.optim_step()
+    step(engine)
     engine.save(str(tmp_path / "saved"))
     # As on an accelerator after to("cpu", optimizer=False); "meta" stands for it.
     engine.offloader.places["optimizer"] = torch.device("meta")

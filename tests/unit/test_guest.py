@@ -103,23 +103,24 @@ def config_of(layout: Layout, folder: object, *flags: str):
     return config
 
 
-def live_and_leave(layout: Layout, dump_folder: str) -> dict:
-    """Return the settings that an engine's life changed in the process."""
-    config = config_of(layout, dump_folder)
+def live_and_leave(config) -> tuple[dict, dict]:
+    """Return the settings that an engine changed in its life, and those still changed after it."""
     before, of_host = host_state(), python_threads()
     with TrainingEngine(config) as engine:
         train_a_step(engine)
+        during = changed(before, host_state())
         engine.save()
     gc.collect()
     join_others(of_host)
-    changes = changed(before, host_state())
-    changes.pop("groups")  # the mesh's groups stay as long as the host's group
-    return changes
+    return during, changed(before, host_state())
 
 
 def lives_of_engines(dump_folder: str) -> list[dict]:
     layouts = (Layout("FSDP 2", dp_shard=2), Layout("DDP 2", dp_replicate=2), Layout("PP 2", pp=2))
-    return [live_and_leave(layout, f"{dump_folder}/{layout.name}") for layout in layouts]
+    lives = [live_and_leave(config_of(x, f"{dump_folder}/{x.name}"))[1] for x in layouts]
+    for changes in lives:
+        changes.pop("groups")  # the mesh's groups stay as long as the host's group
+    return lives
 
 
 ALONE = Layout("1 process")
@@ -144,15 +145,9 @@ def join_others(threads: list[threading.Thread]) -> None:
 
 def test_process_is_as_before_after_an_engine_made_its_own_group(tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    config = config_of(ALONE, tmp_path)
-    before, of_host = host_state(), python_threads()
-    with TrainingEngine(config) as engine:
-        train_a_step(engine)
-        assert changed(before, host_state()).keys() >= {"environment", "deterministic", "group"}
-        engine.save()
-    gc.collect()
-    join_others(of_host)
-    assert changed(before, host_state()) == {}
+    during, after = live_and_leave(config_of(ALONE, tmp_path))
+    assert during.keys() >= {"environment", "deterministic", "group"}
+    assert after == {}
 
 
 def test_engine_that_cannot_be_built_leaves_nothing(tmp_path, monkeypatch):

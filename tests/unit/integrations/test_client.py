@@ -170,26 +170,32 @@ def data(**inputs):
 @pytest.mark.parametrize(
     ("loss_fn", "data", "message"),
     [
-        ("dpo", data(), "loss_fn must be one of cross_entropy"),
         ("cross_entropy", data(target_tokens=[2.5, 3]), r"token ids, got \[2.5, 3.0\]; give"),
         ("cross_entropy", data(weights=["a", "b"]), "must be a list or a tensor of numbers"),
         ("cross_entropy", data(weights=[1.0]), r"one number per input token, \[2\], got \[1\]"),
         ("cross_entropy", [Datum(ModelInput((1,)), {})], "needs target_tokens"),
+        ("cross_entropy", [datum([1, 2], weight=[1.0])], "got 'weight'"),
         ("cross_entropy", [datum(list(range(30)))], "a row of 24 tokens, got 29"),
         ("ppo", data(logprobs=[-1.0, -1.0]), "needs advantages in loss_fn_inputs"),
     ],
 )
 def test_data_that_cannot_be_used_fail_the_step(client, loss_fn, data, message):
-    with pytest.raises(ValueError, match=message):
-        client.forward_backward(data, loss_fn).result()
-    if loss_fn != "dpo":  # refused before it became a call of the step
-        with pytest.raises(RuntimeError, match="of this step failed"):
-            client.optim_step(AdamParams()).result()
+    client.forward_backward(DATA, "cross_entropy")
+    future = client.forward_backward(data, loss_fn)
+    client.forward_backward(DATA, "cross_entropy")
+    sampler = new_sampler(client)
+    with pytest.raises(RuntimeError, match=f"this step failed .*{message}") as raised:
+        client.optim_step(AdamParams()).result()
+    assert raised.value.__cause__ is future.exception()
+    score(sampler)  # the same weights
+    with pytest.raises(ValueError, match="found no gradients"):
+        client.optim_step(AdamParams()).result()
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda c: c.forward_backward(DATA, "dpo"), "loss_fn must be one of cross_entropy"),
         (lambda c: c.forward_backward(DATA, "ppo", {"clip": 1.0}), "loss_fn_config of ppo takes"),
         (
             lambda c: c.forward_backward(DATA, "ppo", {"clip_low_threshold": math.nan}),
@@ -213,20 +219,6 @@ def test_data_that_cannot_be_used_fail_the_step(client, loss_fn, data, message):
 def test_mistakes_are_named(client, call, message):
     with pytest.raises(ValueError, match=message):
         call(client)
-
-
-def test_step_with_a_failed_call_is_not_taken_in_part(client):
-    client.forward_backward(DATA, "cross_entropy")
-    wrong = [datum([1, 2], weight=[1.0])]
-    client.forward_backward(wrong, "cross_entropy")  # the future with its error is not read
-    client.forward_backward(DATA, "cross_entropy")
-    sampler = new_sampler(client)
-    with pytest.raises(RuntimeError, match="this step failed .*got 'weight'") as raised:
-        client.optim_step(AdamParams()).result()
-    assert isinstance(raised.value.__cause__, ValueError)
-    sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams()).result()  # the same weights
-    with pytest.raises(ValueError, match="found no gradients"):
-        client.optim_step(AdamParams()).result()
 
 
 def test_mask_and_weights_count_together(client):

@@ -199,25 +199,34 @@ def test_client_that_floods_does_not_keep_the_others_waiting():
     assert next(batches(lanes)) == ["small"]
 
 
-def test_each_lane_gives_one_command_before_a_lane_gives_its_second():
-    lanes = lanes_of(*[command("a") for _ in range(5)], command("b"), command("c"))
-    assert list(batches(lanes)) == [["a", "b", "c", "a"], ["a", "a", "a"]]
+BURST = [
+    command(joins, joins=joins, size=0, comes_in_bursts=True) for joins in ("logprobs", "sample")
+]
 
 
-def test_commands_of_a_lane_run_in_order_and_those_without_a_key_alone():
-    step = command("a", joins="optim_step")
-    lanes = lanes_of(command("a"), step, command("a"), command("b"), command("b", joins=None))
-    assert list(batches(lanes)) == [["a", "b"], ["a"], ["b"], ["a"]]
-
-
-def test_samples_and_logprobs_of_a_sampler_are_joined_across_each_other():
-    burst = [
-        command(joins, joins=joins, size=0, comes_in_bursts=True)
-        for _ in range(10)
-        for joins in ("logprobs", "sample")
-    ]
-    lanes = lanes_of(command("s", joins=None), *burst)
-    assert [len(batch) for batch in batches(lanes)] == [1, 10, 10]
+@pytest.mark.parametrize(
+    "commands, expected",
+    [
+        ([*map(command, "aaaaabc")], [["a", "b", "c", "a"], ["a", "a", "a"]]),
+        (
+            [
+                command("a"),
+                command("a", joins="optim_step"),
+                *map(command, "ab"),
+                command("b", joins=None),
+            ],
+            [["a", "b"], ["a"], ["b"], ["a"]],
+        ),
+        ([command("s", joins=None), *BURST * 10], [["s"], ["logprobs"] * 10, ["sample"] * 10]),
+    ],
+    ids=[
+        "lanes take turns",
+        "in order within a lane, and alone without a key",
+        "bursts are joined",
+    ],
+)
+def test_commands_are_joined_into_batches(commands, expected):
+    assert list(batches(lanes_of(*commands))) == expected
 
 
 # ---- over HTTP ----
