@@ -81,13 +81,9 @@ def slurm_environment(folder, **others):
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    variables = {
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NODELIST": "localhost",
-        "CALLS": str(folder / "calls"),
-    }
-    return environment(**variables, **others)
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls")}
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "localhost"}
+    return environment(**variables, **job, **others)
 
 
 def in_project(folder):
@@ -165,27 +161,21 @@ def test_slurm_script_without_nodes_says_so(tmp_path):
 # ---- several ranks on one machine: Ctrl-C, and the message of a failure ----
 
 
-def start_in_terminal(command, tmp_path, **variables):
-    """Start the command in a process group of its own, as a shell does; its output goes to a file."""
-    with open(tmp_path / "output", "w") as output:
-        return subprocess.Popen(
-            command,
-            env=environment(**variables),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            # A shell's background job, such as this test run, ignores SIGINT, and so would its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-
-
 def test_ctrl_c_ends_the_launcher_as_its_ranks_end(tmp_path):
     # Two ranks that end with code 0 some time after SIGINT; nothing there loads torch.
     rank = f"trap 'sleep 1; echo saved; exit 0' INT; touch {tmp_path}/$RANK; while :; do sleep .1; done"
     launcher = [sys.executable, "-m", "torchtitan.tools.launch", "--nproc-per-node=2"]
-    process = start_in_terminal(
-        [*launcher, "--rdzv-endpoint=localhost:0", "--no-python", "bash", "-c", rank], tmp_path
-    )
+    launcher += ["--rdzv-endpoint=localhost:0", "--no-python", "bash", "-c", rank]
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(
+            launcher,
+            env=environment(),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a process group of its own, as in a shell
+            # A shell's background job, such as this test run, ignores SIGINT, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
     try:
         wait_until(lambda: all((tmp_path / n).exists() for n in "01"), process)
         os.killpg(process.pid, signal.SIGINT)

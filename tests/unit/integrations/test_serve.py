@@ -422,8 +422,8 @@ def test_other_base_models_are_refused_on_request(tmp_path):
 
 
 def test_sigterm_ends_the_server_cleanly_and_its_states_are_its_users_only(tmp_path):
-    flags = ["--model.name=rl_toy", "--training.seq_len=16", "--rl.serve.port=0"]
-    flags.append(f"--job.dump_folder={tmp_path}")
+    settings = f"model.name=rl_toy training.seq_len=16 rl.serve.port=0 job.dump_folder={tmp_path}"
+    flags = jobs.flags_in(settings)
     job = jobs.start(flags, tmp_path / "logs", module="torchtitan.rl.serve")
     try:
         deadline = time.monotonic() + 90
