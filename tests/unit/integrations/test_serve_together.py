@@ -199,24 +199,15 @@ def test_client_that_floods_does_not_keep_the_others_waiting():
     assert next(batches(lanes)) == ["small"]
 
 
-BURST = [
-    command(joins, joins=joins, size=0, comes_in_bursts=True) for joins in ("logprobs", "sample")
-]
+STEP, ALONE = command("a", joins="optim_step"), command("b", joins=None)
+BURST = [command(x, joins=x, size=0, comes_in_bursts=True) for x in ("logprobs", "sample")]
 
 
 @pytest.mark.parametrize(
     "commands, expected",
     [
         ([*map(command, "aaaaabc")], [["a", "b", "c", "a"], ["a", "a", "a"]]),
-        (
-            [
-                command("a"),
-                command("a", joins="optim_step"),
-                *map(command, "ab"),
-                command("b", joins=None),
-            ],
-            [["a", "b"], ["a"], ["b"], ["a"]],
-        ),
+        ([command("a"), STEP, *map(command, "ab"), ALONE], [["a", "b"], ["a"], ["b"], ["a"]]),
         ([command("s", joins=None), *BURST * 10], [["s"], ["logprobs"] * 10, ["sample"] * 10]),
     ],
     ids=[
