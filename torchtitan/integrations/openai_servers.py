@@ -35,7 +35,7 @@ class LostServerError(RunError):
 
 
 class Servers:
-    """Tracks which servers have the weights of the last update, and has restarted servers load them.
+    """Tracks which servers have the weights of the last update, and makes restarted servers load them.
 
     setting: see `addresses_in`; read again for each update, so servers may join.
     timeout_seconds: how long to wait while no server answers.
@@ -60,7 +60,8 @@ class Servers:
         """Make all servers that answer load the weights, and wait until at least one has loaded them.
 
         load: makes the server at an address load the weights; called again for a restarted server.
-        now: False for ranks that get rank 0's result in `share`, and for weights sent without files.
+        now: False only stores `load`, for later restarts: on ranks that get rank 0's result in `share`,
+            and for weights that were sent without files.
         Raises what `load` raises, unless the server is gone.
         """
         with self._lock:

@@ -83,7 +83,8 @@ class BaseStateDictAdapter(ABC):
     def for_export(self, base_names: Collection[str]) -> "BaseStateDictAdapter":
         """Return an adapter that uses the tensor names of an export.
 
-        base_names: names in the files whose untrained parts the export copies; empty if it copies none.
+        base_names: tensors in the base model's files, whose untrained parts the export copies; empty if
+            it copies nothing.
         """
         return self
 

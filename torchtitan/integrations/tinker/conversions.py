@@ -65,7 +65,7 @@ def adapters_of(
 ) -> dict[str, Any] | None:
     """Convert arguments of `create_lora_training_client` to arguments of `start_adapters`.
 
-    lora: the config of the model's adapters; without adapters None, and the result is None.
+    lora: the config of the model's adapters. For a model without adapters, `lora` and the result are None.
     Raises ValueError for adapters that the model does not have.
     """
     if rank < 1:
