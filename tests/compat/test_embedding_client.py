@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from torchtitan.config.job_config import (
     Checkpoint,
-    Compile,
     JobConfig,
     LRScheduler,
     Model,
@@ -76,20 +75,13 @@ class Client:
             model=Model(name="qwen3", flavor=flavor, hf_assets_path=hf_folder),
             optimizer=Optimizer(name="AdamW", lr=1e-2, eps=1e-3, weight_decay=0.0),
             lr_scheduler=LRScheduler(warmup_steps=0, decay_type="linear", min_lr_factor=0.0),
-            parallelism=Parallelism(
-                fsdp_reshard_after_forward="default",
-                pipeline_parallel_degree=1,
-                expert_parallel_degree=1,
-                expert_tensor_parallel_degree=1,
-                **self.degrees,
-            ),
+            parallelism=Parallelism(**self.degrees),
             checkpoint=Checkpoint(
                 enable=True,
                 initial_load_in_hf=True,
                 initial_load_model_only=True,
                 initial_load_path=hf_folder,
             ),
-            compile=Compile(enable=False),
         )
         self.trainer = Trainer(JobConfig(**parts | sections))
         (self.model,) = self.trainer.model_parts

@@ -42,8 +42,8 @@ class Servers:
 
     A restarted server lost the weights. To detect it, an idle connection to each server stays open, which
     closes when the server's process ends. Proxies and TLS servers also close idle connections; then the
-    process's start time in the server's metrics (vLLM has it) must be unchanged. A server without this
-    metric counts as restarted.
+    start time of the process decides, which vLLM has in its metrics. A server without this metric counts
+    as restarted.
     """
 
     def __init__(self, setting: str, timeout_seconds: float) -> None:

@@ -119,9 +119,8 @@ def test_failed_save_leaves_the_saved_state_before_it_and_no_other(run):
 def test_other_request_under_the_number_of_an_earlier_one_is_refused(run, url):
     """As from two programs that train one model, and each count their requests from 1."""
     other = Http(url)
-    other.session, other.model, other.n_sent = run.session, run.model, run.n_sent
-    first, _ = run.forward_backward(), run.forward_backward()
-    assert other.forward_backward()["metrics"] == first["metrics"], "sent again"
+    other.session, other.model = run.session, run.model
+    run.forward_backward()
     body = forward_backward_message(run.model, run.n_sent, DATA[:1])
     status, answer = other.send("POST", "/api/v1/forward_backward", body)
     assert status == 400 and b"was accepted before with other content" in answer
