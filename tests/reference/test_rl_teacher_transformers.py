@@ -74,8 +74,8 @@ def made_up_samples(n):
     [({"divergence": "reverse", "top_k": 0}, 0.0), ({"divergence": "forward", "top_k": 8}, 0.5)],
 )
 def test_loss_and_gradients_are_those_of_transformers(settings, policy_weight, folder, tmp_path):
-    of_teacher = settings | {"policy_weight": policy_weight, "kl_weight": 0.3}
-    flags = [f"--rl.teacher.{key}={value}" for key, value in of_teacher.items()]
+    own = settings | {"policy_weight": policy_weight, "kl_weight": 0.3}
+    flags = [f"--rl.teacher.{key}={value}" for key, value in own.items()]
     flags += ["--rl.sampling.temperature=1.5"]
     config = rl_config(folder, tmp_path, *flags, "--rl.loss.name=importance_sampling")
     with pytest.raises(ConfigError, match="folder = .* needs the tokenizer of the samples"):

@@ -1,7 +1,6 @@
 """Continuing a prompt: sampling, the cache of keys and values, and the program around them."""
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
@@ -259,9 +258,9 @@ def test_text_alone_is_on_stdout(checkpoints):
     options += " --training.seq_len=512 --model.flavor=debugmodel_varlen_attn"
     source = f"--checkpoint={checkpoints / 'step-1'}"
     command = [sys.executable, "-m", "scripts.generate.test_generate", f"--config={CONFIG}", source]
-    environment = {"PATH": "", "OMP_NUM_THREADS": "1"}
-    run = functools.partial(subprocess.run, cwd=ROOT, env=environment, timeout=100)
-    done = run([*command, *options.split()], capture_output=True, text=True)
+    command += options.split()
+    place = {"cwd": ROOT, "env": {"PATH": "", "OMP_NUM_THREADS": "1"}, "timeout": 100}
+    done = subprocess.run(command, capture_output=True, text=True, **place)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Return")
     assert "tokens after 2 in" in done.stderr

@@ -186,7 +186,7 @@ def test_data_that_cannot_be_used_fail_the_step(client, loss_fn, data, message):
     sampler = new_sampler(client)
     with pytest.raises(RuntimeError, match=f"this step failed .*{message}") as raised:
         client.optim_step(AdamParams()).result()
-    assert raised.value.__cause__ is future.exception()
+    assert str(raised.value.__cause__) == str(future.exception())
     score(sampler)  # the same weights
     with pytest.raises(ValueError, match="found no gradients"):
         client.optim_step(AdamParams()).result()
