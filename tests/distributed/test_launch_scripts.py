@@ -86,23 +86,13 @@ def slurm_environment(folder, **others):
     return environment(**variables, **job, **others)
 
 
-def in_project(folder):
-    """Return a working folder like the project's, for the script's output."""
-    for name in ("torchtitan", "tests"):
-        if not (folder / name).exists():
-            (folder / name).symlink_to(Path(name).resolve())
-    return folder
-
-
 def test_slurm_job_saves_and_is_queued_again_before_its_time_limit(tmp_path):
     flags = ["--nodes=1", *JOB, f"--job.dump_folder={tmp_path / 'out'}"]
-    process = subprocess.Popen(
-        [written("slurm", tmp_path / "job.sh", *flags)],
-        cwd=in_project(tmp_path),
-        env=slurm_environment(tmp_path),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    script = written("slurm", tmp_path / "job.sh", *flags)
+    for name in ("torchtitan", "tests"):
+        (tmp_path / name).symlink_to(Path(name).resolve())
+    options = dict(cwd=tmp_path, env=slurm_environment(tmp_path), text=True)
+    process = subprocess.Popen([script], stdout=subprocess.PIPE, **options)
     try:
         wait_for_steps(tmp_path / "out", 2, process)
         process.send_signal(signal.SIGUSR2)
