@@ -1,51 +1,18 @@
-"""What embedders build an engine from, on one process: HF folders, specs, layouts, scoring."""
+"""What embedders build an engine from, on one process: specs, layouts, scoring."""
 
-import copy
 import dataclasses
 import inspect
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
-from tests.tiny_hf import tiny_hf_model
-from tests.unit.test_engine import VOCAB, make_config, make_engine, random_batch, step
+from tests.unit.test_engine import make_config, make_engine, random_batch, step
 from torchtitan.engine import EngineState, RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import get_train_spec
 
 pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
-
-
-@pytest.fixture(scope="module")
-def hf_folder(tmp_path_factory):
-    """Of a tiny qwen3 with a flavor that nothing registers."""
-    folder = tmp_path_factory.mktemp("hf") / "tiny"
-    tiny_hf_model(vocab_size=VOCAB).save_pretrained(folder)
-    return folder
-
-
-def hf_logits(folder, tokens):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return model(tokens).logits
-
-
-def test_engine_of_a_hugging_face_folder_has_its_logits_and_writes_it_again(hf_folder, tmp_path):
-    config = make_config(tmp_path)
-    before = copy.deepcopy(config)
-    tokens = random_batch(2, 16)[0]["input"]
-    with TrainingEngine.from_hf(hf_folder, config) as engine:
-        (logits,) = engine.forward_step({"input": tokens})
-        torch.testing.assert_close(logits, hf_logits(hf_folder, tokens), atol=1e-5, rtol=1e-5)
-        step(engine)
-        (logits,) = engine.forward_step({"input": tokens})
-        engine.save_hf(tmp_path / "out")
-        assert engine.job_config.model.name == "qwen3"
-    (tmp_path / "out/config.json").write_text((hf_folder / "config.json").read_text())
-    torch.testing.assert_close(hf_logits(tmp_path / "out", tokens), logits, atol=1e-5, rtol=1e-5)
-    assert config == before, "the caller's config was written to"
 
 
 def test_two_models_of_one_process_need_no_registration(tmp_path):
