@@ -241,11 +241,12 @@ def test_reward_model_of_transformers_scores_the_last_token(tmp_path):
         model.score.weight.mul_(10)
         expected = torch.cat([model(d[None]).logits[0] for d in documents_of(0)])
     model.save_pretrained(tmp_path / "hf")
-    config = tiny_job(str(tmp_path))
-    before = copy.deepcopy(config)
-    with TrainingEngine.from_hf(tmp_path / "hf", config) as engine:  # which is a value model
+    job = tiny_job(str(tmp_path))
+    before = copy.deepcopy(job)
+    # config.json describes a value model
+    with TrainingEngine.from_hf(tmp_path / "hf", job) as engine:
         values = scores_of_engine(engine, is_critic=True)
-    assert config == before, "the caller's config was written to"
+    assert job == before, "the caller's config was written to"
     last = torch.tensor([len(d) for d in documents_of(0)]).cumsum(0) - 1
     assert expected.std() > 0.1
     assert distance(values[last], expected) <= TOLERANCE
