@@ -81,18 +81,32 @@ def slurm_environment(folder, **others):
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls")}
-    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "localhost"}
-    return environment(**variables, **job, **others)
+    variables = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "localhost",
+        "CALLS": str(folder / "calls"),
+    }
+    return environment(**variables, **others)
+
+
+def in_project(folder):
+    """Return a working folder like the project's, for the script's output."""
+    for name in ("torchtitan", "tests"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(Path(name).resolve())
+    return folder
 
 
 def test_slurm_job_saves_and_is_queued_again_before_its_time_limit(tmp_path):
     flags = ["--nodes=1", *JOB, f"--job.dump_folder={tmp_path / 'out'}"]
-    script = written("slurm", tmp_path / "job.sh", *flags)
-    for name in ("torchtitan", "tests"):
-        (tmp_path / name).symlink_to(Path(name).resolve())
-    options = dict(cwd=tmp_path, env=slurm_environment(tmp_path), text=True)
-    process = subprocess.Popen([script], stdout=subprocess.PIPE, **options)
+    process = subprocess.Popen(
+        [written("slurm", tmp_path / "job.sh", *flags)],
+        cwd=in_project(tmp_path),
+        env=slurm_environment(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         wait_for_steps(tmp_path / "out", 2, process)
         process.send_signal(signal.SIGUSR2)
@@ -151,21 +165,27 @@ def test_slurm_script_without_nodes_says_so(tmp_path):
 # ---- several ranks on one machine: Ctrl-C, and the message of a failure ----
 
 
+def start_in_terminal(command, tmp_path, **variables):
+    """Start the command in a process group of its own, as a shell does; its output goes to a file."""
+    with open(tmp_path / "output", "w") as output:
+        return subprocess.Popen(
+            command,
+            env=environment(**variables),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            # A shell's background job, such as this test run, ignores SIGINT, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+
 def test_ctrl_c_ends_the_launcher_as_its_ranks_end(tmp_path):
     # Two ranks that end with code 0 some time after SIGINT; nothing there loads torch.
     rank = f"trap 'sleep 1; echo saved; exit 0' INT; touch {tmp_path}/$RANK; while :; do sleep .1; done"
     launcher = [sys.executable, "-m", "torchtitan.tools.launch", "--nproc-per-node=2"]
-    launcher += ["--rdzv-endpoint=localhost:0", "--no-python", "bash", "-c", rank]
-    with open(tmp_path / "output", "w") as output:
-        process = subprocess.Popen(
-            launcher,
-            env=environment(),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # a process group of its own, as in a shell
-            # A shell's background job, such as this test run, ignores SIGINT, and so would its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+    process = start_in_terminal(
+        [*launcher, "--rdzv-endpoint=localhost:0", "--no-python", "bash", "-c", rank], tmp_path
+    )
     try:
         wait_until(lambda: all((tmp_path / n).exists() for n in "01"), process)
         os.killpg(process.pid, signal.SIGINT)
