@@ -82,7 +82,7 @@ class EngineState(build.EngineParts):
 
     @property
     def loss_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks whose losses add up to the global batch's loss; None if this rank's loss is that loss."""
+        """The ranks whose losses add up to the global batch's loss; None if this rank already has it."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
 
@@ -204,13 +204,13 @@ class EngineState(build.EngineParts):
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
         with contextlib.suppress(FloatingPointError, ValueError):
-            self.update.settle()  # ignore a bad last step, because its weights are replaced
+            self.update.settle()  # the load replaces the weights of a bad last step
         loaded_before = self._loaded
         found = self.checkpointer.load(step, path=path, model_only=model_only)
         if found and self._loaded is loaded_before:  # the counters were not restored
             self.weights_version += 1
             step, version = self._loaded
-            self._loaded = (step, version + 1)  # do not count the load as an optimizer step
+            self._loaded = (step, version + 1)  # so `_steps_done` doesn't count the load
         if found:
             self._forget_gradients()
         return found
@@ -278,7 +278,7 @@ class EngineState(build.EngineParts):
         """Finish pending checkpoint writes and restore the host's settings. Safe to call twice."""
         self.watch.close()
         try:
-            if hasattr(self, "checkpointer"):  # the constructor may have failed earlier
+            if hasattr(self, "checkpointer"):  # else the constructor failed before it
                 self.checkpointer.close()
         finally:
             host.move_out(self)
@@ -500,8 +500,8 @@ class TrainingEngine(EngineState):
 
         input_dict, labels: see the top of this module. A pipeline splits one batch, not a list.
         global_valid_tokens: the loss denominator: the count over all microbatches of the step and all
-            data-parallel ranks. None does not divide the sums of loss_fn; use None if its weights
-            include the denominator, or with `optim_step(denominator=...)`.
+            data-parallel ranks. None: no division, because the weights in loss_fn include the
+            denominator, or because `optim_step(denominator=...)` divides.
         loss_fn: (logits, labels, batch) -> sum over tokens; with `metrics` also (sum, metrics) or
             (sum, metrics, output), see `StepOutput`. None: with a head, minus the sum of its
             log-probabilities; else the train spec's loss, which under tensor parallelism gets a DTensor
@@ -509,13 +509,13 @@ class TrainingEngine(EngineState):
         whole_rows: under context parallelism, gather whole rows of logits and batch for loss_fn. All
             context-parallel ranks compute the whole loss; each one gets the gradient of its own tokens,
             and an equal share of the loss.
-        metrics: name -> "sum" or "max": how a metric of loss_fn, which is not divided, is reduced over
-            microbatches and ranks.
+        metrics: name of a metric of loss_fn -> "sum" or "max", its reduction over microbatches and
+            ranks. Metrics are not divided.
         Returns this rank's sum divided by the denominator, fp32; summed over `loss_group` it is the
         loss of the global batch. All ranks of a pipeline return the same value. With `metrics`, returns
         a `StepOutput`, which has the loss of the global batch.
-        Raises ValueError for the default loss without `global_valid_tokens` or on a value head, for
-        a metric of loss_fn that `metrics` lacks, and under `optimizer.early_step_in_backward` for a
+        Raises ValueError for the default loss without `global_valid_tokens` or with a value head, for
+        a metric of loss_fn that is not in `metrics`, and under `optimizer.early_step_in_backward` for a
         second microbatch before `optim_step`. If loss_fn fails on some ranks, the other ranks raise
         RunError at the end of the call. The engine stays usable, but gradients lack some microbatches:
         call `optimizers.zero_grad()`. If anything else fails on some ranks, all ranks raise, and the
@@ -587,7 +587,7 @@ class TrainingEngine(EngineState):
         # A caller that sets `step` does so before this call.
         number = self._steps_done + (self.step == self._loaded[0])
         with self._call():
-            # Parameters that a client's forward pass left gathered have no gradients.
+            # A client's forward pass may have left parameters gathered; only shards have gradients.
             self.runner.reshard()
             grad_norm, skip = self.update.decide(number, max_norm, denominator)
         if not isinstance(skip, torch.Tensor):  # the host already knows whether to skip

@@ -52,7 +52,7 @@ class Trainer(TrainingEngine):
         with on_error(self.close):
             job_config = self.job_config
             tell_settings_without_effect(job_config)
-            self._attended_pairs = self._attending_tokens = 0  # counts since the last log
+            self._attended_pairs = self._attending_tokens = 0  # reset by each log
             build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
             metrics = build(job_config, self.parallel_dims, self.model_args)
             metrics.num_flops_per_token = self.num_flops_per_token
@@ -266,7 +266,7 @@ class Trainer(TrainingEngine):
             self._stop.ask()  # the ranks exchange stop requests during the optimizer step
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
-            self.update.settle()  # costs nothing: the log below waits for the gradient norm anyway
+            self.update.settle()  # no extra wait: logging needs the gradient norm, too
             self._log_step(read, torch.stack(losses).sum(), result)
 
     def _log_step(self, read: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
@@ -381,7 +381,7 @@ class Trainer(TrainingEngine):
                 return
             saver = self.checkpointer
             if any(due(self.step, is_last_step) for due in (saver._should_save, saver.is_peft_due)):
-                self.update.settle()  # raises, before the save, if this step stops the run
+                self.update.settle()  # raise before the save if the gradient norm stops the run
             started = time.monotonic()
             saver.save(self.step, last_step=is_last_step)
             stop.saved(time.monotonic() - started)
@@ -405,7 +405,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     """Save a full checkpoint, so the run can be resumed, and log the reason. Collective."""
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
-    engine.save()  # waits for the files, because async_mode is off
+    engine.save()  # synchronous, because async_mode is off
     checkpointer.async_mode, checkpointer.has_stopped = usual_mode, True
     logger.warning(
         f"stopped after step {engine.step} of {engine.num_steps}: {reason}; its "
@@ -425,7 +425,7 @@ def refuse_missing_dataloader(dataloader: Any) -> None:
 def load_newest_checkpoint(engine: TrainingEngine) -> bool:
     """Resume from the newest checkpoint, if any; return False if the run is already complete.
 
-    Raises ValueError if it holds only weights, because a start at step 0 would overwrite the checkpoints.
+    Raises ValueError if the checkpoint holds only weights, because a run from step 0 would overwrite it.
     """
     config, checkpointer = engine.job_config, engine.checkpointer
     checkpointer.claim_folder()

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from torchtitan.config.job_config import (
     Checkpoint,
-    Compile,
     JobConfig,
     LRScheduler,
     Model,
@@ -67,36 +66,22 @@ class Client:
 
         train_spec_module.get_train_spec = get_train_spec
         flavors = get_train_spec("qwen3").model_args
-        flavor = next(
-            name
-            for name, args in flavors.items()
-            if (args.dim, args.n_layers, args.vocab_size) == sizes
-        )
+        found = {(args.dim, args.n_layers, args.vocab_size): name for name, args in flavors.items()}
+        flavor = found[sizes]
         flavors.get(flavor).attn_type = attn_type
-        self.degrees = {
-            "data_parallel_replicate_degree": 1,
-            "data_parallel_shard_degree": 1,
-        } | degrees
+        data_parallel = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+        self.degrees = dict.fromkeys(data_parallel, 1) | degrees
         parts = dict(
             model=Model(name="qwen3", flavor=flavor, hf_assets_path=hf_folder),
-            optimizer=Optimizer(
-                name="AdamW", lr=1e-2, eps=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.0
-            ),
+            optimizer=Optimizer(name="AdamW", lr=1e-2, eps=1e-3, weight_decay=0.0),
             lr_scheduler=LRScheduler(warmup_steps=0, decay_type="linear", min_lr_factor=0.0),
-            parallelism=Parallelism(
-                fsdp_reshard_after_forward="default",
-                pipeline_parallel_degree=1,
-                expert_parallel_degree=1,
-                expert_tensor_parallel_degree=1,
-                **self.degrees,
-            ),
+            parallelism=Parallelism(**self.degrees),
             checkpoint=Checkpoint(
                 enable=True,
                 initial_load_in_hf=True,
                 initial_load_model_only=True,
                 initial_load_path=hf_folder,
             ),
-            compile=Compile(enable=False),
         )
         self.trainer = Trainer(JobConfig(**parts | sections))
         (self.model,) = self.trainer.model_parts
@@ -135,29 +120,22 @@ class Client:
         ids = (positions == 0).cumsum(1)
         if self.trainer.model_args.attn_type == "varlen":
             starts = (positions.flatten() == 0).nonzero().flatten()
-            cu_seqlens = F.pad(starts, (0, 1), value=positions.numel()).int()
-            longest = int(cu_seqlens.diff().max())
-            return VarlenMetadata(
-                cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=longest, max_k=longest
-            )
-        same = lambda b, h, q, kv: ids[b, q] == ids[b, kv]  # noqa: E731
+            ends = F.pad(starts, (0, 1), value=positions.numel()).int()
+            longest = int(ends.diff().max())
+            return VarlenMetadata(cu_seq_q=ends, cu_seq_k=ends, max_q=longest, max_k=longest)
         n_rows, seq_len = positions.shape
-        return create_attention_mask(
-            and_masks(get_causal_mask_mod(), same), n_rows, None, seq_len, seq_len
-        )
+        mask_mod = and_masks(get_causal_mask_mod(), lambda b, h, q, kv: ids[b, q] == ids[b, kv])
+        return create_attention_mask(mask_mod, n_rows, None, seq_len, seq_len)
 
     def forward(self, batch, labels):
         """(log-probabilities, labels) of this rank's tokens."""
         inputs, extra_inputs = batch["input"], {"positions": batch["positions"]}
         extra_kwargs = {"attention_masks": self.masks(batch["positions"])}
         if self.dims.cp_enabled:
+            balancer = self.trainer.job_config.parallelism.context_parallel_load_balancer
+            others = self.dims.get_mesh("cp"), self.trainer.device, balancer
             inputs, labels, extra_kwargs = prepare_context_parallel_input(
-                inputs,
-                labels,
-                extra_kwargs,
-                self.dims.get_mesh("cp"),
-                self.trainer.device,
-                self.trainer.job_config.parallelism.context_parallel_load_balancer,
+                inputs, labels, extra_kwargs, *others
             )
         with self.trainer.train_context(), self.trainer.maybe_enable_amp:
             logits = self.model(inputs, **extra_inputs, **extra_kwargs)
@@ -185,7 +163,7 @@ class Client:
     def optimizer_step(self):
         """The norm of all gradients, which are clipped."""
         norm = dist_utils.clip_grad_norm_(
-            [parameter for parameter in self.model.parameters()],
+            list(self.model.parameters()),
             self.trainer.job_config.training.max_norm,
             foreach=True,
             pp_mesh=self.dims.get_optional_mesh("pp"),
@@ -307,7 +285,7 @@ def run_clients(folder, cases):
     qwen3_args["client"] = dataclasses.replace(qwen3_args["tiny"], vocab_size=SIZES[2])
     hf_folder = make_hf_folder(folder)
     return {
-        case: run_client(f"{folder}/{'_'.join(case)}", hf_folder, *reversed(case)) for case in cases
+        case: run_client(f"{folder}/{'_'.join(case)}", hf_folder, *case[::-1]) for case in cases
     }
 
 

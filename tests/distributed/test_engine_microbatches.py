@@ -1,5 +1,7 @@
 """Ranks that bring unequally many microbatches, or none: the step is that of one process."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -62,10 +64,10 @@ def measure(layout: Layout, case: tuple[str, str], dump_folder: str) -> dict:
     family, batch = case
     flags = [*layout.overrides(), *batch_flags(family, batch)]
     with build_engine(family, flags, dump_folder) as engine:
-        return _measure(engine, layout)
+        return _measure(engine)
 
 
-def _measure(engine, layout: Layout) -> dict:
+def _measure(engine) -> dict:
     losses, scores = [], {}
     for call in CALLS:
         if engine.dp_size == 1:
@@ -104,8 +106,9 @@ def _summed(counter: torch.Tensor, engine) -> torch.Tensor:
     return counter
 
 
-def measure_cases(cases: list, dump_folder: str) -> list[dict]:
-    return [measure(layout, case, dump_folder) for layout, case in cases]
+def each(function: Callable, cases: list[tuple], dump_folder: str) -> list:
+    """The results of a function in all cases, one after another on the same ranks."""
+    return [function(*case, dump_folder) for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -114,11 +117,9 @@ def measure_cases(cases: list, dump_folder: str) -> list[dict]:
 def test_unequal_lists_give_the_step_of_one_process(ranks, tmp_path):
     cases = CASES[ranks]
     world_size = cases[0][0].world_size
-    alone = {
-        case: measure(Layout("1 process"), case, str(tmp_path))
-        for case in {case for _, case in cases}
-    }
-    ranks = run_ranks(measure_cases, world_size, cases, str(tmp_path), timeout_seconds=300)
+    one = Layout("1 process")
+    alone = {case: measure(one, case, str(tmp_path)) for case in {case for _, case in cases}}
+    ranks = run_ranks(each, world_size, measure, cases, str(tmp_path), timeout_seconds=300)
     for (layout, case), runs in zip(cases, zip(*ranks, strict=True), strict=True):
         expected = alone[case]
         assert bool(expected["counts"]) == (case is EXPERTS)
@@ -211,12 +212,9 @@ def step_after_failures(fails: bool, dump_folder: str) -> tuple[float, float]:
         return loss, engine.optim_step().grad_norm.item()
 
 
-def with_and_without_failures(dump_folder: str) -> list[tuple[float, float]]:
-    return [step_after_failures(fails, dump_folder) for fails in (False, True)]
-
-
 def test_engine_goes_on_after_failures_in_forward_and_backward(tmp_path):
-    for without, with_failures in run_ranks(with_and_without_failures, 2, str(tmp_path)):
+    cases = [(False,), (True,)]
+    for without, with_failures in run_ranks(each, 2, step_after_failures, cases, str(tmp_path)):
         assert with_failures == without
 
 
@@ -245,13 +243,9 @@ def step_after_a_callers_failures(fails: bool, dump_folder: str) -> list:
         return [(loss, engine.optim_step().grad_norm.item()), *told]
 
 
-def callers_failures(dump_folder: str) -> tuple[list, list]:
-    fails, fails_not = (step_after_a_callers_failures(x, dump_folder) for x in (True, False))
-    return fails, fails_not
-
-
 def test_failure_of_a_callers_function_in_a_pipeline_is_raised_on_all_ranks(tmp_path):
-    (first, expected), (last, _) = run_ranks(callers_failures, 2, str(tmp_path), timeout_seconds=60)
+    arguments = step_after_a_callers_failures, [(True,), (False,)], str(tmp_path)
+    (first, expected), (last, _) = run_ranks(each, 2, *arguments, timeout_seconds=60)
     assert first[0] == last[0] == expected[0]
     assert [type(error) for error in first[1:]] == [RunError] * 4
     own = [type(error) for error in last[1:]]
@@ -263,7 +257,10 @@ def test_failure_of_a_callers_function_in_a_pipeline_is_raised_on_all_ranks(tmp_
     assert "outputs, got one of shape [] without a gradient; " in str(last[3])
 
 
-def losses_in(dtypes: list[torch.dtype], layout: Layout, dump_folder: str) -> list[torch.Tensor]:
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def losses_in(layout: Layout, dump_folder: str) -> list[torch.Tensor]:
     """Of lists of one microbatch on the first data-parallel rank, and none on others."""
     flags = [*layout.overrides(), *batch_flags(*DENSE)]
     with build_engine("llama3", flags, dump_folder) as engine:
@@ -276,21 +273,14 @@ def losses_in(dtypes: list[torch.dtype], layout: Layout, dump_folder: str) -> li
                 global_valid_tokens=10,
                 loss_fn=lambda logits, *_, dtype=dtype: logits.logsumexp(-1).sum().to(dtype),
             )
-            for dtype in dtypes
+            for dtype in DTYPES
         ]
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-
-
-def losses_of_layouts(layouts: list[Layout], dump_folder: str) -> list[list[torch.Tensor]]:
-    return [losses_in(DTYPES, layout, dump_folder) for layout in layouts]
-
-
 def test_loss_is_fp32_on_every_rank_whatever_the_loss_function_returns(tmp_path):
-    layouts = [Layout("PP 2", pp=2), Layout("DDP 2", dp_replicate=2)]
-    ranks = run_ranks(losses_of_layouts, 2, layouts, str(tmp_path))
-    for layout, first, second in zip(layouts, *ranks, strict=True):
+    layouts = [(Layout("PP 2", pp=2),), (Layout("DDP 2", dp_replicate=2),)]
+    ranks = run_ranks(each, 2, losses_in, layouts, str(tmp_path))
+    for (layout,), first, second in zip(layouts, *ranks, strict=True):
         assert {loss.dtype for loss in (*first, *second)} == {torch.float32}
         full, half, double = (loss.item() for loss in first)
         assert half == pytest.approx(full, rel=2**-8)

@@ -21,14 +21,8 @@ from torchtitan.testing.gloo import run_ranks
 # The first of two layers of deepseek_v3 is dense.
 ROWS = [("qwen3 MoE", f"whole rows{REPLAYED}"), ("deepseek_v3", f"documents, varlen{REPLAYED}")]
 QUICK = ["FSDP 2, accumulation 2, full AC", "CP 2", "PP 2, 1F1B", "TP 2, EP 2"]
-SLOW = [
-    "TP 2, whole logits, op AC",
-    "CP 2, EP 2",
-    "CP 2, PP 2",
-    "FSDP 2, PP 2, EP 2",
-    "FSDP 2, TP 2, EP 4",
-    "FSDP 4, EP 4, full AC",
-]
+SLOW = ["TP 2, whole logits, op AC", "CP 2, EP 2", "CP 2, PP 2", "FSDP 2, PP 2, EP 2"]
+SLOW += ["FSDP 2, TP 2, EP 4", "FSDP 4, EP 4, full AC"]
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]  # two ranks continue different numbers of rows
 
 
@@ -51,15 +45,12 @@ def test_replayed_experts_give_the_numbers_of_one_process(name, one_process, tmp
         assert differences(run, own_choice)["gradient"] > 0.01, f"{case}: nothing was replayed"
 
 
-def generate(
-    layouts: list[Layout], folder: str
-) -> list[list[tuple[tuple[int, ...], torch.Tensor]]]:
+def generate(layouts: list[Layout], folder: str) -> list[list[tuple[tuple, torch.Tensor]]]:
     """For each layout, the tokens and the sorted experts of each completion."""
     results = []
     for layout in layouts:
-        engine = build_engine(
-            "deepseek_v3", [*layout.overrides(), "--model.attn_type=sdpa"], folder
-        )
+        flags = [*layout.overrides(), "--model.attn_type=sdpa"]
+        engine = build_engine("deepseek_v3", flags, folder)
         generator = LocalGenerator(engine, records_experts=True)
         drawn = generator.generate(PROMPTS, SamplingConfig(max_tokens=6, seed=3), 2)
         results.append([(c.token_ids, c.routed_experts.sort(dim=-1).values) for c in drawn])

@@ -19,14 +19,8 @@ from torchtitan.testing.tiny_jobs import (
 STAGES = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
 LAYOUTS = {
     "experts": ("tiny_moe", {"expert_parallel_degree": 2}),
-    "listed stages": (
-        "tiny_tied",
-        {"pipeline_parallel_degree": 2, "module_fqns_per_model_part": STAGES},
-    ),
-    "FSDP around tensor parallelism": (
-        "tiny_tied",
-        {"tensor_parallel_degree": 2, "always_fsdp": True},
-    ),
+    "stages": ("tiny_tied", {"pipeline_parallel_degree": 2, "module_fqns_per_model_part": STAGES}),
+    "FSDP around TP": ("tiny_tied", {"tensor_parallel_degree": 2, "always_fsdp": True}),
 }
 
 
@@ -63,4 +57,4 @@ def test_two_ranks_train_as_one_process(tmp_path, name):
         for key, weight in weights.items():
             torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6, msg=key)
     has_no_score = [missing for *_, missing in ranks]
-    assert has_no_score == ([True, False] if name == "listed stages" else [False, False])
+    assert has_no_score == ([True, False] if name == "stages" else [False, False])

@@ -5,6 +5,7 @@ labels, and for a squared error on values, where it is `AutoModelForTokenClassif
 label. The engine reads its files, and transformers reads the engine's.
 """
 
+import copy
 import dataclasses
 import functools
 import json
@@ -240,9 +241,12 @@ def test_reward_model_of_transformers_scores_the_last_token(tmp_path):
         model.score.weight.mul_(10)
         expected = torch.cat([model(d[None]).logits[0] for d in documents_of(0)])
     model.save_pretrained(tmp_path / "hf")
+    job = tiny_job(str(tmp_path))
+    before = copy.deepcopy(job)
     # config.json describes a value model
-    with TrainingEngine.from_hf(tmp_path / "hf", tiny_job(str(tmp_path))) as engine:
+    with TrainingEngine.from_hf(tmp_path / "hf", job) as engine:
         values = scores_of_engine(engine, is_critic=True)
+    assert job == before, "the caller's config was written to"
     last = torch.tensor([len(d) for d in documents_of(0)]).cumsum(0) - 1
     assert expected.std() > 0.1
     assert distance(values[last], expected) <= TOLERANCE

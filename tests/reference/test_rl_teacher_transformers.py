@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distillation_jobs import VOCAB, make_folders, sums_of
+from tests.reliability.jobs import flags_in
 from tests.unit.rl.toy import gradients
 from torchtitan.config import ConfigManager
 from torchtitan.config.checks import ConfigError
@@ -42,29 +43,16 @@ def folder(tmp_path_factory):
 
 
 def rl_config(folder, out, *flags):
-    student = folder / "student"
-    given = {
-        "job.dump_folder": out,
-        "model.name": "llama3",
-        "model.hf_config": student,
-        "model.hf_assets_path": student,
-        "training.seq_len": 32,
-        "training.local_batch_size": 4,
-        "training.mixed_precision_param": "float32",
-        "activation_checkpoint.mode": "none",
-        "lr_scheduler.warmup_steps": 0,
-        "debug.seed": 0,
-        "rl.task.name": "jsonl",
-        "rl.task.path": folder / "prompts.jsonl",
-        "rl.task.reward_fn": f"{__name__}:length_reward",
-        "rl.sampling.max_tokens": 8,
-        "rl.num_prompts_per_step": 4,
-        "rl.num_samples_per_prompt": 4,
-        "rl.teacher.folder": folder / "teacher",
-    }
-    own = [f"--{key}={value}" for key, value in given.items()]
-    flags = (*own, "--checkpoint.initial_load_in_hf", *flags)
-    return ConfigManager(JobConfig).parse_args(list(flags))
+    own = flags_in(f"""
+        job.dump_folder={out} model.name=llama3 model.hf_config={folder}/student debug.seed=0
+        model.hf_assets_path={folder}/student checkpoint.initial_load_in_hf training.seq_len=32
+        training.local_batch_size=4 training.mixed_precision_param=float32
+        activation_checkpoint.mode=none lr_scheduler.warmup_steps=0
+        rl.task.name=jsonl rl.task.path={folder}/prompts.jsonl rl.num_prompts_per_step=4
+        rl.task.reward_fn={__name__}:length_reward rl.num_samples_per_prompt=4
+        rl.sampling.max_tokens=8 rl.teacher.folder={folder}/teacher
+    """)
+    return ConfigManager(JobConfig).parse_args([*own, *flags])
 
 
 def made_up_samples(n):
@@ -75,25 +63,22 @@ def made_up_samples(n):
 
     return [
         TrainingSample.from_sequence(
-            draw(2 + i), new := draw(5 - i), [-7.0] * len(new), advantage=i - 1.0, group_id=i
+            draw(2 + i), draw(5 - i), [-7.0] * (5 - i), i - 1.0, group_id=i
         )
         for i in range(n)
     ]
 
 
 @pytest.mark.parametrize(
-    "divergence, top_k, policy_weight", [("reverse", 0, 0.0), ("forward", 8, 0.5)]
+    "settings, policy_weight",
+    [({"divergence": "reverse", "top_k": 0}, 0.0), ({"divergence": "forward", "top_k": 8}, 0.5)],
 )
-def test_loss_and_gradients_are_those_of_transformers(
-    divergence, top_k, policy_weight, folder, tmp_path
-):
-    settings = {"divergence": divergence, "top_k": top_k, "policy_weight": policy_weight}
-    flags = [f"--rl.teacher.{key}={value}" for key, value in settings.items()]
-    flags += ["--rl.teacher.kl_weight=0.3", "--rl.sampling.temperature=1.5"]
+def test_loss_and_gradients_are_those_of_transformers(settings, policy_weight, folder, tmp_path):
+    own = settings | {"policy_weight": policy_weight, "kl_weight": 0.3}
+    flags = [f"--rl.teacher.{key}={value}" for key, value in own.items()]
+    flags += ["--rl.sampling.temperature=1.5"]
     config = rl_config(folder, tmp_path, *flags, "--rl.loss.name=importance_sampling")
-    with pytest.raises(
-        ConfigError, match="rl.teacher.folder = .* needs the tokenizer of the samples"
-    ):
+    with pytest.raises(ConfigError, match="folder = .* needs the tokenizer of the samples"):
         PolicyTrainer(config)
     trainer = PolicyTrainer(config, tokenizer=HuggingFaceTokenizer(str(folder / "student")))
     trainer.load_checkpoint()
@@ -107,7 +92,7 @@ def test_loss_and_gradients_are_those_of_transformers(
         transformers.AutoModelForCausalLM.from_pretrained(folder / name)
         for name in ("student", "teacher")
     )
-    loss = Loss(divergence=divergence, top_k=top_k, kl_weight=0.3, temperature=1.5)
+    loss = Loss(**settings, kl_weight=0.3, temperature=1.5)
     num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
     total, kl = torch.zeros((), dtype=torch.float64), 0.0
     for sample in samples:
@@ -145,14 +130,8 @@ def test_policy_moves_to_its_teacher_on_its_own_samples(folder, tmp_path):
     [
         (["--rl.teacher.folder=nowhere"], "rl.teacher.folder = 'nowhere' cannot .* cannot be read"),
         (["--rl.teacher.folder=", "--rl.teacher.top_k=3"], "rl.teacher.top_k = 3 has no effect"),
-        (
-            ["--rl.teacher.top_k=2048"],
-            "logits of 2048 vocabulary entries, .* top_k = 2048",
-        ),
-        (
-            ["--rl.batch.skip_zero_advantage"],
-            "although their other loss terms are not, got rl.teacher.folder",
-        ),
+        (["--rl.teacher.top_k=2048"], "logits of 2048 vocabulary entries, .* top_k = 2048"),
+        (["--rl.batch.skip_zero_advantage"], "other loss terms are not, got rl.teacher.folder"),
         (["--loss.name=dpo"], "loss.name = 'dpo' is for a trainer with data; leave it out"),
     ],
 )

@@ -1,56 +1,18 @@
-"""What embedders build an engine from, on one process: HF folders, specs, layouts, scoring."""
+"""What embedders build an engine from, on one process: specs, layouts, scoring."""
 
-import copy
 import dataclasses
 import inspect
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
-from tests.tiny_hf import tiny_hf_model
-from tests.unit.test_engine import VOCAB, backward, make_config, make_engine, random_batch
+from tests.unit.test_engine import make_config, make_engine, random_batch, step
 from torchtitan.engine import EngineState, RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
 from torchtitan.protocols.train_spec import get_train_spec
 
 pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
-
-
-def step(engine, seed=0, **arguments):
-    backward(engine, seed)
-    return engine.optim_step(**arguments)
-
-
-@pytest.fixture(scope="module")
-def hf_folder(tmp_path_factory):
-    """Of a tiny qwen3 with a flavor that nothing registers."""
-    folder = tmp_path_factory.mktemp("hf") / "tiny"
-    tiny_hf_model(vocab_size=VOCAB).save_pretrained(folder)
-    return folder
-
-
-def hf_logits(folder, tokens):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return model(tokens).logits
-
-
-def test_engine_of_a_hugging_face_folder_has_its_logits_and_writes_it_again(hf_folder, tmp_path):
-    config = make_config(tmp_path)
-    before = copy.deepcopy(config)
-    tokens = random_batch(2, 16)[0]["input"]
-    with TrainingEngine.from_hf(hf_folder, config) as engine:
-        (logits,) = engine.forward_step({"input": tokens})
-        torch.testing.assert_close(logits, hf_logits(hf_folder, tokens), atol=1e-5, rtol=1e-5)
-        step(engine)
-        (logits,) = engine.forward_step({"input": tokens})
-        engine.save_hf(tmp_path / "out")
-        assert engine.job_config.model.name == "qwen3"
-    (tmp_path / "out/config.json").write_text((hf_folder / "config.json").read_text())
-    torch.testing.assert_close(hf_logits(tmp_path / "out", tokens), logits, atol=1e-5, rtol=1e-5)
-    assert config == before, "the caller's config was written to"
 
 
 def test_two_models_of_one_process_need_no_registration(tmp_path):
@@ -83,20 +45,19 @@ def test_engine_for_scoring_takes_no_step_and_allocates_no_optimizer_state(tmp_p
                 step(engine) if name == "forward_backward_step" else engine.optim_step()
         engine.save(str(tmp_path / "weights"))
         assert len(engine.optimizers.state) == 0
-    size = {
-        name: sum(file.stat().st_size for file in (tmp_path / name).rglob("*.distcp"))
+    saved, weights = (
+        sum(file.stat().st_size for file in (tmp_path / name).rglob("*.distcp"))
         for name in ("saved", "weights")
-    }
-    assert size["weights"] < 0.4 * size["saved"], "Adam keeps two numbers per weight"
+    )
+    assert weights < 0.4 * saved, "Adam keeps two numbers per weight"
 
 
 def test_updates_may_leave_the_schedule_to_their_caller(tmp_path):
-    engine = make_engine(tmp_path)  # closed below: its group would stay for the next test
-    lrs = [step(engine, advance_schedule=False).lr for _ in range(3)]
-    assert lrs[0] == lrs[1] == lrs[2] == engine.lr
-    engine.lr_schedulers.step()
-    assert engine.lr == pytest.approx(2 * lrs[0]), "the second of the warm-up's steps"
-    engine.close()
+    with make_engine(tmp_path) as engine:
+        lrs = [step(engine, advance_schedule=False).lr for _ in range(2)]
+        assert lrs[0] == lrs[1] == engine.lr
+        engine.lr_schedulers.step()
+        assert engine.lr == pytest.approx(2 * lrs[0]), "the second of the warm-up's steps"
 
 
 def test_layout_is_known_before_the_model_and_serves_several_engines(tmp_path):
@@ -115,9 +76,8 @@ def test_layout_is_known_before_the_model_and_serves_several_engines(tmp_path):
     assert not dist.is_initialized()
     with RankLayout.join(config) as layout:
         config.parallelism.always_fsdp = True
-        with pytest.raises(
-            ValueError, match="always_fsdp = True instead of False.*make a RankLayout"
-        ):
+        words = "always_fsdp = True instead of False.*make a RankLayout"
+        with pytest.raises(ValueError, match=words):
             TrainingEngine(config, layout=layout)
 
 
@@ -150,14 +110,13 @@ def test_temperature_of_each_row_or_token(shape, tmp_path):
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     for name in expected:
         torch.testing.assert_close(ours[name], expected[name], atol=2e-6, rtol=1e-5)
-    with pytest.raises(
-        ValueError, match=r"must name a tensor .* of the batch, which has \['input'\]"
+    for wrong, message in (
+        ({}, r"must name a tensor .* of the batch, which has \['input'\]"),
+        ({"t": torch.ones(3)}, r"one entry per row \[2\] or token \[2, 32\], got \[3\]"),
+        ({"t": torch.tensor([1.0, 0.0])}, "must be above 0, got 0.0"),
     ):
-        gradient(head)
-    with pytest.raises(ValueError, match=r"one entry per row \[2\] or token \[2, 32\], got \[3\]"):
-        gradient(head, batch=batch | {"t": torch.ones(3)})
-    with pytest.raises(ValueError, match="must be above 0, got 0.0"):
-        gradient(head, batch=batch | {"t": torch.tensor([1.0, 0.0])})
+        with pytest.raises(ValueError, match=message):
+            gradient(head, batch=batch | wrong)
     with pytest.raises(ValueError, match="only the engine's steps look up"):
         token_logprobs(torch.ones(1, 2, 4), torch.ones(1, 2, dtype=torch.long), temperature="t")
 

@@ -92,35 +92,35 @@ def train_a_step(engine) -> float:
     return loss.item()
 
 
-def flags_of(layout: Layout) -> list[str]:
-    return [*layout.overrides(), *batch_flags("llama3", "whole rows"), *FLAGS]
+def flags_of(layout: Layout, *flags: str) -> list[str]:
+    return [*layout.overrides(), *batch_flags("llama3", "whole rows"), *FLAGS, *flags]
 
 
 def config_of(layout: Layout, folder: object, *flags: str):
-    config = layout_matrix.config_of(  # draws from `random`
-        "llama3", [*flags_of(layout), *flags], str(folder)
-    )
+    # Draws from `random`.
+    config = layout_matrix.config_of("llama3", flags_of(layout, *flags), str(folder))
     config.debug.seed = None  # a seed sets the host's generators
     return config
 
 
-def live_and_leave(layout: Layout, dump_folder: str) -> dict:
-    """Return the settings that an engine's life changed in the process."""
-    config = config_of(layout, dump_folder)
+def live_and_leave(config) -> tuple[dict, dict]:
+    """Return the settings that an engine changed in its life, and those still changed after it."""
     before, of_host = host_state(), python_threads()
     with TrainingEngine(config) as engine:
         train_a_step(engine)
+        during = changed(before, host_state())
         engine.save()
     gc.collect()
     join_others(of_host)
-    changes = changed(before, host_state())
-    changes.pop("groups")  # the mesh's groups stay as long as the host's group
-    return changes
+    return during, changed(before, host_state())
 
 
 def lives_of_engines(dump_folder: str) -> list[dict]:
     layouts = (Layout("FSDP 2", dp_shard=2), Layout("DDP 2", dp_replicate=2), Layout("PP 2", pp=2))
-    return [live_and_leave(layout, f"{dump_folder}/{layout.name}") for layout in layouts]
+    lives = [live_and_leave(config_of(x, f"{dump_folder}/{x.name}"))[1] for x in layouts]
+    for changes in lives:
+        changes.pop("groups")  # the mesh's groups stay as long as the host's group
+    return lives
 
 
 ALONE = Layout("1 process")
@@ -145,15 +145,9 @@ def join_others(threads: list[threading.Thread]) -> None:
 
 def test_process_is_as_before_after_an_engine_made_its_own_group(tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    config = config_of(ALONE, tmp_path)
-    before, of_host = host_state(), python_threads()
-    with TrainingEngine(config) as engine:
-        train_a_step(engine)
-        assert changed(before, host_state()).keys() >= {"environment", "deterministic", "group"}
-        engine.save()
-    gc.collect()
-    join_others(of_host)
-    assert changed(before, host_state()) == {}
+    during, after = live_and_leave(config_of(ALONE, tmp_path))
+    assert during.keys() >= {"environment", "deterministic", "group"}
+    assert after == {}
 
 
 def test_engine_that_cannot_be_built_leaves_nothing(tmp_path, monkeypatch):
@@ -186,12 +180,11 @@ def test_actor_and_reference_share_nothing(tmp_path):
     actor, reference = (
         build_engine("llama3", flags_of(ALONE), str(tmp_path / name)) for name in ("a", "b")
     )
-    kept = [p.clone() for p in reference.model_parts[0].parameters()]
+    of_actor, of_reference = (list(x.model_parts[0].parameters()) for x in (actor, reference))
+    kept = [p.clone() for p in of_reference]
     train_a_step(actor)
     actor.lr_schedulers.set_step(7)
-    for p, q, before in zip(
-        actor.model_parts[0].parameters(), reference.model_parts[0].parameters(), kept, strict=True
-    ):
+    for p, q, before in zip(of_actor, of_reference, kept, strict=True):
         assert torch.equal(q, before) and not torch.equal(p, q)
         assert q.grad is None
     assert not reference.optimizers.state and reference.lr_schedulers.last_epoch == 0
@@ -205,13 +198,8 @@ def test_each_engine_that_saves_in_the_folder_of_another_is_warned_of(tmp_path, 
     def build(name, *flags):
         return TrainingEngine(config_of(ALONE, tmp_path / name, *flags))
 
-    apart = [
-        build("a"),
-        build("b"),
-        build("a", "--checkpoint.folder=other"),
-        build("a", "--checkpoint.load_only"),
-        build("a", "--checkpoint.no_enable"),
-    ]
+    apart = [build("a"), build("b")]
+    apart += [build("a", f"--checkpoint.{x}") for x in ("folder=other", "load_only", "no_enable")]
     assert "two engines" not in caplog.text
     together = [build("a"), build("a")]
     warning, again = [message for message in caplog.messages if "two engines" in message]
@@ -224,11 +212,8 @@ def test_each_engine_that_saves_in_the_folder_of_another_is_warned_of(tmp_path, 
 
 def test_guest_that_saves_nothing_needs_no_place_to_write_and_no_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = [
-        "--training.seq_len=33",
-        "--training.dataset=of_nobody",
-        "--training.dataset_path=./not/there",
-    ]
+    flags = ["--training.seq_len=33", "--training.dataset=of_nobody"]
+    flags += ["--training.dataset_path=./not/there"]
     with TrainingEngine(config_of(ALONE, "/proc/x", *flags, "--checkpoint.no_enable")) as engine:
         assert train_a_step(engine) > 0
     assert not list(tmp_path.iterdir())

@@ -5,8 +5,8 @@ S samples, P prompt tokens, R response tokens, j tokens of one sample.
 
 import dataclasses
 import os
-import socket
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from tests.reliability.jobs import free_port
 from tests.tiny_hf import VOCAB, tiny_hf_model
 from torchtitan.integrations.verl.config import EngineConfig
 from torchtitan.testing.gloo import run_ranks
@@ -63,6 +64,10 @@ def load_model(folder: str, is_critic: bool = False) -> Any:
 
 
 # ---- batches ----
+
+
+def jagged(samples: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(samples), layout=torch.jagged)
 
 
 def make_batch(seed: int, /, n_alike: int = 1, **settings: Any) -> TensorDict:
@@ -127,13 +132,8 @@ def batch_of_samples(samples: list[torch.Tensor], **settings: Any) -> TensorDict
         "position_ids": [torch.arange(len(x)) for x in samples],
         "loss_mask": [(torch.arange(len(x)) >= len(x) // 2).long() for x in samples],
     }
-    data = TensorDict(
-        {
-            name: torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-            for name, tensors in columns.items()
-        },
-        batch_size=len(samples),
-    )
+    columns = {name: jagged(tensors) for name, tensors in columns.items()}
+    data = TensorDict(columns, batch_size=len(samples))
     values = dict(temperature=1.0, use_dynamic_bsz=True, max_token_len_per_gpu=256)
     tu.assign_non_tensor(data, **values | settings)
     return data
@@ -141,31 +141,21 @@ def batch_of_samples(samples: list[torch.Tensor], **settings: Any) -> TensorDict
 
 def as_sft(data: TensorDict) -> TensorDict:
     """The batch with a loss mask over whole samples, jagged."""
-    lengths = data["input_ids"].offsets().diff()
-    responses = data["response_mask"].sum(1)
-    masks = [
-        (torch.arange(length) >= length - response).long()
-        for length, response in zip(lengths.tolist(), responses.tolist(), strict=True)
-    ]
-    data["loss_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
+    pairs = zip(data["input_ids"].unbind(), data["response_mask"].sum(1), strict=True)
+    data["loss_mask"] = jagged((torch.arange(len(x)) >= len(x) - n).long() for x, n in pairs)
     return data
 
 
 def share_of(data: TensorDict, engine: Any) -> TensorDict:
     """The share of a batch that this data-parallel rank gets."""
-    return tu.chunk_tensordict(data, engine.get_data_parallel_size())[
-        engine.get_data_parallel_rank()
-    ]
+    shares = tu.chunk_tensordict(data, engine.get_data_parallel_size())
+    return shares[engine.get_data_parallel_rank()]
 
 
 def actor_config(**changes: Any) -> ActorConfig:
-    values = dict(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
-    return ActorConfig(
-        strategy="torchtitan",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=SAMPLES,
-        **{**values, **changes},
-    )
+    values = dict(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, rollout_n=1)
+    values |= dict(strategy="torchtitan", ppo_micro_batch_size_per_gpu=SAMPLES)
+    return ActorConfig(**values | changes)
 
 
 def loss_of(kind: str) -> Any:
@@ -198,8 +188,8 @@ class Record:
 
 def values_of(model: Any, data: TensorDict) -> dict[str, torch.Tensor]:
     """Jagged values of a Hugging Face critic that sees single samples."""
-    values = [model(tokens[None]).logits[0, :, 0] for tokens in data["input_ids"].unbind()]
-    return {"values": torch.nested.as_nested_tensor(values, layout=torch.jagged)}
+    rows = data["input_ids"].unbind()
+    return {"values": jagged(model(tokens[None]).logits[0, :, 0] for tokens in rows)}
 
 
 def outputs_of(model: Any, data: TensorDict) -> dict[str, torch.Tensor]:
@@ -212,10 +202,7 @@ def outputs_of(model: Any, data: TensorDict) -> dict[str, torch.Tensor]:
         of_tokens = log_p[:-1].gather(1, tokens[1:, None])[:, 0]
         log_probs.append(F.pad(of_tokens, (0, 1)))
         entropies.append(-(log_p.exp() * log_p).sum(-1))
-    return {
-        name: torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-        for name, tensors in (("log_probs", log_probs), ("entropy", entropies))
-    }
+    return {"log_probs": jagged(log_probs), "entropy": jagged(entropies)}
 
 
 def reference(folder: str, kind: str, adapters: str | None = None, **settings: Any) -> Record:
@@ -253,7 +240,7 @@ def reference(folder: str, kind: str, adapters: str | None = None, **settings: A
         optimizer.zero_grad()
     with torch.no_grad():
         outputs = compute(model, batch_of(kind, 0, **settings))
-    record.outputs = {name: list(tensor.unbind()) for name, tensor in outputs.items()}
+    record.outputs = samples_of(outputs)
     return record
 
 
@@ -278,10 +265,7 @@ def optimizer_config(**changes: Any) -> TorchtitanOptimizerConfig:
 def pretend_torchrun(patch: Any) -> None:
     """Set the variables that verl's worker reads in a single process, too."""
     alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        alone["MASTER_PORT"] = str(probe.getsockname()[1])
-    for name, value in alone.items():
+    for name, value in (alone | dict(MASTER_PORT=str(free_port()))).items():
         patch.setenv(name, value)
 
 
@@ -335,10 +319,19 @@ def score(worker: TrainingWorker, data: TensorDict) -> dict[str, list[torch.Tens
     return {} if output is None else samples_of(output)
 
 
-def samples_of(output: TensorDict) -> dict[str, list[torch.Tensor]]:
+def samples_of(output: TensorDict | dict[str, Any]) -> dict[str, list[torch.Tensor]]:
     """The jagged tensors of an output by name, sample by sample."""
     names = [name for name in output.keys() if isinstance(output[name], torch.Tensor)]
     return {name: [x.clone() for x in output[name].unbind()] for name in names}
+
+
+def logged_steps(output: str) -> dict[int, dict[str, float]]:
+    """{step: {metric: value}} of what verl's trainers print."""
+    metrics: dict[int, dict[str, float]] = {}
+    for step, line in re.findall(r"step:(\d+) - (.*)", output):
+        pairs = re.findall(r"(\S+):([-+\d.e]+)", line)
+        metrics.setdefault(int(step), {}).update((name, float(value)) for name, value in pairs)
+    return metrics
 
 
 def assert_same_run(record: Record, expected: Record) -> None:

@@ -57,9 +57,9 @@ def test_gradients_are_the_same_for_any_split(fresh):
 def test_positions_of_text_may_come_in_the_four_rows_of_a_multimodal_model(fresh, split):
     def batch(n_rows):
         data = cases.batch_of("ppo", 0, **SPLITS[split])
-        positions = [x.expand(n_rows, -1).clone() for x in data["position_ids"].unbind()]
-        positions = positions if n_rows > 1 else [x[0] for x in positions]
-        data["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+        if n_rows > 1:
+            rows = (x.expand(n_rows, -1).clone() for x in data["position_ids"].unbind())
+            data["position_ids"] = cases.jagged(rows)
         return data
 
     expected = cases.score(fresh, batch(1))["log_probs"]
@@ -98,19 +98,15 @@ def test_fully_masked_samples_count_in_means_over_sequences(fresh, folder, mode)
 
 @pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.5, 2.0, cases.SAMPLES)])
 def test_temperature_divides_logits_of_all_scores(fresh, folder, temperature):
-    data = cases.make_batch(
-        0, calculate_entropy=True, calculate_sum_pi_squared=True, temperature=temperature
-    )
+    wanted = dict(calculate_entropy=True, calculate_sum_pi_squared=True)
+    data = cases.make_batch(0, temperature=temperature, **wanted)
     model, outputs = cases.load_model(folder), cases.score(fresh, data)
     with torch.no_grad():
-        expected = {name: list(x.unbind()) for name, x in cases.outputs_of(model, data).items()}
+        expected = cases.samples_of(cases.outputs_of(model, data))
+        temperatures = torch.as_tensor(temperature).expand(cases.SAMPLES)
         expected["sum_pi_squared"] = [
             F.softmax(model(tokens[None]).logits[0] / t, -1).square().sum(-1)
-            for tokens, t in zip(
-                data["input_ids"].unbind(),
-                torch.as_tensor(temperature).expand(cases.SAMPLES),
-                strict=True,
-            )
+            for tokens, t in zip(data["input_ids"].unbind(), temperatures, strict=True)
         ]
     cases.assert_same_outputs(outputs, expected)
 
@@ -145,9 +141,8 @@ def test_mini_batches_step_the_schedule_once(fresh):
     expected = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
     fresh.reset()
     fresh.set_loss_fn(cases.loss_of("ppo"))
-    data = cases.batch_of(
-        "ppo", 0, num_mini_batch=2, epochs=2, seed=0, dataloader_kwargs={"shuffle": False}
-    )
+    loader = {"dataloader_kwargs": {"shuffle": False}, "seed": 0}
+    data = cases.batch_of("ppo", 0, num_mini_batch=2, epochs=2, **loader)
     metrics = tu.get(fresh.train_mini_batch(data), "metrics")
     assert len(metrics["grad_norm"]) == 4 and len(metrics["lr"]) == 1
     assert {"actor/entropy_loss", "kl_loss", "actor/pg_loss"} <= metrics.keys()
@@ -186,11 +181,10 @@ def experts_of(model, data):
         chosen = torch.stack([x.topk(2, dim=-1).indices for x in logits], dim=1)
         chosen[-1] = 0
         of_samples.append(chosen.to(torch.int16))
-    return torch.nested.as_nested_tensor(of_samples, layout=torch.jagged)
+    return cases.jagged(of_samples)
 
 
-def test_experts_of_a_rollout_are_replayed(tmp_path, monkeypatch):
-    cases.pretend_torchrun(monkeypatch)
+def test_experts_of_a_rollout_are_replayed(tmp_path, alone):
     folder = cases.save_model(str(tmp_path), "qwen3_moe")
     own, data = cases.load_model(folder), cases.make_batch(0, calculate_entropy=True)
     with torch.no_grad():
@@ -201,11 +195,8 @@ def test_experts_of_a_rollout_are_replayed(tmp_path, monkeypatch):
     for name, samples in expected.items():
         for ours, theirs in zip(scores[name], samples.unbind(), strict=True):
             assert (ours - theirs)[:-1].abs().max() <= cases.MAX_DIFFERENCE
-    # Other experts give other numbers, and change gradients too.
-    others = torch.nested.nested_tensor_from_jagged(
-        3 - data["routed_experts"].values(), data["routed_experts"].offsets()
-    )
-    data["routed_experts"] = others
+    # Other experts give other numbers.
+    data["routed_experts"] = cases.jagged(3 - x for x in data["routed_experts"].unbind())
     pairs = zip(cases.score(worker, data)["log_probs"], scores["log_probs"], strict=True)
     assert max((a - b).abs().max() for a, b in pairs) > 1e-3
     del data["routed_experts"]
@@ -218,8 +209,7 @@ def test_experts_of_a_rollout_are_replayed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["ppo", "value"])
-def test_samples_that_share_their_prefixes_train_as_in_transformers(kind, tmp_path, monkeypatch):
-    cases.pretend_torchrun(monkeypatch)
+def test_samples_that_share_their_prefixes_train_as_in_transformers(kind, tmp_path, alone):
     folder = cases.save_model(str(tmp_path), "qwen3", is_critic=kind == "value")
     model_type = "value_model" if kind == "value" else "language_model"
     worker = cases.make_worker(folder, model_type, share_prefixes=True)
@@ -237,7 +227,7 @@ def test_a_token_is_shared_with_its_label_temperature_and_experts():
     experts[2, 1:] = torch.tensor([3, 4])
     tokens = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [5, 6, 7, 1, 1]])
     data = cases.batch_of_samples(list(tokens.clone()))
-    data["routed_experts"] = torch.nested.as_nested_tensor(list(experts), layout=torch.jagged)
+    data["routed_experts"] = cases.jagged(experts)
     row = pack(data, 0, True, True)
     # Samples 0 and 1 are equal; 3 has another label from 7 on; 2 has other experts from 6 on.
     assert row["input"].numel() == 5 + 3 + 4

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +20,6 @@ TWO_PROCESSES = (
     "ray_kwargs.ray_init.num_gpus=2",
     "trainer.total_training_steps=3",
 )
-METRICS = {
-    "score": "critic/score/mean",
-    "norm": "actor/grad_norm",
-    "difference": "training/rollout_probs_diff_max",
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,82 +29,61 @@ def toy(tmp_path_factory):
     return folder
 
 
-def run(folder, tmp_path, *settings, metrics=METRICS):
-    """name -> the metric's values, step by step."""
+def run(folder, tmp_path, *settings):
+    """name -> the metric's values, step by step; the rollout must have had the trainer's weights."""
     command = ["bash", ROOT / "examples/verl/grpo.sh", folder]
     command += [f"trainer.default_local_dir={tmp_path}/checkpoints", *settings]
-    with open(tmp_path / "log", "w+") as log:
-        process = subprocess.Popen(
-            command,
-            env=os.environ
-            | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"},
-            cwd=tmp_path,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        process.wait()
-        log.seek(0)
-        output = log.read()
-    assert process.returncode == 0, output[-5000:]
-    steps = re.findall(r"step:\d+ - .*", output)
-    return {
-        name: [float(re.search(rf"{key}:([-\d.e+]+)", step)[1]) for step in steps]
-        for name, key in metrics.items()
-    }
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
+    with open(tmp_path / "log", "w") as log:
+        options = dict(stdout=log, stderr=log, cwd=tmp_path, env=os.environ | variables)
+        returncode = subprocess.call(command, **options)
+    output = (tmp_path / "log").read_text()
+    assert returncode == 0, output[-5000:]
+    steps = list(cases.logged_steps(output).values())
+    names = set(steps[0]).intersection(*steps)
+    metrics = {name: [step[name] for step in steps] for name in names}
+    # If the rollout had kept old weights, the difference would be as large as the steps.
+    assert max(metrics["training/rollout_probs_diff_max"]) < 1e-6
+    return metrics
 
 
 @pytest.mark.slow
 def test_reward_rises_and_rollout_and_trainer_agree(toy, tmp_path):
-    metrics = run(toy, tmp_path)
-    scores = metrics["score"]
+    scores = run(toy, tmp_path)["critic/score/mean"]
     assert len(scores) == 20
     assert sum(scores[-3:]) > 3 * sum(scores[:3]), scores
-    # If the rollout had kept old weights, the difference would be as large as the steps.
-    assert max(metrics["difference"]) < 1e-6
+
+
+ACTOR, TP = "actor_rollout_ref.actor", "torchtitan.tensor_parallel_size=2"
+CRITIC = ["algorithm.adv_estimator=gae", f"{ACTOR}.{TP}", f"critic.{TP}"]
 
 
 @pytest.mark.slow
-def test_two_training_processes_share_the_policy(toy, tmp_path):
-    fsdp = "actor_rollout_ref.actor.torchtitan.data_parallel_shard_size=2"
-    metrics = run(toy, tmp_path, *TWO_PROCESSES, fsdp)
-    assert len(metrics["score"]) == 3
-    assert all(0 < norm < 10 for norm in metrics["norm"])
-    assert max(metrics["difference"]) < 1e-6
+@pytest.mark.parametrize(
+    "settings", [[f"{ACTOR}.torchtitan.data_parallel_shard_size=2"], CRITIC], ids=["fsdp", "critic"]
+)
+def test_two_training_processes_share_the_policy(settings, toy, tmp_path):
+    metrics = run(toy, tmp_path, *TWO_PROCESSES, *settings)
+    norms = [metrics["actor/grad_norm"]]
+    norms += [metrics["critic/grad_norm"]] if settings is CRITIC else []
+    for of_steps in norms:
+        assert len(of_steps) == 3 and all(0 < norm < 10 for norm in of_steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "pp"])
 def test_adapters_learn_with_their_base_as_the_reference(toy, tmp_path, layout):
-    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
     ((size, degree),) = cases.LAYOUTS[layout].items()
-    settings = (
-        f"{model}.lora_rank=8",
-        f"{model}.lora.merge=true",
-        f"{actor}.torchtitan.{size}={degree}",
-        f"{actor}.use_kl_loss=true",
-    )
-    metrics = run(
-        toy, tmp_path, *TWO_PROCESSES, *settings, metrics=METRICS | {"kl": "actor/kl_loss"}
-    )
-    assert all(0 < norm < 10 for norm in metrics["norm"])
-    assert metrics["kl"][0] == pytest.approx(0, abs=1e-6) and metrics["kl"][-1] > 0
-    assert max(metrics["difference"]) < 1e-6
+    model = [f"actor_rollout_ref.model.{x}" for x in ("lora_rank=8", "lora.merge=true")]
+    own = [f"{ACTOR}.torchtitan.{size}={degree}", f"{ACTOR}.use_kl_loss=true"]
+    metrics = run(toy, tmp_path, *TWO_PROCESSES, *model, *own)
+    assert all(0 < norm < 10 for norm in metrics["actor/grad_norm"])
+    kl = metrics["actor/kl_loss"]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 0
 
 
-@pytest.mark.slow
-def test_critic_learns_beside_the_policy_in_two_processes(toy, tmp_path):
-    names = {"loss": "critic/vf_loss", "critic_norm": "critic/grad_norm"}
-    tp = "torchtitan.tensor_parallel_size=2"
-    settings = "algorithm.adv_estimator=gae", f"actor_rollout_ref.actor.{tp}", f"critic.{tp}"
-    metrics = run(toy, tmp_path, *TWO_PROCESSES, *settings, metrics=METRICS | names)
-    assert len(metrics["loss"]) == 3
-    assert all(0 < norm < 10 for norm in metrics["norm"] + metrics["critic_norm"])
-    assert max(metrics["difference"]) < 1e-6
-
-
-def test_log_probs_of_answers_are_those_of_the_trainer(tmp_path, monkeypatch):
+def test_log_probs_of_answers_are_those_of_the_trainer(tmp_path, alone):
     """Compared token by token, in nats, after steps whose weights the rollout got."""
-    cases.pretend_torchrun(monkeypatch)
     folder, temperature = cases.save_model(str(tmp_path), "qwen3"), 0.8
     worker = cases.make_worker(folder)
     cases.train(worker, "sft")
@@ -124,17 +97,10 @@ def test_log_probs_of_answers_are_those_of_the_trainer(tmp_path, monkeypatch):
         )
 
     answers = asyncio.run(draw())
-    samples = [
-        torch.tensor([*prompt, *answer.token_ids])
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    pairs = zip(prompts, answers, strict=True)
+    samples = [torch.tensor([*prompt, *answer.token_ids]) for prompt, answer in pairs]
     data = cases.batch_of_samples(samples, temperature=temperature)
-    scores = cases.score(worker, data)["log_probs"]
-    differences = torch.cat(
-        [
-            (score[15:-1] - torch.tensor(answer.token_logprobs)).abs()
-            for score, answer in zip(scores, answers, strict=True)
-        ]
-    )
+    scores = torch.cat([score[15:-1] for score in cases.score(worker, data)["log_probs"]])
+    differences = (scores - torch.tensor([x for y in answers for x in y.token_logprobs])).abs()
     print(f"{len(differences)} tokens: {differences.max():.1e} at most, {differences.mean():.1e}")
     assert differences.max() < 5e-6 and differences.mean() < 5e-7

@@ -46,16 +46,15 @@ def records_of(models, layouts):
     return records
 
 
+SLOW = [("fsdp", "sft"), ("fsdp", "ppo"), ("tp", "sft"), ("pp", "ppo")]
+
+
 @pytest.mark.parametrize(
     "n_ranks, layouts",
     [
         (1, [("one", "sft"), ("one", "ppo")]),
         (2, [("tp", "ppo"), ("pp", "sft")]),
-        pytest.param(
-            2,
-            [("fsdp", "sft"), ("fsdp", "ppo"), ("tp", "sft"), ("pp", "ppo")],
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(2, SLOW, marks=pytest.mark.slow),
     ],
 )
 def test_adapters_train_as_in_peft(models, n_ranks, layouts):

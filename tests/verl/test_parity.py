@@ -88,13 +88,10 @@ def test_other_models_train_as_in_transformers(family, changes, kinds, layouts, 
             cases.assert_same_run(merged(ranks, case), expected[case[1]])
 
 
-def test_text_model_of_a_multimodal_folder_trains_and_keeps_its_names(tmp_path, monkeypatch):
-    cases.pretend_torchrun(monkeypatch)
+def test_text_model_of_a_multimodal_folder_trains_and_keeps_its_names(tmp_path, alone):
     plain = cases.save_model(str(tmp_path), "qwen3_5")
-    tensors, config = (
-        load_file(f"{plain}/model.safetensors"),
-        Path(plain, "config.json").read_text(),
-    )
+    tensors = load_file(f"{plain}/model.safetensors")
+    config = json.loads(Path(plain, "config.json").read_text())
     nested = {re.sub(r"^model\.", "model.language_model.", k): v for k, v in tensors.items()}
     (folder := tmp_path / "multimodal").mkdir()
     file = "model-00001-of-00001.safetensors"
@@ -104,8 +101,7 @@ def test_text_model_of_a_multimodal_folder_trains_and_keeps_its_names(tmp_path, 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32)
     outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
-    outer |= {"text_config": json.loads(config), "vision_config": vision}
-    outer["tie_word_embeddings"] = False
+    outer |= {"text_config": config, "vision_config": vision, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(outer))
 
     worker = cases.make_worker(str(folder))

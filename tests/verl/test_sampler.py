@@ -26,11 +26,15 @@ def sampler(tmp_path):
     sampler.close()
 
 
-def draw_all(sampler, prompts=PROMPTS, max_tokens=6, **asked):
+def draw(sampler, *requests):
     async def ask():
-        return await asyncio.gather(*(sampler.draw(p, max_tokens, asked) for p in prompts))
+        return await asyncio.gather(*(sampler.draw(*request) for request in requests))
 
     return asyncio.run(ask())
+
+
+def draw_all(sampler, prompts=PROMPTS, max_tokens=6, **asked):
+    return draw(sampler, *((prompt, max_tokens, asked) for prompt in prompts))
 
 
 def logprobs_of(model, prompt, completion, temperature):
@@ -54,14 +58,8 @@ def test_requests_that_come_together_are_one_batch_with_the_models_log_probs(sam
 
 
 def test_requests_of_other_settings_and_lengths_get_their_own(sampler):
-    async def ask():
-        return await asyncio.gather(
-            sampler.draw([7], 2, {"temperature": 0}),
-            sampler.draw([7], 9, {"temperature": 0}),
-            sampler.draw([7], 3, {"ignore_eos": True, "top_k": 4}),
-        )
-
-    short, long, other = asyncio.run(ask())
+    greedy, own = {"temperature": 0}, {"ignore_eos": True, "top_k": 4}
+    short, long, other = draw(sampler, ([7], 2, greedy), ([7], 9, greedy), ([7], 3, own))
     assert long.token_ids[:2] == short.token_ids and len(short.token_ids) <= 2
     assert short.finish_reason == "length" or short.token_ids[-1] == EOS
     assert len(other.token_ids) == 3
@@ -73,9 +71,7 @@ def test_new_weights_take_effect_whole_or_not_at_all(tied, tmp_path):
     other = make_folder(tmp_path / "other", seed=1, tie_word_embeddings=tied)
     sampler = Sampler(tmp_path / "model", max_len=64)
     before = draw_all(sampler, temperature=0)
-    weights = [
-        (n, t) for n, t in other.state_dict().items() if not (tied and n == "lm_head.weight")
-    ]
+    weights = [(n, t) for n, t in other.state_dict().items() if not tied or n != "lm_head.weight"]
 
     async def load(pairs):
         await sampler.load_weights(pairs[:3], is_last=False)
@@ -122,13 +118,8 @@ def test_unsupported_request_is_refused_and_the_next_one_served(sampler):
 
 def test_long_prompts_wait_for_those_with_longer_answers(sampler):
     """In dialogues, for example, the room left within `max_len` differs."""
-
-    async def ask():
-        return await asyncio.gather(
-            *(sampler.draw([7] * n, 64 - n, {"ignore_eos": True}) for n in (60, 1, 30))
-        )
-
-    assert [len(completion.token_ids) for completion in asyncio.run(ask())] == [4, 63, 34]
+    requests = [([7] * n, 64 - n, {"ignore_eos": True}) for n in (60, 1, 30)]
+    assert [len(found.token_ids) for found in draw(sampler, *requests)] == [4, 63, 34]
 
 
 def test_recorded_experts_are_those_that_hugging_faces_routers_choose(tmp_path):

@@ -2,7 +2,6 @@
 another layout, and with verl's own FSDP engine."""
 
 import os
-import re
 import subprocess
 import sys
 
@@ -32,25 +31,13 @@ def run_trainer(place, name, n_ranks=1, engine="torchtitan", **settings):
     settings["optim.eps" if is_ours else "+optim.override_optimizer_config.eps"] = EPS
     command = ["bash", "examples/verl/sft.sh", str(place)]
     bin_folder = os.path.dirname(sys.executable)
-    result = subprocess.run(
-        command + [f"{key}={value}" for key, value in settings.items()],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        env={
-            **os.environ,
-            "PATH": f"{bin_folder}:{os.environ['PATH']}",
-            "NPROC": str(n_ranks),
-            "ENGINE": engine,
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    variables = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    variables |= {"NPROC": str(n_ranks), "ENGINE": engine}
+    options = dict(capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    command += [f"{key}={value}" for key, value in settings.items()]
+    result = subprocess.run(command, env=os.environ | variables, **options)
     assert result.returncode == 0, result.stderr[-4000:]
-    metrics = {}
-    for step, line in re.findall(r"step:(\d+) - (.*)", result.stdout):
-        pairs = (entry.rsplit(":", 1) for entry in line.split(" - "))
-        metrics.setdefault(int(step), {}).update({key: float(value) for key, value in pairs})
-    return metrics
+    return cases.logged_steps(result.stdout)
 
 
 def assert_same_run(metrics, expected, steps, **tolerances):
@@ -93,16 +80,12 @@ def test_layouts_report_the_same_losses(place, alone, layout):
 
 def test_run_of_one_process_is_resumed_by_two_within_an_epoch(place, alone):
     """verl saves the data position of each data-parallel rank, so their number stays the same."""
-    metrics = run_trainer(
-        place,
-        "resumed",
-        2,
-        **{
-            "engine.tensor_parallel_size": 2,
-            "trainer.resume_mode": "resume_path",
-            "trainer.resume_from_path": place / "alone/global_step_10",
-        },
-    )
+    settings = {
+        "engine.tensor_parallel_size": 2,
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": place / "alone/global_step_10",
+    }
+    metrics = run_trainer(place, "resumed", 2, **settings)
     assert min(metrics) == 11
     assert_same_run(metrics, alone, range(11, STEPS + 1))
 
@@ -115,24 +98,14 @@ def at_constant_rate(place):
 
 
 @pytest.mark.parametrize(
-    "n_ranks, is_packed",
-    [
-        (2, True),
-        pytest.param(1, True, marks=pytest.mark.slow),
-        pytest.param(1, False, marks=pytest.mark.slow),
-    ],
+    "n_ranks, is_packed", [(2, True), pytest.param(1, False, marks=pytest.mark.slow)]
 )
 def test_fsdp_engine_of_verl_reports_the_same_losses(place, at_constant_rate, n_ranks, is_packed):
-    metrics = run_trainer(
-        place,
-        f"fsdp_{n_ranks}_{is_packed}",
-        n_ranks,
-        "fsdp",
-        **{
-            "optim.lr_warmup_steps": 0,
-            "optim.lr_scheduler_type": "constant",
-            "model.use_remove_padding": is_packed,
-        },
-    )
+    settings = {
+        "optim.lr_warmup_steps": 0,
+        "optim.lr_scheduler_type": "constant",
+        "model.use_remove_padding": is_packed,
+    }
+    metrics = run_trainer(place, f"fsdp_{n_ranks}", n_ranks, "fsdp", **settings)
     tolerances = dict(loss=1e-6, grad_norm=2e-6)
     assert_same_run(metrics, at_constant_rate, range(1, STEPS + 1), **tolerances)

@@ -1,7 +1,6 @@
 """What `torchtitan launch` prints for Ray, submitted to two Ray nodes on this machine."""
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -11,23 +10,14 @@ import pytest
 
 from examples.verl.toy import make_toy
 from tests.reliability import jobs
+from tests.verl import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 900  # on a busy machine
 TRAINING = """
-[training]
-dataset = "local"
-steps = 4
-seq_len = 64
-local_batch_size = 1
-global_batch_size = 4
-
-[metrics]
-enable_jsonl = true
-
-[checkpoint]
-enable = true
-interval = 100
+training.global_batch_size = 4
+metrics.enable_jsonl = true
+checkpoint = {enable = true, interval = 100}
 """
 
 
@@ -70,15 +60,8 @@ def submit(cluster, folder, engine, *arguments):
     launch += [f"--env={name}={value}" for name, value in variables.items()]
     env = os.environ | {"RAY_ADDRESS": cluster, "PYTHONPATH": path}
     command = subprocess.check_output(launch, env=env, cwd=folder, text=True)
-    done = subprocess.run(
-        ["bash", "-c", command],
-        env=env,
-        cwd=folder,
-        timeout=SECONDS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+    done = subprocess.run(["bash", "-c", command], env=env, cwd=folder, **options)
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
 
@@ -96,11 +79,7 @@ def test_released_verl_makes_a_grpo_step_on_two_nodes(cluster, tmp_path):
     settings += ["actor_rollout_ref.actor.torchtitan.data_parallel_shard_size=2"]
     (tmp_path / "files").mkdir()
     output = submit(cluster, tmp_path / "files", "verl", "--gpus-per-node=1", *settings)
-    (step,) = re.findall(r"step:1 - .*", output)
-    found = {
-        name: float(re.search(rf"{name}:([-\d.e+]+)", step)[1])
-        for name in ("actor/grad_norm", "training/rollout_probs_diff_max")
-    }
+    found = cases.logged_steps(output)[1]
     assert 0 < found["actor/grad_norm"] < 10
     assert found["training/rollout_probs_diff_max"] < 1e-6
     assert "torchtitan_server_1" in output  # the second node's rollout
@@ -110,11 +89,9 @@ def test_released_verl_makes_a_grpo_step_on_two_nodes(cluster, tmp_path):
 def test_ray_train_on_two_nodes_has_the_losses_of_one_process(cluster, tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "files/job.toml").write_text(TRAINING)
-    own = {"training.dataset", "training.steps", "training.seq_len", "training.local_batch_size"}
-    flags = [flag for flag in jobs.TINY_JOB if flag[2:].split("=")[0] not in own]
     losses = {}
     for place in ("ray", "here"):
-        job = [*flags, f"--job.dump_folder={tmp_path / place}"]
+        job = [*jobs.TINY_JOB, f"--job.dump_folder={tmp_path / place}"]
         if place == "ray":
             options = ["--config=job.toml", "--gpus-per-node=0", "--cpus=5", "--max-restarts=0"]
             submit(cluster, tmp_path / "files", "ray", *options, *job)

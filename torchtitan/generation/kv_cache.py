@@ -76,10 +76,10 @@ class CachedAttention(_Store, nn.Module):
         q: [B, H, T, D]; k, v: [B, K, T, D]. block_mask: a bool tensor [1 or B, 1, T, S], not a
         BlockMask: True for the slots that a token sees.
         """
-        if not self.stored:  # only now are batch size, heads, dtype and device known
+        if not self.stored:  # shapes, dtype and device are known from the first call on
             self._allocate(k, v)
         for stored, new in zip(self.stored, (k, v), strict=True):
-            if len(self.slots) == 1:  # the same slots in all rows
+            if len(self.slots) == 1:  # all rows write to the same slots
                 stored[:, :, self.end - new.shape[2] : self.end] = new
             else:
                 index = self.slots[:, None, :, None].expand_as(new)
@@ -133,7 +133,7 @@ class CachedDeltaRule(_Store, DeltaRule):
         mask: DocumentMask,
     ) -> Tensor:
         widths, (n_rows, n_tokens) = [w.shape[1] for w in taps], g.shape[:2]
-        if not self.stored:  # rows begin with zeros
+        if not self.stored:  # the initial state is zero
             n_values, n_heads = inputs[2].shape[-1], g.shape[-1]
             sizes = n_rows, n_heads, key_dim, n_values // n_heads
             dtype = torch.promote_types(g.dtype, torch.float32)
@@ -210,7 +210,7 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        kernels = [layer.inner_attention for layer in layers]  # may be the kernels of another cache
+        kernels = [layer.inner_attention for layer in layers]  # or another cache's replacements
         invariant = any(getattr(kernel, "batch_invariant", False) for kernel in kernels)
         self.kernels = [
             CachedDeltaRule()
@@ -260,7 +260,7 @@ class CachedForward:
         for store in self._stores:
             store.slots, store.end, store.counts = slots, end, n_new
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
-            if layer.inner_attention is not kernel:  # a second cache may have put its kernel there
+            if layer.inner_attention is not kernel:  # another cache of this model ran since
                 layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         with ExitStack() as hooks:

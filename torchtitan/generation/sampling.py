@@ -57,7 +57,7 @@ def draw(
     # Keep the target below the sum even after rounding, because tokens past it have probability 0.
     target = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, target, right=True)
-    tokens.clamp_(max=logits.shape[-1] - 1)  # beyond the vocabulary if logits are nan
+    tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits give an index past the end
     chosen = logits.gather(-1, tokens).squeeze(-1).float() / temperature
     # Renormalise over the tokens that are kept.
     kept_sums = exps.sum(dim=-1) if is_truncated else sums
@@ -93,8 +93,8 @@ def stream(
     """Yield the next token of each row, [B, 1], one after another; input_ids: [T] or [B, T].
 
     temperature: numbers between 0 and 1e-5 become 1e-5. seed: None draws from torch's default generator.
-    eos_id: a row that has drawn this token, or one of these, is padded with it, and generation
-        ends when all rows have drawn one; None always draws `max_new_tokens`.
+    eos_id: end-of-text id or ids. A row that has drawn an end-of-text token is padded with it, and
+        generation ends when all rows have. None: always `max_new_tokens`.
     Raises ValueError for an empty prompt, options out of range, and in the cases of `kv_cache`;
     FloatingPointError for logits that are not finite.
     """

@@ -48,7 +48,7 @@ _HOW_VLLM_RELOADS = {
     "--max-lora-rank of at least lora.rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
     "environment",
 }
-_MAX_FILE_BYTES = 4 * 2**30  # limit of the tensors in one file
+_MAX_FILE_BYTES = 4 * 2**30  # larger models are split into several files
 
 
 class OpenAIGenerator(ForeignGenerator):
@@ -98,7 +98,7 @@ class OpenAIGenerator(ForeignGenerator):
             {
                 "model": self._name_of(self.policy_version),
                 "prompt": list(prompts[i // num_samples]),
-                "n": 1,  # each completion has its own seed
+                "n": 1,
                 "seed": seed,
                 "temperature": sampling.temperature,
                 "max_tokens": sampling.max_tokens,
@@ -134,7 +134,7 @@ class OpenAIGenerator(ForeignGenerator):
             token_ids = choice.get("token_ids")
             details = choice.get("logprobs") or {}
             logprobs = [float(value) for value in details.get("token_logprobs") or ()]
-            if token_ids is None:  # then tokens are texts such as "token_id:17"
+            if token_ids is None:  # the server spells tokens as "token_id:17"
                 texts = details.get("tokens") or ()
                 parts = [text.rpartition(":") for text in texts]
                 is_id = all(x == "token_id" and number.isdecimal() for x, _, number in parts)
@@ -161,7 +161,7 @@ class OpenAIGenerator(ForeignGenerator):
         failure = None
         try:
             super().update_weights(weights, check_digest=check_digest)
-        except WeightMismatchError as error:  # on rank 0; the other ranks wait in `share`
+        except WeightMismatchError as error:  # only on rank 0; the other ranks wait in `share`
             failure = error
         if self._settings.weight_transfer and failure is None:
             self._servers.trust(self._servers.addresses())
@@ -189,7 +189,8 @@ class OpenAIGenerator(ForeignGenerator):
         """Have a server load the files of a version. previous: name of the adapters to unload."""
         folder = self._folder_of(version)
         if url := self._settings.reload_url:
-            url = f"{server}{url}" if url.startswith("/") else url  # a path on each server
+            # A path is the same on every server.
+            url = f"{server}{url}" if url.startswith("/") else url
             self._command(url, {"path": folder, "version": version})
         elif self._run:
             lora = {"lora_name": self._name_of(version), "lora_path": folder}
@@ -239,7 +240,7 @@ class OpenAIGenerator(ForeignGenerator):
 
 
 def _array(text: Any) -> np.ndarray | None:
-    """Return the integers of a NumPy file in base64, vLLM's form of `routed_experts`; else None."""
+    """Decode `routed_experts`, a NumPy file in base64; None for anything else than integers."""
     try:
         array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     except (TypeError, ValueError, EOFError, OSError):

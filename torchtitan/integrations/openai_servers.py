@@ -22,12 +22,12 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-_SECONDS_BETWEEN_LOOKS = 2.0  # between tries while no server answers
+_SECONDS_BETWEEN_LOOKS = 2.0  # pause before asking the servers again, while none answers
 _SECONDS_TO_ANSWER = 10.0  # timeout for connections and metrics
 
 
 class LostServerError(RunError):
-    """A server does not answer. is_gone: it cannot be reached; False: it reports errors."""
+    """A server does not answer. is_gone: True if it cannot be reached, False if it answers with errors."""
 
     def __init__(self, message: str, is_gone: bool = True) -> None:
         super().__init__(message)
@@ -35,15 +35,15 @@ class LostServerError(RunError):
 
 
 class Servers:
-    """Tracks which servers have the weights of the last update, and has restarted servers load them.
+    """Tracks which servers have the weights of the last update, and makes restarted servers load them.
 
     setting: see `addresses_in`; read again for each update, so servers may join.
     timeout_seconds: how long to wait while no server answers.
 
     A restarted server lost the weights. To detect it, an idle connection to each server stays open, which
     closes when the server's process ends. Proxies and TLS servers also close idle connections; then the
-    process's start time in the server's metrics (vLLM has it) must be unchanged. A server without this
-    metric counts as restarted.
+    start time of the process decides, which vLLM has in its metrics. A server without this metric counts
+    as restarted.
     """
 
     def __init__(self, setting: str, timeout_seconds: float) -> None:
@@ -51,7 +51,7 @@ class Servers:
         self._lock = threading.Lock()  # held while a server gets the weights
         self._turns = itertools.count()
         self._ready: dict[str, _Connection] = {}
-        self._load: Callable[[str], None] = lambda _: None  # before an update: nothing to load
+        self._load: Callable[[str], None] = lambda _: None  # replaced by the first update
 
     def addresses(self) -> list[str]:
         return addresses_in(self._setting)
@@ -60,7 +60,8 @@ class Servers:
         """Make all servers that answer load the weights, and wait until at least one has loaded them.
 
         load: makes the server at an address load the weights; called again for a restarted server.
-        now: False for ranks that get rank 0's result in `share`, and for weights sent without files.
+        now: False only stores `load`, for later restarts: on ranks that get rank 0's result in `share`,
+            and for weights that were sent without files.
         Raises what `load` raises, unless the server is gone.
         """
         with self._lock:
@@ -138,7 +139,8 @@ class Servers:
     def _try_to_load(self, address: str) -> Exception | None:
         """Return why the server is skipped, or None. Raises RunError if the server reports a failed load."""
         try:
-            idle = _Connection(address)  # before the load, so a later restart closes it
+            # Made before the load, so that a restart during the load closes it.
+            idle = _Connection(address)
             self._load(address)
         except (OSError, LostServerError) as error:
             if not getattr(error, "is_gone", True):

@@ -81,7 +81,7 @@ class VLLMGenerator(ForeignGenerator):
         folder = os.path.join(folder, f"rank-{dist.get_rank() if n_ranks > 1 else 0}")
         super().__init__(dtype, seed, folder, settings.adapters, settings.replay_experts)
         self._vllm = vllm
-        self._adapters: Any = None  # a LoRARequest
+        self._adapters: Any = None  # vLLM's LoRARequest for the last update
         self._llm = vllm.LLM(
             model=hf_assets_path,
             dtype="auto" if dtype is None else dtype,
@@ -140,7 +140,7 @@ class VLLMGenerator(ForeignGenerator):
             self._write_adapters(pairs, version)
             name, path = f"version-{version}", self._folder_of(version)
             self._adapters = self._vllm.lora.request.LoRARequest(name, version + 1, path)
-            self._llm.llm_engine.add_lora(self._adapters)  # raises for files that do not fit
+            self._llm.llm_engine.add_lora(self._adapters)  # raises if vLLM cannot use the files
             self._remove_other_versions(version)
             return
         self._llm.collective_rpc(_pack_experts_again)

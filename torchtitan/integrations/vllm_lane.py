@@ -35,7 +35,7 @@ def register() -> None:
     """Register our receiver as "gloo" with vLLM, which calls this in each of its processes."""
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    except ImportError:  # a vLLM without the interface
+    except ImportError:  # this vLLM has no weight transfer
         return
     # vLLM calls plug-ins again in processes that it forks.
     if "gloo" not in WeightTransferEngineFactory._registry:
@@ -106,7 +106,7 @@ class WeightLane:
             expected = {digest_of(_secret(token, rank)): rank for rank in range(1, size)}
         else:
             self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
-            server.close()  # the port is for NCCL
+            server.close()  # NCCL listens at this port instead
 
         def meet_workers() -> Any:
             if backend == "gloo":
@@ -140,7 +140,7 @@ class WeightLane:
     def close(self) -> None:
         """Close the TCP connections, which ends a thread that is sending."""
         for worker in self._workers if self._device.type == "cpu" else ():
-            with contextlib.suppress(OSError):  # the worker has gone
+            with contextlib.suppress(OSError):  # the worker may have closed it already
                 worker.shutdown(socket.SHUT_RDWR)
             worker.close()
 

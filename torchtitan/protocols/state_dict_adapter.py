@@ -13,7 +13,8 @@ from torchtitan.tools.logging import logger
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NAMES_SHOWN = 5
-DECAY = ".decay."  # in our names of linear attention's A_log and dt_bias, which every export keeps in fp32
+# Part of the names of linear attention's A_log and dt_bias, which exports keep in fp32.
+DECAY = ".decay."
 
 
 def to_template(name: str) -> tuple[str, list[str]]:
@@ -82,7 +83,8 @@ class BaseStateDictAdapter(ABC):
     def for_export(self, base_names: Collection[str]) -> "BaseStateDictAdapter":
         """Return an adapter that uses the tensor names of an export.
 
-        base_names: names in the files whose untrained parts the export copies; empty if it copies none.
+        base_names: tensors in the base model's files, whose untrained parts the export copies; empty if
+            it copies nothing.
         """
         return self
 
@@ -114,7 +116,7 @@ class StateDictAdapter(BaseStateDictAdapter):
         try:
             weight_map = read_weight_map(path)
         except FileNotFoundError:
-            logger.debug(f"There is no {path}: a Hugging Face export is divided by size")
+            logger.debug(f"There is no {path}: a Hugging Face export is split into files by size")
             return
         self.fqn_to_index_mapping = {}
         for name, shard in weight_map.items():

@@ -180,21 +180,16 @@ def test_rows_are_filled_with_end_of_text_once_they_drew_it(tmp_path):
     free, again, other = (generate(model, prompts, max_new_tokens=12, seed=s) for s in (0, 0, 1))
     assert torch.equal(free, again) and not torch.equal(free, other)
     eos = int(free[0, 8])  # the third token drawn in the first row
-    tokens = generate(model, prompts, max_new_tokens=12, seed=0, eos_id=eos)
-    for row, without in zip(tokens[:, 6:].tolist(), free[:, 6:].tolist(), strict=True):
-        end = without.index(eos) if eos in without else len(row)
-        assert row[: end + 1] == without[: end + 1]
-        assert set(row[end:]) <= {eos}
+    for ids in ([eos], [eos, int(free[1, 9])]):
+        tokens = generate(model, prompts, max_new_tokens=12, seed=0, eos_id=ids)
+        for row, without in zip(tokens[:, 6:].tolist(), free[:, 6:].tolist(), strict=True):
+            end = next((i for i, token in enumerate(without) if token in ids), len(row) - 1)
+            assert row[: end + 1] == without[: end + 1]
+            assert set(row[end:]) == {without[end]}
     assert generate(model, prompts[0], max_new_tokens=12, temperature=0).shape == (1, 18)
     likeliest = int(uncached(model, prompts[:1], 1)[0, -1])
     stopped = generate(model, prompts[0], max_new_tokens=12, temperature=0, eos_id=likeliest)
     assert stopped.shape == (1, 7)
-    others = [eos, int(free[1, 9])]
-    tokens = generate(model, prompts, max_new_tokens=12, seed=0, eos_id=others)
-    for row, without in zip(tokens[:, 6:].tolist(), free[:, 6:].tolist(), strict=True):
-        end = next(i for i, token in enumerate(without) if token in others)
-        assert row[: end + 1] == without[: end + 1]
-        assert set(row[end:]) == {without[end]}
 
 
 @pytest.mark.parametrize(
@@ -220,8 +215,10 @@ def test_options_out_of_range_are_named(options, message):
 def checkpoints(tmp_path_factory) -> Path:
     """The checkpoints of a run of two steps."""
     folder = tmp_path_factory.mktemp("run")
-    flags = [f"--job.config_file={CONFIG}", f"--job.dump_folder={folder}", "--training.steps=2"]
-    flags += ["--training.local_batch_size=1", "--checkpoint.enable", "--checkpoint.interval=1"]
+    flags = jobs.flags_in(f"""
+        job.config_file={CONFIG} job.dump_folder={folder} training.steps=2
+        training.local_batch_size=1 checkpoint.enable checkpoint.interval=1
+    """)
     outcome = jobs.run(flags, folder / "logs", timeout_seconds=100)
     assert outcome.exit_codes == [0], outcome.output
     return folder / "checkpoint"
@@ -230,11 +227,10 @@ def checkpoints(tmp_path_factory) -> Path:
 def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(
     checkpoints, tmp_path, monkeypatch, capsys
 ):
-    convert_to_hf(
-        str(checkpoints / "step-2"), str(tmp_path), "llama3", "debugmodel", None, "float32"
-    )
-    options = "--prompt=Return a list --max_new_tokens=9 --batch_size=2 --seed=5 --out --ignore_eos"
-    arguments = [f"--config={CONFIG}", *options.replace(" --", "\n--").split("\n")]
+    saved = str(checkpoints / "step-2")
+    convert_to_hf(saved, str(tmp_path), "llama3", "debugmodel", None, "float32")
+    options = "--max_new_tokens=9 --batch_size=2 --seed=5 --out --ignore_eos".split()
+    arguments = [f"--config={CONFIG}", "--prompt=Return a list", *options]
     monkeypatch.chdir(ROOT)
     reports = []
     for folder in (checkpoints, tmp_path):
@@ -243,9 +239,8 @@ def test_report_of_a_trained_checkpoint_and_of_its_hf_export_agree(
         reports.append(json.loads(capsys.readouterr().out))
     report, from_hf = reports
     assert report["responses"] == from_hf["responses"]
-    assert [set(r) for r in report["responses"]] == [
-        {"input_text", "output_text", "response_idx"}
-    ] * 2
+    keys = {"input_text", "output_text", "response_idx"}
+    assert [set(response) for response in report["responses"]] == [keys] * 2
     assert report["responses"][0]["input_text"] == "Return a list"
     metadata = report["metadata"]
     expected = {"generated_n_tokens": 9, "batch_size": 2, "seed": 5, "world_size": 1}
@@ -262,15 +257,10 @@ def test_text_alone_is_on_stdout(checkpoints):
     options = "--prompt=Return --max_new_tokens=300 --temperature=0 --deterministic"
     options += " --training.seq_len=512 --model.flavor=debugmodel_varlen_attn"
     source = f"--checkpoint={checkpoints / 'step-1'}"
-    arguments = [f"--config={CONFIG}", source, *options.split()]
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.generate.test_generate", *arguments],
-        cwd=ROOT,
-        env={"PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command = [sys.executable, "-m", "scripts.generate.test_generate", f"--config={CONFIG}", source]
+    command += options.split()
+    place = {"cwd": ROOT, "env": {"PATH": "", "OMP_NUM_THREADS": "1"}, "timeout": 100}
+    done = subprocess.run(command, capture_output=True, text=True, **place)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Return")
     assert "tokens after 2 in" in done.stderr
@@ -301,8 +291,7 @@ def test_mistakes_are_one_sentence(
 
 @pytest.mark.parametrize("kind", ["dcp", "hf"])
 def test_model_with_tied_embeddings_is_loaded_as_it_was(tmp_path, kind):
-    spec = get_train_spec("qwen3")
-    spec.model_args = {"tiny": QWEN3_ARGS}
+    spec = dataclasses.replace(get_train_spec("qwen3"), model_args={"tiny": QWEN3_ARGS})
     saved = initialized(Qwen3Model, QWEN3_ARGS)
     if kind == "dcp":
         dcp.save(get_model_state_dict(saved), checkpoint_id=tmp_path)

@@ -12,8 +12,6 @@ import torch
 from tests.tiny_hf import tiny_hf_model
 from tests.unit.integrations.tinker_server import LORA, Http, server_config, serving
 from torchtitan.integrations.tinker import saved
-from torchtitan.models.hf_config import from_hf_config
-from torchtitan.protocols import train_spec
 
 PROMPT = [3, 1, 4, 1, 5]
 DATA = [(PROMPT, {"target_tokens": [1, 4, 1, 5, 9], "weights": [1.0] * 5})]
@@ -38,20 +36,11 @@ def url(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     (folder / "key").write_text(KEY)
     (folder / "key").chmod(0o600)
-    spec = train_spec.get_train_spec("qwen3")
-    flags = (
-        *LORA,
-        "--model.name=qwen3",
-        "--model.flavor=downloads",
-        f"--checkpoint.initial_load_path={base}",
-        "--checkpoint.initial_load_in_hf",
-        "--checkpoint.enable",
-        f"--rl.serve.api_key_file={folder / 'key'}",
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(spec.model_args, "downloads", from_hf_config(str(base)).model_args)
-        with serving(server_config(folder, *flags)) as url:
-            yield url
+    weights = ("--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={base}")
+    flags = (*LORA, f"--rl.serve.api_key_file={folder / 'key'}", "--checkpoint.enable", *weights)
+    model = ("--model.name=qwen3", f"--model.hf_config={base}")
+    with serving(server_config(folder, *flags, *model)) as url:
+        yield url
 
 
 @pytest.fixture
@@ -119,17 +108,12 @@ def test_signed_urls_open_no_other_file_and_expire(run, monkeypatch):
 def test_saved_states_are_listed_and_external_ones_deleted(run):
     run.train("save_weights", path="state")
     run.train("save_weights_external", path="b")
-    assert (
-        run.send("PUT", f"/api/v1/training_runs/{run.model}/checkpoints/external_weights/b/ttl")[0]
-        == 200
-    )
-    found = get(run, "")[1]["checkpoints"]
-    assert [(c["checkpoint_id"], c["checkpoint_type"]) for c in found] == [
-        ("weights/state", "training"),
-        ("external_weights/b", "external"),
-    ]
-    assert all(checkpoint["size_bytes"] > 1000 for checkpoint in found)
     path = f"/api/v1/training_runs/{run.model}/checkpoints/"
+    assert run.send("PUT", path + "external_weights/b/ttl")[0] == 200
+    found = {c["checkpoint_id"]: c for c in get(run, "")[1]["checkpoints"]}
+    assert found["weights/state"]["checkpoint_type"] == "training"
+    assert found["external_weights/b"]["checkpoint_type"] == "external"
+    assert all(checkpoint["size_bytes"] > 1000 for checkpoint in found.values())
     status, answer = run.send("DELETE", path + "weights/state")
     assert status == 400 and b"only external_weights can be deleted by clients" in answer
     assert run.send("DELETE", path + "external_weights/b")[0] == 200

@@ -5,12 +5,18 @@ import json
 import pytest
 import torch
 
-from tests.unit.integrations.tinker_server import DATA, LORA, PROMPT, Http, forward_backward_message
+from tests.unit.integrations.tinker_server import (
+    DATA,
+    LORA,
+    PROMPT,
+    Http,
+    forward_backward_message,
+    local_step,
+)
 from tests.unit.rl.neighbours import changes, files_of_at_most, train_on_full_disk
 from tests.unit.rl.together import largest_difference, train
 from tests.unit.rl.toy import toy_config
 from torchtitan.integrations.tinker.client import LocalTrainingClient
-from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 
 FLAGS = LORA
 
@@ -19,60 +25,46 @@ def test_rank_of_a_client_is_that_of_an_engine_of_this_rank(run, tmp_path):
     run.start_model(rank=4, seed=5)
     info = run.ask("get_info", model_id=run.model)
     assert info["is_lora"] is True and info["lora_rank"] == 4
-    data = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
     # The same scale, alpha / rank, for half the rank.
     smaller = [*LORA[:1], "--lora.rank=4", "--lora.alpha=8"]
     with LocalTrainingClient(toy_config(tmp_path, *smaller)) as client:
         client.start_adapters(5, 4, ["self_attn", "mlp"]).result()
-        losses = []
-        for _ in range(4):
-            ours = client.forward_backward(data, "cross_entropy").result()
-            step = client.optim_step(AdamParams(learning_rate=1e-2)).result()
-            losses.append(run.forward_backward(DATA)["metrics"]["loss:sum"])
-            assert losses[-1] == pytest.approx(ours.metrics["loss:sum"], rel=1e-6)
-            metrics = run.optim_step()["metrics"]
-            assert metrics["grad_norm"] == pytest.approx(step.metrics["grad_norm"], rel=1e-6)
-    assert losses[-1] < losses[0]
+        pairs = [(run.step(), local_step(client)) for _ in range(4)]
+    for found, expected in pairs:
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-6)
+    assert pairs[-1][0] < pairs[0][0]
 
 
 def test_each_model_begins_with_new_adapters_and_samplers_keep_theirs(run):
     run.start_model(rank=8, seed=1)
-    first = run.forward_backward(DATA)["metrics"]["loss:sum"]
-    run.optim_step(lr=0.1)
+    first, *_ = run.step(lr=0.1)
     sampler = run.sampler()
     sampled = run.sample(sampler, PROMPT, 1)["sequences"][0]
     run.start_model(rank=2, seed=1)
-    assert run.forward_backward(DATA)["metrics"]["loss:sum"] == pytest.approx(first, rel=1e-6)
+    assert run.step()[0] == pytest.approx(first, rel=1e-6)
     again = run.sample(sampler, PROMPT, 2)["sequences"][0]
     assert (again["tokens"], again["logprobs"]) == (sampled["tokens"], sampled["logprobs"])
 
 
 def test_model_from_a_saved_state_keeps_its_rank_and_goes_on_as_it_would_have(run):
-    def two_steps():
-        calls = [(run.forward_backward(DATA), run.optim_step()) for _ in range(2)]
-        return [(x["metrics"]["loss:sum"], y["metrics"]["grad_norm"]) for x, y in calls]
-
     run.start_model(rank=4, seed=5)
-    two_steps()
+    run.step()
     path = run.train("save_weights", path="state")["path"]
     assert run.ask("weights_info", tinker_path=path)["lora_rank"] == 4
-    expected = two_steps()
+    expected = run.step(), run.step()
     for optimizer in (True, False):
-        run.n_models += 1
-        loaded = {"model_seq_id": run.n_models, "path": path, "optimizer": optimizer}
-        run.model = run.wait("load_weights", session_id=run.session, **loaded)["model_id"]
+        request = run.new_model(path=path, optimizer=optimizer)
+        run.model = run.wait("load_weights", **request)["model_id"]
         assert run.ask("get_info", model_id=run.model)["lora_rank"] == 4
-        found = two_steps()
+        found = run.step(), run.step()
         assert found[0] == expected[0] and (found == expected) is optimizer
 
 
 def test_parts_that_a_client_leaves_out_do_not_train(tmp_path):
     with LocalTrainingClient(toy_config(tmp_path, *LORA)) as client:
         client.start_adapters(0, 3, ["self_attn"]).result()
-        data = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
         for _ in range(2):
-            client.forward_backward(data, "cross_entropy").result()
-            client.optim_step(AdamParams(learning_rate=1e-2)).result()
+            local_step(client)
         (part,) = client._trainer.engine.model_parts
         for name, parameter in part.named_parameters():
             if name.endswith(("lora_a", "lora_b")):
@@ -91,32 +83,21 @@ def test_states_that_do_not_fit_on_the_disk_stay_in_memory(tmp_path):
     assert largest_difference(found, expected) == 0
 
 
-def saved_names(run):
-    answer = json.loads(run.send("GET", f"/api/v1/training_runs/{run.model}/checkpoints")[1])
-    return [saved["checkpoint_id"] for saved in answer["checkpoints"]]
-
-
 def test_failed_load_leaves_the_rank_of_a_model_and_the_failure_of_its_step(run, folder):
     run.start_model(rank=2, seed=1)
-    run.forward_backward(DATA)
-    run.optim_step()
+    run.step()
     smaller = run.train("save_weights", path="smaller")["path"]
     part = next((folder / "states" / smaller.removeprefix("tinker://")).glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-64])
     run.start_model(rank=8, seed=1)
-    run.forward_backward(DATA)
-    run.optim_step()
+    run.step()
     assert "error" in run.forward_backward([([1], {"target_tokens": [99], "weights": [1.0]})])
     assert "is damaged" in run.train("load_weights", path=smaller)["error"]
     assert run.ask("get_info", model_id=run.model)["lora_rank"] == 8
     assert "a forward_backward of this step failed" in run.optim_step()["error"]
     path = run.train("save_weights", path="after")["path"]
     assert run.ask("weights_info", tinker_path=path)["lora_rank"] == 8
-    run.n_models += 1
-    failed = run.wait(
-        "load_weights", session_id=run.session, model_seq_id=run.n_models, path=smaller
-    )
-    assert "is damaged" in failed["error"]
+    assert "is damaged" in run.wait("load_weights", **run.new_model(path=smaller))["error"]
     model = f"{run.session}:train:{run.n_models}"
     run.refuses(404, f"model {model} is unknown", "get_info", model_id=model)
 
@@ -125,31 +106,28 @@ def test_failed_save_leaves_the_saved_state_before_it_and_no_other(run):
     """On a full disk: no file may have more than 1 kB."""
     run.start_model(rank=4, seed=1)
     path = run.train("save_weights", path="first")["path"]
-    expected = run.forward_backward(DATA)["metrics"]["loss:sum"]
-    run.optim_step()
+    expected, *_ = run.step()
     with files_of_at_most(1000):
         assert "second" in run.train("save_weights", path="second")["error"]
         assert "first" in run.train("save_weights", path="first", overwrite=True)["error"]
-    assert saved_names(run) == ["weights/first"]
+    answer = json.loads(run.send("GET", f"/api/v1/training_runs/{run.model}/checkpoints")[1])
+    assert [saved["checkpoint_id"] for saved in answer["checkpoints"]] == ["weights/first"]
     run.train("load_weights", path=path)
-    assert run.forward_backward(DATA)["metrics"]["loss:sum"] == expected
+    assert run.step()[0] == expected
 
 
 def test_other_request_under_the_number_of_an_earlier_one_is_refused(run, url):
     """As from two programs that train one model, and each count their requests from 1."""
     other = Http(url)
-    other.session, other.model, other.n_sent = run.session, run.model, run.n_sent
-    losses = [run.forward_backward(DATA)["metrics"]["loss:sum"] for _ in range(2)]
-    assert other.forward_backward(DATA)["metrics"]["loss:sum"] == losses[0], "sent again"
+    other.session, other.model = run.session, run.model
+    run.forward_backward()
     body = forward_backward_message(run.model, run.n_sent, DATA[:1])
     status, answer = other.send("POST", "/api/v1/forward_backward", body)
     assert status == 400 and b"was accepted before with other content" in answer
     run.optim_step(lr=1e-2)
-    request = {"model_id": run.model, "seq_id": run.n_sent}
-    request["adam_params"] = {"learning_rate": 1e-3}
+    request = {"model_id": run.model, "seq_id": run.n_sent, "adam_params": {}}
     other.refuses(400, "make a client for each program", "optim_step", **request)
     sampler = run.sampler()
-    run.sample(sampler, [1, 2, 3], 1)
-    request = {"sampling_session_id": sampler, "seq_id": 1, "sampling_params": {"max_tokens": 4}}
-    request["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 4]}]}
-    other.refuses(400, "was accepted before with other content", "asample", **request)
+    run.sample(sampler, PROMPT, 1)
+    with pytest.raises(AssertionError, match="was accepted before with other content"):
+        other.sample(sampler, PROMPT[:3], 1)

@@ -1,6 +1,7 @@
 """The published tinker client talks to the server unchanged; skipped where it is not installed."""
 
 import pytest
+import torch
 
 tinker = pytest.importorskip("tinker")
 
@@ -18,16 +19,7 @@ def datum(tokens, **inputs):
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
-def cross_entropy_data():
-    import torch
-
-    return [
-        datum([1, 2, 3], target_tokens=torch.tensor([2, 3, 4]), weights=torch.ones(3)),
-        datum([5], target_tokens=torch.tensor([6]), weights=torch.ones(1)),
-    ]
-
-
-def test_samplers_are_snapshots_and_many_samples_come_back(service):
+def test_many_samples_come_back(service):
     client = service.create_lora_training_client(base_model="any", rank=8).result()
     sampler = client.save_weights_and_get_sampling_client().result()
     prompt = tinker.ModelInput.from_ints([1, 2, 3])
@@ -36,37 +28,27 @@ def test_samplers_are_snapshots_and_many_samples_come_back(service):
     sequences = [sequence for future in futures for sequence in future.result().sequences]
     assert len(sequences) == 200 and len({s.sequence_id for s in sequences}) == 200
     assert {len(s.tokens) for s in sequences} == {4} == {len(s.logprobs) for s in sequences}
-    before = sampler.compute_logprobs(prompt).result()
-    assert before[0] is None and len(before) == 3
-
-    client.forward_backward(cross_entropy_data(), "cross_entropy").result()
-    client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
-    assert sampler.compute_logprobs(prompt).result() == before
-    now = client.save_weights_and_get_sampling_client().result()
-    assert now.compute_logprobs(prompt).result() != before
 
 
-def test_custom_loss_and_saved_state(service):
+def test_custom_loss_is_computed_by_the_client(service):
     client = service.create_lora_training_client(base_model="any", rank=8).result()
 
     def loss_fn(data, logprobs):
         loss = sum((values**2).sum() for values in logprobs)
         return loss, {"terms:sum": float(len(data))}
 
-    found = client.forward_backward_custom(cross_entropy_data(), loss_fn)
-    client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+    data = [
+        datum([1, 2], target_tokens=torch.tensor([2, 3])),
+        datum([5], target_tokens=torch.tensor([6])),
+    ]
+    found = client.forward_backward_custom(data, loss_fn)
+    assert (
+        client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"] > 0
+    )
     assert found.result().metrics["terms:sum"] == 2
-    path = client.save_state("custom").result().path
-    before = client.forward(cross_entropy_data(), "cross_entropy").result()
-    again = service.create_training_client_from_state_with_optimizer(path).result()
-    after = again.forward(cross_entropy_data(), "cross_entropy").result()
-    for ours, theirs in zip(before.loss_fn_outputs, after.loss_fn_outputs, strict=True):
-        assert ours["logprobs"].data == theirs["logprobs"].data
 
 
 def test_mistakes_come_as_the_clients_own_errors(service):
-    import torch
-
     client = service.create_lora_training_client(base_model="any", rank=8).result()
     wrong = [datum([1], target_tokens=torch.tensor([2]), wieghts=torch.ones(1))]
     with pytest.raises(tinker.RequestFailedError, match="got 'wieghts'"):

@@ -1,12 +1,13 @@
 """Clients of adapters share passes over the base, each as if it was alone; none keeps others waiting."""
 
+import re
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.unit.integrations.tinker_server import DATA, PROMPT, Http
+from tests.unit.integrations.tinker_server import PROMPT, Http, at_once, local_step
 from tests.unit.rl.together import (
     EXPERTS,
     LAYERS,
@@ -90,12 +91,8 @@ def test_states_in_files_and_rows_of_several_samples_change_no_number(together, 
     found = train(str(tmp_path / "files"), N_MODELS, N_STEPS, serve=files)
     assert largest_difference(found, together) == 0
     assert not list(tmp_path.glob("files/waiting_models/**/*.safetensors")), "they are removed"
-    packed = (
-        "--model.attn_type=flex",
-        "--model.attn_mask_type=position_block_causal",
-        "--rl.batch.packing",
-    )
-    found = train(str(tmp_path / "packed"), N_MODELS, 1, packed)
+    packed = ("--model.attn_type=flex", "--model.attn_mask_type=position_block_causal")
+    found = train(str(tmp_path / "packed"), N_MODELS, 1, (*packed, "--rl.batch.packing"))
     assert largest_difference(found, together[:1]) <= 1e-6
 
 
@@ -175,9 +172,8 @@ def test_settings_under_which_models_take_turns_are_named(tmp_path):
 
 
 def command(lane, size=1, joins="fb", **options):
-    return Command(
-        "forward_backward", {}, lane=lane, size=size, joins=joins, items=[lane], **options
-    )
+    options |= {"lane": lane, "size": size, "joins": joins, "items": [lane]}
+    return Command("forward_backward", {}, **options)
 
 
 def lanes_of(*commands, max_size=4):
@@ -203,25 +199,25 @@ def test_client_that_floods_does_not_keep_the_others_waiting():
     assert next(batches(lanes)) == ["small"]
 
 
-def test_each_lane_gives_one_command_before_a_lane_gives_its_second():
-    lanes = lanes_of(*[command("a") for _ in range(5)], command("b"), command("c"))
-    assert list(batches(lanes)) == [["a", "b", "c", "a"], ["a", "a", "a"]]
+STEP, ALONE = command("a", joins="optim_step"), command("b", joins=None)
+BURST = [command(x, joins=x, size=0, comes_in_bursts=True) for x in ("logprobs", "sample")]
 
 
-def test_commands_of_a_lane_run_in_order_and_those_without_a_key_alone():
-    step = command("a", joins="optim_step")
-    lanes = lanes_of(command("a"), step, command("a"), command("b"), command("b", joins=None))
-    assert list(batches(lanes)) == [["a", "b"], ["a"], ["b"], ["a"]]
-
-
-def test_samples_and_logprobs_of_a_sampler_are_joined_across_each_other():
-    burst = [
-        command(joins, joins=joins, size=0, comes_in_bursts=True)
-        for _ in range(10)
-        for joins in ("logprobs", "sample")
-    ]
-    lanes = lanes_of(command("s", joins=None), *burst)
-    assert [len(batch) for batch in batches(lanes)] == [1, 10, 10]
+@pytest.mark.parametrize(
+    "commands, expected",
+    [
+        ([*map(command, "aaaaabc")], [["a", "b", "c", "a"], ["a", "a", "a"]]),
+        ([command("a"), STEP, *map(command, "ab"), ALONE], [["a", "b"], ["a"], ["b"], ["a"]]),
+        ([command("s", joins=None), *BURST * 10], [["s"], ["logprobs"] * 10, ["sample"] * 10]),
+    ],
+    ids=[
+        "lanes take turns",
+        "in order within a lane, and alone without a key",
+        "bursts are joined",
+    ],
+)
+def test_commands_are_joined_into_batches(commands, expected):
+    assert list(batches(lanes_of(*commands))) == expected
 
 
 # ---- over HTTP ----
@@ -245,42 +241,30 @@ def test_clients_that_train_at_once_share_passes(url, monkeypatch, tmp_path):
         return run(self, items)
 
     monkeypatch.setattr(Policy, "forward_backward", counted)
-    losses = {n: [] for n in range(4)}
-    barrier = threading.Barrier(len(losses))
+    barrier = threading.Barrier(4)
 
     def use(number):
         client = begin(url, rank=number + 1, seed=number)
         barrier.wait()
-        for _ in range(5):
-            losses[number].append(client.forward_backward(DATA)["metrics"]["loss:sum"])
-            client.optim_step()
+        losses = [client.step()[0] for _ in range(5)]
         client.finish()
+        return losses
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in losses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = at_once(use, range(4))
     assert sum(n_calls) == 20 and len(n_calls) < 15, "most requests did not wait for a turn"
-    data = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
     with LocalTrainingClient(toy_config(tmp_path, *LORA)) as client:
-        for number, found in losses.items():
+        for number, losses in enumerate(found):
             client.start_adapters(number, number + 1, LAYERS).result()
-            for loss in found:
-                ours = client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
-                client.optim_step(params_of(0)).result()
-                assert loss == pytest.approx(ours, rel=1e-6)
+            expected = [local_step(client)[0] for _ in losses]
+            assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def test_model_beyond_the_limit_is_refused_with_the_setting(url):
     clients = [begin(url, rank=8) for _ in range(4)]
     late = Http(url).begin()
-    status, answer = late.create_model(rank=1)
-    assert status == 429
-    assert "4 models of 0." in (told := answer["detail"])
-    assert (
-        "MiB train on this server, the limit set by rl.serve.max_models, or by max_device" in told
-    )
+    status, answer = late.post("create_model", **late.new_model(lora_config={"rank": 1}))
+    limit = "MiB train on this server, the limit set by rl.serve.max_models, or by max_device"
+    assert status == 429 and re.search(rf"4 models of 0\.\d+ {limit}", answer["detail"])
     for client in clients:
         client.finish()
     late.start_model(rank=1)

@@ -4,21 +4,23 @@ import contextlib
 import http.client
 import itertools
 import json
-import math
 import struct
 import threading
 import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
 
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tests.unit.rl.toy import toy_config
+from torchtitan.integrations.tinker.types import AdamParams, Datum, ModelInput
 from torchtitan.rl.serve import Server
 
 DATA = [
     ([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 2.0]}),
     ([5], {"target_tokens": [6], "weights": [1.0]}),
 ]
+LOCAL_DATA = [Datum(ModelInput.from_ints(tokens), inputs) for tokens, inputs in DATA]
 PROMPT = [1, 2, 3, 4]
 LORA = ("--model.converters=lora", "--lora.rank=8", "--lora.alpha=16")
 
@@ -43,6 +45,20 @@ def serving(config):
         thread.join(60)
         server.close()
     assert not thread.is_alive()
+
+
+def local_step(client, lr=1e-2):
+    """What `Http.step` returns, of a client in this process."""
+    found = client.forward_backward(LOCAL_DATA, "cross_entropy").result()
+    norm = client.optim_step(AdamParams(learning_rate=lr)).result().metrics["grad_norm"]
+    logprobs = (x for output in found.loss_fn_outputs for x in output["logprobs"].tolist())
+    return [found.metrics["loss:sum"], norm, *logprobs]
+
+
+def at_once(function, arguments):
+    """The results of a function for each argument, called in threads of their own."""
+    with ThreadPoolExecutor(len(arguments)) as threads:
+        return list(threads.map(function, arguments))
 
 
 class Http:
@@ -96,21 +112,15 @@ class Http:
         self.session = self.ask("create_session", tags=[], sdk_version="0")["session_id"]
         return self
 
-    def create_model(self, **lora_config):
-        """A further model of the session, with adapters."""
+    def new_model(self, **values):
+        """The fields of a request for a further model of the session."""
         self.n_models += 1
-        return self.post(
-            "create_model",
-            session_id=self.session,
-            model_seq_id=self.n_models,
-            base_model="any",
-            lora_config=lora_config,
-        )
+        own = {"session_id": self.session, "model_seq_id": self.n_models, "base_model": "any"}
+        return own | values
 
     def start_model(self, **lora_config):
-        status, answer = self.create_model(**lora_config)
-        assert status == 200, answer
-        self.model = self.result(answer)["model_id"]
+        request = self.new_model(lora_config=lora_config)
+        self.model = self.wait("create_model", **request)["model_id"]
 
     def finish(self):
         self.ask(f"sessions/{self.session}/finish", reason={"type": "success"})
@@ -119,20 +129,28 @@ class Http:
         self.n_sent += 1
         return self.wait(path, model_id=self.model, seq_id=self.n_sent, **values)
 
-    def forward_backward(self, data, loss_fn="cross_entropy", **options):
+    def forward_backward(self, data=DATA, loss_fn="cross_entropy", **options):
         self.n_sent += 1
         body = forward_backward_message(self.model, self.n_sent, data, loss_fn, **options)
         status, answer = self.send("POST", "/api/v1/forward_backward", body)
         assert status == 200, answer
         return self.result(json.loads(answer))
 
+    def logprobs(self):
+        return self.forward_backward(forward_only=True)["loss_fn_outputs"]
+
     def optim_step(self, lr=1e-2):
         return self.train("optim_step", adam_params={"learning_rate": lr})
 
+    def step(self, lr=1e-2):
+        """[loss, gradient norm, log-probs of all targets] of a step."""
+        found, norm = self.forward_backward(), self.optim_step(lr)["metrics"]["grad_norm"]
+        logprobs = (x for output in found["loss_fn_outputs"] for x in output["logprobs"]["data"])
+        return [found["metrics"]["loss:sum"], norm, *logprobs]
+
     def sampler(self):
-        number = self.n_sent
-        found = self.train("save_weights_for_sampler", sampling_session_seq_id=number)
-        return found["sampling_session_id"]
+        number = {"sampling_session_seq_id": self.n_sent}
+        return self.train("save_weights_for_sampler", **number)["sampling_session_id"]
 
     def sample(self, sampler, tokens, seq_id, wait=True, num_samples=1, **values):
         params = {"max_tokens": 4, "temperature": 0.0} | values.pop("params", {})
@@ -198,12 +216,9 @@ def fields(data):
         yield field.field_number, value
 
 
-def floats(data):
-    return [None if math.isnan(x) else x for (x,) in struct.iter_unpack("<f", data)]
-
-
-def integers(data, kind="i"):
-    return [x for (x,) in struct.iter_unpack(f"<{kind}", data)]
+def numbers(kind, data):
+    """kind: of `struct`. NaN stands for none."""
+    return [None if x != x else x for (x,) in struct.iter_unpack(f"<{kind}", data)]
 
 
 def result_of(data):
@@ -212,7 +227,7 @@ def result_of(data):
     last = dict(found)
     if last[1] == b"ArrayRecord":
         tensor = dict(fields(dict(fields(dict(fields(last[2]))[2]))[2]))
-        values, ends = floats(tensor[1]), integers(tensor[2], "q")
+        values, ends = numbers("f", tensor[1]), numbers("q", tensor[2])
         outputs = [values[a // 4 : b // 4] for a, b in itertools.pairwise(ends)]
         metrics = (dict(fields(entry)) for number, entry in found if number == 3)
         return {
@@ -221,18 +236,18 @@ def result_of(data):
         }
     sequences = (dict(fields(entry)) for number, entry in found if number == 1)
     top = dict(fields(last.get(3, b"")))
-    cells = list(zip(integers(top.get(1, b"")), floats(top.get(2, b"")), strict=True))
+    cells = list(zip(numbers("i", top.get(1, b"")), numbers("f", top.get(2, b"")), strict=True))
     k = top.get(3, 0)
     rows = [cells[i * k : i * k + k] for i in range(top.get(4, 0))]
     return {
         "sequences": [
             {
-                "tokens": integers(entry[2]),
-                "logprobs": floats(entry[3]),
+                "tokens": numbers("i", entry[2]),
+                "logprobs": numbers("f", entry[3]),
                 "stop_reason": ("stop", "length")[entry[1]],
             }
             for entry in sequences
         ],
-        "prompt_logprobs": floats(last[2]) if 2 in last else None,
+        "prompt_logprobs": numbers("f", last[2]) if 2 in last else None,
         "topk_prompt_logprobs": [None if row[0] == (0, -99999.0) else row for row in rows],
     }

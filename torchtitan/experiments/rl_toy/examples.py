@@ -13,7 +13,10 @@ from torchtitan.rl.tasks import build_task
 
 
 class SolvedExamples(BaseDataLoader):
-    """Batches of one example per row, the same for any number of ranks; only answer and end have labels."""
+    """Batches with one example per row; only the answer and its end-of-text token have labels.
+
+    Row i of the whole batch is the same for any number of ranks.
+    """
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: None = None):
         if not hasattr(job_config, "rl"):

@@ -89,7 +89,7 @@ class LocalTrainingClient(AsyncNames):
         self.states_folder = os.path.join(job_config.job.dump_folder, "states")
         self._snapshots = Snapshots(engine, job_config.rl.generator.max_snapshots)
         self._pushed: WeightsKey | None = None  # key of the weights in the generator
-        self._failure: Exception | None = None  # raised by a forward_backward of this step
+        self._failure: Exception | None = None  # error of a forward_backward of this step
         self._thread = CallThread(engine.device)
         # Cached, because finding the trained weights takes as long as exchanging them.
         self._trained = list(changing_weights(engine))

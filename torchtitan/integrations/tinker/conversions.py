@@ -23,7 +23,7 @@ _LOSSES = dict.fromkeys(
 ) | {
     "dro": ("beta",),
 }
-_LARGEST_LOG_RATIO = 88.0  # exp(88) is near the largest float32
+_LARGEST_LOG_RATIO = 88.0  # exp(89) overflows float32
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
 
@@ -65,7 +65,7 @@ def adapters_of(
 ) -> dict[str, Any] | None:
     """Convert arguments of `create_lora_training_client` to arguments of `start_adapters`.
 
-    lora: the config of the model's adapters; without adapters None, and the result is None.
+    lora: the config of the model's adapters. For a model without adapters, `lora` and the result are None.
     Raises ValueError for adapters that the model does not have.
     """
     if rank < 1:
@@ -172,7 +172,7 @@ def error_or(call: Callable[..., _T], *args: Any) -> _T | Exception:
 
 
 def output_of(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
-    """Return an output. Raises for log-probs, or a loss among the metrics, that are not finite."""
+    """Return an output. Raises FloatingPointError or ValueError for non-finite log-probs or losses."""
     check_finite(logprobs)
     if not math.isfinite(loss := metrics.get("loss:sum", 0.0)):
         raise ValueError(

@@ -35,7 +35,7 @@ REACHED_AT = contextvars.ContextVar("REACHED_AT", default="")
 
 _MAX_CONNECTIONS = 512
 _MAX_HEADER_BYTES = 2**16
-_MAX_BYTES_DROPPED = 2**16  # largest body of a refused request that is read
+_MAX_BYTES_DROPPED = 2**16  # a refused request's body is read and dropped up to this size
 # Timeout for a request's headers; longer than the 10 s between a client's heartbeats.
 _SECONDS_IDLE = 15
 _SECONDS_PER_REQUEST = 60  # timeout to read a request's body, and to send each part of the answer
@@ -118,7 +118,8 @@ class HttpServer:
             await asyncio.sleep(0.1)
         server.close()
         until = time.monotonic() + _SECONDS_TO_FINISH
-        while len(self._open) > len(self._unread) and time.monotonic() < until:  # answering
+        # Connections with a complete request are being answered.
+        while len(self._open) > len(self._unread) and time.monotonic() < until:
             await asyncio.sleep(0.02)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,7 +129,7 @@ class HttpServer:
             closed = next(iter(self._unread), writer)
             self._unread.pop(closed, None)
             closed.transport.abort()
-        writer.transport.set_write_buffer_limits(0)  # `drain` waits until all is sent
+        writer.transport.set_write_buffer_limits(0)  # `drain` waits until every byte is sent
         try:
             while await self._request(reader, writer):
                 pass
@@ -188,7 +189,7 @@ class HttpServer:
             if headers.get("Content-Encoding", "identity") != "identity":
                 raise Refused("requests must not be compressed", 415)
         except Refused:
-            if size <= _MAX_BYTES_DROPPED:  # closing early would lose the answer
+            if size <= _MAX_BYTES_DROPPED:  # closing with unread bytes would lose the answer
                 await read_body()
             raise
         return method, path, headers, await read_body()

@@ -62,7 +62,7 @@ class Policy:
         self.close = self._waiting.close
 
     def _use(self, model: str) -> None:
-        """Swap a model's waiting state into the policy; the state of the policy's previous model waits."""
+        """Swap a model's state into the policy, and store the state of the previous model."""
         if model == self._model:
             return
         self._check_waits(model)
@@ -77,7 +77,7 @@ class Policy:
 
     @contextlib.contextmanager
     def _replacing(self, model: str, rank: int | None) -> Iterator[None]:
-        """A context that fills a new model, which replaces the model of this name if it succeeds.
+        """A context in which the caller fills a new model; on success it replaces model `model`.
 
         rank: LoRA rank; None for a policy without adapters, whose only model is filled in place.
         """
@@ -119,7 +119,8 @@ class Policy:
         """Run (model, request) items; either all requests are forward-only or none is."""
         if len(items) == 1 or self._passes is None:
             return self._each(self._forward_backward, items)
-        self._use("")  # store the model in the policy: a shared pass zeroes the policy's gradients
+        # Store the current model's state, because a shared pass zeroes the policy's gradients.
+        self._use("")
         problems = self._each(lambda model, _: self._check_waits(model), items)
         good = [item for item, problem in zip(items, problems, strict=True) if problem is None]
         states = self._waiting.get([model for model, _ in good])
@@ -173,7 +174,7 @@ class Policy:
     def sample(
         self, items: list[tuple[ModelInput, int | None]], sampler: str, settings: tuple
     ) -> list[SampleResponse]:
-        """items, settings: the arguments of `LocalSamplingClient.sample_all`."""
+        """Sample with a named sampler. items, settings: see `LocalSamplingClient.sample_all`."""
         if sampler not in self._samplers:
             raise ValueError(f"the sampler {sampler} does not exist or was dropped; make another")
         return self._samplers[sampler].sample_all(items, *settings).result()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_SECONDS_RECENT = 1.0  # a lane with a command younger than this is expected to send more
+_SECONDS_RECENT = 1.0  # more commands are expected from a lane for this time after each command
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RequestQueue:
         return is_expected or any(command.comes_in_bursts for command in firsts)
 
     def next_batch(self) -> list[Command]:
-        """Remove and return commands to run as one: the first lane's first command and its joins.
+        """Remove and return the first lane's first command and all commands to merge with it.
 
         Every lane contributes one command before any lane contributes a second. Afterwards, lanes that
         contributed move to the end.

@@ -29,7 +29,7 @@ class _Request:
 
     request_id: str
     digest: bytes  # a request with the same id and digest is a retry
-    channel: Any  # key under which `retrieve_many` finds the finished request
+    channel: Any  # the key that `retrieve_many` takes
     accepted: Answer
     result: Answer | Exception | None = None
     is_fetched: bool = False
@@ -116,8 +116,9 @@ class Results:
             self._n_bytes += request.n_bytes
             if self._n_bytes > _MAX_BYTES:
                 held = [r for r in self._all.values() if r.n_bytes and r is not request]
-                held.sort(key=lambda r: not r.is_fetched)  # stable: the oldest first
-                self._drop(held[: max(len(held) // 4, 1)])  # several, as sorting is slow
+                # Fetched results first, oldest first; a quarter at once, because sorting is slow.
+                held.sort(key=lambda r: not r.is_fetched)
+                self._drop(held[: max(len(held) // 4, 1)])
             if request.channel is not None:
                 self._done[request.channel][next(self._cursors)] = request
             self._changed.notify_all()

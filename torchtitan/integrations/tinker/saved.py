@@ -17,9 +17,9 @@ from torchtitan.integrations.tinker.http import REACHED_AT
 from torchtitan.integrations.tinker.requests import Answer, Refused, folder_of
 from torchtitan.tools.files import read_json_object
 
-EXTERNAL = "external_weights"  # for other programs only: PEFT or Hugging Face files
+EXTERNAL = "external_weights"  # files for other programs, in PEFT's or Hugging Face's format
 _KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
-_PEFT = "peft"  # folder in a saved state with its adapters in PEFT's format
+_PEFT = "peft"  # a saved state's subfolder with adapters in PEFT's format
 _FILES = "/api/v1/files/"
 _SECONDS_VALID = 3600
 
@@ -29,7 +29,7 @@ class SavedFiles:
 
     def __init__(self, folder: str):
         self._folder = folder
-        self._secret = secrets.token_bytes(32)  # signatures are valid until the server ends
+        self._secret = secrets.token_bytes(32)  # a restarted server refuses earlier signatures
         saved = "training_runs/([^/]+)/checkpoints/([^/]+)/([^/]+)"
         self.routes = [
             ("GET training_runs/([^/]+)/checkpoints", self._list),
@@ -104,7 +104,7 @@ class SavedFiles:
         found = []
         for kind, kind_of_client in _KINDS.items():
             folder = Path(self._folder, folder_of(f"tinker://{model}/{kind}/any")).parent
-            for state in sorted(folder.glob("[!.]*")):  # skips states that are being written
+            for state in sorted(folder.glob("[!.]*")):  # ".": a state that is being written
                 saved_at = datetime.fromtimestamp(state.stat().st_mtime, UTC)
                 found.append(
                     {

@@ -42,7 +42,7 @@ class Server:
         signals.start()
         try:
             if dist.is_initialized() and dist.get_rank() > 0:
-                self._commands.run()  # rank 0 ends the loop
+                self._commands.run()  # until rank 0 calls `stop`
             else:
                 self._serve(on_start)
         finally:
@@ -66,7 +66,7 @@ class Server:
             )
         except OSError as error:
             self._commands.stop()
-            self._commands.run()  # ends the other ranks
+            self._commands.run()  # so the other ranks leave `run`
             raise ConfigError(
                 f"rl.serve.host = {config.host!r} and rl.serve.port = {config.port} must be free "
                 f"to listen at: {error}; choose another port, or 0 for any"

@@ -52,7 +52,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._alive_until: dict[str, float] = {}  # session -> when it ends without another request
+        self._alive_until: dict[str, float] = {}  # session -> time at which it expires
 
     def create(self) -> str:
         session_id, now = str(uuid.uuid4()), time.monotonic()
@@ -107,10 +107,10 @@ class Service:
         limit = job_config.rl.serve.max_request_mib * 2**20
         client_config = {
             "pjwt_auth_enabled": False,
-            "parallel_fwdbwd_chunks": False,  # calls that add gradients run one after another
+            "parallel_fwdbwd_chunks": False,  # the policy runs one call at a time
             "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
             "sample_use_retrieve_futures": True,
-            "sample_enable_stuck_detection": False,  # samples wait for the policy while it trains
+            "sample_enable_stuck_detection": False,  # sampling may wait long while the policy trains
         }
         self._routes: list[tuple[str, Callable[..., Answer]]] = [
             ("GET healthz", lambda _: Answer({"status": "ok"})),
@@ -194,7 +194,7 @@ class Service:
         """Submit the command that starts a session's new model. rank: LoRA rank; ignored without adapters."""
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
-        if (answer := self._results.known(request_id, values)) is not None:  # a repeated request
+        if (answer := self._results.known(request_id, values)) is not None:  # sent again
             return answer
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
@@ -261,8 +261,10 @@ class Service:
             raise Refused(self._client.limits.full, 429)
 
     def _command(self, method: str, model_id: str, /, items: Any = (), **options: Any) -> Command:
-        """Return a command in a model's lane. options: without items, arguments of the method; with
-        items, fields of the `Command`, which may be merged with commands of other models.
+        """Return a command in a model's lane.
+
+        Without `items`, `options` are arguments of the method. With `items` the command may be merged
+        with commands of other models, and `options` are fields of the `Command`.
         """
         model = "" if self._lora is None else model_id
         lane = model or "the policy"
@@ -379,7 +381,7 @@ class Service:
 
         def write(_: Any) -> Answer:
             with self._lock:
-                if model_id in self._models:  # the model may have been dropped meanwhile
+                if model_id in self._models:  # another request may have dropped the model
                     self._models[model_id] = rank, self._models[model_id][1]
             return Answer(result)
 

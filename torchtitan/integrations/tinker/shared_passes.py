@@ -56,7 +56,7 @@ class LossesOfModels:
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
         total = logprobs.new_zeros(())
         metrics: dict[str, Any] = dict.fromkeys(self.metric_names, total)
-        models = batch.get("models") or [0] * len(logprobs)  # ascending
+        models = batch.get("models") or [0] * len(logprobs)  # sorted: rows of a model are adjacent
         for i in sorted(set(models)):
             begin = models.index(i)
             rows = slice(begin, begin + models.count(i))
@@ -69,7 +69,7 @@ class LossesOfModels:
         return LossOutput(total, metrics)
 
     def of_model(self, i: int, metrics: Mapping[str, float], num_tokens: int) -> dict[str, float]:
-        """Return model i's metrics. metrics: sums over the batch. num_tokens: model i's."""
+        """Return model i's metrics. metrics: sums over the batch. num_tokens: of model i."""
         own = {name: metrics[f"{i}/{name}"] for name in self._losses[i].metric_names}
         return {"loss:sum": metrics[f"{i}/{_SUM}"], **finalize_metrics(own, num_tokens)}
 
@@ -129,7 +129,7 @@ class SharedPasses:
         samples = [sample for share in shares for sample in share.samples]
         models = [i for i, share in enumerate(shares) for _ in share.samples]
         batch = self._client._batcher.batch(samples, models)
-        batch = replace(batch, num_measured_tokens=1)  # keeps metrics as sums; see `of_model`
+        batch = replace(batch, num_measured_tokens=1)  # divide no metric here; `of_model` divides
         adapters, runner = self._adapters, trainer.engine.runner
         runner.around = lambda mb: adapters.set_rows(mb.batch.get("models") or [0] * len(mb.inputs))
         metrics: Mapping[str, float] = {}

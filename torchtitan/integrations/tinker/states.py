@@ -94,7 +94,7 @@ class Limits:
 
 @dataclass
 class _Waiting:
-    """A state. host: copies of its tensors, if the state is in host memory."""
+    """A stored state. host: its tensors, if they are in host memory."""
 
     state: TrainingState
     where: int = _DEVICE
@@ -166,7 +166,7 @@ class WaitingStates:
             if where == _FILE:
                 os.makedirs(self._folder, exist_ok=True)
                 save_tensors({str(i): x.detach() for i, x in enumerate(held)}, self._path(model))
-        except OSError as error:  # the other ranks may have saved their shards and continue
+        except OSError as error:  # don't raise, because other ranks may have saved their shards
             logger.warning("the state of model %s stays in memory: %s", model, error)
             where = _HOST
         if where == _HOST:
@@ -176,7 +176,7 @@ class WaitingStates:
             tensor.untyped_storage().resize_(0)
 
     def _bring_back(self, model: str, waiting: _Waiting) -> None:
-        """Move a state to the device. Collective for files: all ranks raise if one cannot read."""
+        """Move a state to the device. Collective for a state in files: if one rank fails, all raise."""
 
         def read() -> None:
             tensors, held = list(waiting.state.tensors()), waiting.host

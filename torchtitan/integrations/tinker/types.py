@@ -183,7 +183,10 @@ class SamplingParams:
         return cls(**values)
 
     def to_config(self, tokenizer: BaseTokenizer | None = None) -> SamplingConfig:
-        """Raises ValueError for stops of a wrong type, and for stop strings without a tokenizer."""
+        """Convert to the generator's settings.
+
+        Raises ValueError for stops of a wrong type, and for stop strings without a tokenizer.
+        """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if tokenizer is not None and tokenizer.eos_id is not None and (self.stop is None or stops):
             stops = (*stops, tokenizer.eos_id)
@@ -231,9 +234,11 @@ class SampledSequence(NamedTuple):
 
 
 class SampleResponse(NamedTuple):
-    """prompt_logprobs, topk_prompt_logprobs: None if not requested. Otherwise an entry per prompt token,
-    None for the first token and others that were not scored. An entry of topk_prompt_logprobs is a list
-    of (token id, log-prob), most probable token first.
+    """Completions, and the scores of the prompt if they were requested.
+
+    prompt_logprobs, topk_prompt_logprobs: None, or an entry per prompt token. Entries are None for
+        tokens that were not scored, such as the first. An entry of topk_prompt_logprobs is a list of
+        (token id, log-prob), most probable token first.
     """
 
     sequences: list[SampledSequence]

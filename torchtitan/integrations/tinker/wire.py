@@ -25,7 +25,7 @@ from torchtitan.integrations.tinker.types import (
 _FLOAT32 = 1
 _DTYPES = {_FLOAT32: "<f4", 2: "<i8", 3: "<i4"}  # DType number in messages -> numpy dtype
 _STOP_REASONS = {"stop": 0, "length": 1}
-_EMPTY_CELL = 0, -99999.0  # token id and log-prob
+_EMPTY_CELL = 0, -99999.0  # token id and log-prob that stand for None
 # Limit for the number of fields of a request and of its Datums (chunks and loss inputs) together.
 MOST_ENTRIES = 2**18
 
@@ -139,7 +139,7 @@ def _entries(request: memoryview) -> Iterator[Any]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield the (number, content) of each field until one is malformed; content: empty for a varint."""
+    """Yield (number, content) of each field up to the first malformed field; a varint has no content."""
     place = 0
 
     def varint() -> int:

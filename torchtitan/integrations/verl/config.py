@@ -18,7 +18,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
-FLAVOR = "of_verl"  # the only flavor of the train spec that `job_config_of` returns
+FLAVOR = "of_verl"  # name of the flavor that `job_config_of` builds
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 # Our key -> the field of verl's `TorchtitanEngineConfig` or `TorchtitanOptimizerConfig`.
@@ -122,7 +122,7 @@ def job_config_of(
     job.model.attn_mask_type = "block_causal"
     job.model.value_head = model_type == "value_model"
     if getattr(model_config.hf_config, "vision_config", None) is not None:
-        job.checkpoint.untrained_weights = "copy"  # exports are multimodal folders again
+        job.checkpoint.untrained_weights = "copy"  # exports keep the vision weights
     if has_adapters(model_config):
         _set_adapters(job, model_config)
     job.activation_checkpoint.selective_ac_option = "op"
@@ -223,7 +223,7 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
     schedule.step_offset = -1  # the first step of verl's schedules has learning rate 0
     schedule.total_steps = total if is_known else max(warmup, 1)
     if not is_known:
-        schedule.decay_ratio = 0.0  # without a total, the step at which decay starts is unknown
+        schedule.decay_ratio = 0.0  # no decay, because it would need the total
     job.training.steps = schedule.total_steps
 
 
@@ -285,7 +285,7 @@ def _model_problems(config: Any, model_type: str) -> Iterator[str]:
                 "is a pattern; list the names"
             )
     hf_config = config.hf_config
-    # The text model of a multimodal folder trains if a family reads it.
+    # A multimodal folder is accepted if one of our families reads its text model.
     has_text_model = getattr(hf_config, "text_config", None) is not None
     for part in ("vision_config", "audio_config"):
         trains_text = has_text_model and part == "vision_config" and model_type == "language_model"

@@ -86,7 +86,7 @@ class VerlEngine(BaseEngine):
                 layout=self.layout,
                 forward_only=self.engine_config.forward_only,
             )
-        self.engine.checkpointer.chosen_args = None  # verl may have changed the folder's config
+        self.engine.checkpointer.chosen_args = None  # verl may override the folder's config
         self.engine.load(self.model_config.local_path, model_only=True)
         self.to(
             "cpu",
@@ -275,7 +275,7 @@ class VerlEngine(BaseEngine):
                     part.save_pretrained(folder)
         path, number = os.path.abspath(local_path), max_ckpt_to_keep or 0
         self._checkpoints = [saved for saved in self._checkpoints if saved != path] + [path]
-        if number > 0:  # only now, because the new checkpoint is complete
+        if number > 0:  # delete old checkpoints only after the new one is complete
             self._checkpoints, old = self._checkpoints[-number:], self._checkpoints[:-number]
             for folder in old if dist.get_rank() == 0 else ():
                 shutil.rmtree(folder, ignore_errors=True)

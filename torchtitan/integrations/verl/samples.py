@@ -119,7 +119,7 @@ def pack(
     if replays:
         row["routed_experts"] = _experts(microbatch["routed_experts"].values())
     temperature = setting(microbatch, TEMPERATURE, 1.0)
-    if isinstance(temperature, Tensor):  # a value per sample
+    if isinstance(temperature, Tensor):  # one temperature per sample
         row[TEMPERATURE] = temperature.float().reshape(-1).expand(len(lengths))[sample_of_token]
     if shares_prefixes:
         slots, row = _share(row, lengths.tolist())
@@ -131,7 +131,7 @@ def pack(
 def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (slot of each token [N], the row packed as prefix trees). row: all tokens of the samples."""
     split = {name: of_tokens.cpu().split(lengths) for name, of_tokens in row.items()}
-    # Losses read all scores of a sample, so a sample's last token, which has no label, shares no slot.
+    # Losses also read the score of a sample's last token, which has no label: give it its own slot.
     labels = [of_sample.masked_fill(of_sample == IGNORE_INDEX, -1) for of_sample in split["labels"]]
     nothing = [torch.zeros_like(of_sample, dtype=torch.bool) for of_sample in labels]
     groups = [float(x[0]) for x in split[TEMPERATURE]] if TEMPERATURE in split else None
@@ -140,7 +140,7 @@ def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str
     of_samples = columns_of(trees, lengths)
     of_tokens = torch.cat([of_samples[sample] for sample in range(len(lengths))])
     token = torch.empty(sum(tree.size for tree in trees), dtype=torch.int64)
-    token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))  # one of the slot's tokens
+    token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))  # any token of each slot
     depths = torch.cat([torch.arange(n) for n in lengths])[token]
     (ids,), (parents,) = ids_of_branches(depths[None])
     values = {name: x[token.to(x.device)] for name, x in row.items()}
