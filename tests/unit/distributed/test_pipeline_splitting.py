@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.config import JobConfig
 from torchtitan.config.checks import ConfigError, check_against_spec
@@ -21,11 +22,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 # (arguments, stages): E embedding, a number a layer, NO norm and output
 SPLITS = [
     ((1, 3), "E012NO"),
-    ((2, 6), "E012 345NO"),
     ((4, 6), "E0 12 34 5NO"),
     ((8, 6), "E 0 1 2 3 4 5 NO"),
     ((2, 3, 2, 2), "E01 2NO"),
-    ((3, 8), "E012 345 67NO"),
     ((2, 6, 0, 0), "E012 345NO"),
     ((2, 3, 0, 0), "E01 2NO"),
     ((2, 1), "E0 NO"),
@@ -147,19 +146,14 @@ class Model(nn.Module):
 
 @pytest.fixture
 def pp_mesh():
-    dist.init_process_group("fake", rank=1, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
 
 
 def test_a_rank_keeps_its_modules_under_their_names(pp_mesh):
     whole = Model()
-    names = [
-        ["tok_embeddings", "layers.0"],
-        ["layers.1", "blocks.2"],
-        ["layers.2"],
-        ["layers.3", "norm"],
-    ]
+    stages = "tok_embeddings layers.0, layers.1 blocks.2, layers.2, layers.3 norm".split(", ")
+    names = [stage.split() for stage in stages]
     stages, models = pipeline_module_split(
         whole, pp_mesh, "Interleaved1F1B", torch.device("cpu"), names
     )
@@ -194,13 +188,13 @@ def test_schedule_that_cannot_be_built_says_why(pp_mesh, caplog):
 def test_wrong_calls_of_a_schedule_say_what_to_give(pp_mesh):
     stages, _ = pipeline_module_split(Model(), pp_mesh, "1F1B", torch.device("cpu"), [[], []])
     schedule = build_pipeline_schedule(config_with(), stages, None)
-    with pytest.raises(ValueError, match="lists of equal length"):
-        schedule.step(kwarg_mbs=[{}, {}], target_mbs=[None])
-    with pytest.raises(ValueError, match="needs target_mbs"):
-        schedule.step(kwarg_mbs=[{}, {}])
-    with pytest.raises(ValueError, match="got lists together"):
-        schedule.step(torch.zeros(2, 2), kwarg_mbs=[{}, {}])
-    with pytest.raises(ValueError, match="set stage.hidden_states"):
-        schedule.eval(kwarg_mbs=[{}, {}], input_shapes=[(1, 2), (1, 3)])
+    for words, call, args, settings in (
+        ("lists of equal length", schedule.step, (), {"target_mbs": [None]}),
+        ("needs target_mbs", schedule.step, (), {}),
+        ("got lists together", schedule.step, (torch.zeros(2, 2),), {}),
+        ("set stage.hidden_states", schedule.eval, (), {"input_shapes": [(1, 2), (1, 3)]}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(*args, kwarg_mbs=[{}, {}], **settings)
     with torch.no_grad(), pytest.raises(RuntimeError, match="call eval"):
         schedule.step(kwarg_mbs=[{}], target_mbs=[None])
