@@ -24,20 +24,13 @@ def collect(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         if group is last_two and rank == 0:
             continue
         size, name = group.size(), group.group_name
-        rows = torch.randn(5, 2 * size).to(dtype).T  # not contiguous
-        for what, ours, theirs in (
-            (
-                "gather",
-                start_all_gather(rows, size, name),
-                _OPS.all_gather_into_tensor(rows.contiguous(), size, name),
-            ),
-            (
-                "sum",
-                start_reduce_scatter(rows, size, name),
-                _OPS.reduce_scatter_tensor(rows.contiguous(), "sum", size, name),
-            ),
-        ):
-            results.append((what, _OPS.wait_tensor(ours), _OPS.wait_tensor(theirs)))
+        rows = torch.randn(5, 2 * size).to(dtype).T
+        dense = rows.contiguous()
+        gathers = start_all_gather(rows, size, name), _OPS.all_gather_into_tensor(dense, size, name)
+        results.append(("gather", *map(_OPS.wait_tensor, gathers)))
+        theirs = _OPS.reduce_scatter_tensor(dense, "sum", size, name)
+        sums = start_reduce_scatter(rows, size, name), theirs
+        results.append(("sum", *map(_OPS.wait_tensor, sums)))
 
         summands = torch.randn(7 * size).to(dtype)
         sums = [torch.empty(7, dtype=dtype) for _ in range(2)]

@@ -4,45 +4,35 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.distributed import parallel_dims
+from tests.distributed.layout_matrix import whole
 from torchtitan.distributed import NoParallel
 from torchtitan.testing.gloo import run_ranks
 
 
-def run_gate(style_options, input_is_sharded):
-    """Run a gate on a tp mesh; returns (output, its type, gradient of the weight)."""
-    mesh = parallel_dims(tp=2).get_mesh("tp")
+def gate_and_input():
     torch.manual_seed(0)
-    gate = nn.Linear(3, 5, bias=False)
-    x = torch.randn(4, 3)
-    parallelize_module(gate, mesh, NoParallel(**style_options))
-    assert isinstance(gate.weight, DTensor) and gate.weight.placements == (Replicate(),)
-    out = gate(x.chunk(2)[mesh.get_local_rank()] if input_is_sharded else x)
-    out.sum().backward()
-    whole = out.full_tensor() if isinstance(out, DTensor) else out
-    return whole.detach(), isinstance(out, DTensor), gate.weight.grad.full_tensor()
-
-
-def expected():
-    torch.manual_seed(0)
-    gate = nn.Linear(3, 5, bias=False)
-    out = gate(torch.randn(4, 3))
-    out.sum().backward()
-    return out.detach(), gate.weight.grad
-
-
-CASES = [
-    ({}, False),
-    ({"input_layout": Shard(0), "output_layout": Shard(1), "use_local_output": False}, True),
-]
+    return nn.Linear(3, 5, bias=False), torch.randn(4, 3)
 
 
 def run_gates():
-    return [run_gate(*case) for case in CASES]
+    """Return (output, whether it is a DTensor, gradient of the weight) of a gate on a tp mesh."""
+    mesh, results = parallel_dims(tp=2).get_mesh("tp"), []
+    layouts = {"input_layout": Shard(0), "output_layout": Shard(1), "use_local_output": False}
+    for options in ({}, layouts):
+        gate, x = gate_and_input()
+        parallelize_module(gate, mesh, NoParallel(**options))
+        assert gate.weight.placements == (Replicate(),)
+        out = gate(x.chunk(2)[mesh.get_local_rank()] if options else x)
+        out.sum().backward()
+        results.append((whole(out), isinstance(out, DTensor), whole(gate.weight.grad)))
+    return results
 
 
 def test_every_rank_computes_the_whole_module():
-    out, grad = expected()
+    gate, x = gate_and_input()
+    expected = gate(x)
+    expected.sum().backward()
     for of_rank in run_ranks(run_gates, 2):
         assert [is_dtensor for _, is_dtensor, _ in of_rank] == [False, True]
-        for got, _, got_grad in of_rank:
-            torch.testing.assert_close((got, got_grad), (out, grad))
+        for out, _, grad in of_rank:
+            torch.testing.assert_close((out, grad), (expected.detach(), gate.weight.grad))

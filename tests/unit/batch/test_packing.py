@@ -81,7 +81,6 @@ def test_row_of_the_data_loader_ends_its_last_document_by_the_end_of_text_token(
     [
         ("causal", None, False),
         ("causal", True, True),
-        ("causal", False, False),
         ("block_causal", None, True),
         ("block_causal", False, False),
     ],
@@ -133,7 +132,6 @@ def test_attended_pairs_are_the_squares_of_document_lengths():
             {"positions": [[0, 1, 2, 3, 0, 1]], "weights": "kept"},
         ),
         (policy(restart_positions=False), {}, {}),
-        (policy("causal", "sdpa"), {}, {}),
         (policy("causal", "flex"), {}, {}),
     ],
 )
@@ -145,13 +143,11 @@ def test_model_gets_positions_that_restart_with_each_document(chosen, entries, e
 
 @pytest.mark.parametrize("mask_type", ["block_causal", "position_block_causal"])
 def test_masks_are_made_of_document_ids_alone_unless_the_batch_has_its_own(mask_type):
-    model, positions = Model(), torch.tensor([[0, 1, 0, 1, 2, 3]])
-    batch = {"input": TOKENS, "positions": positions}
+    model, batch = Model(), {"input": TOKENS, "positions": torch.tensor([[0, 1, 0, 1, 2, 3]])}
     _, extra_kwargs = model_inputs(policy(mask_type), batch, model)
     assert extra_kwargs == {"attention_masks": "masks"}
-    assert {k: x.tolist() for k, x in model.asked_with.items()} == {
-        "document_ids": [[0, 0, 1, 1, 1, 1]]
-    }
+    asked_with = {k: x.tolist() for k, x in model.asked_with.items()}
+    assert asked_with == {"document_ids": [[0, 0, 1, 1, 1, 1]]}
     own = {"input": TOKENS, "attention_masks": "own"}
     assert model_inputs(policy(mask_type), own) == ({"attention_masks": "own"}, {})
 
