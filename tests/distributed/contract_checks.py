@@ -13,14 +13,7 @@ from torch.testing import assert_close
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.engine import TrainingEngine
 from torchtitan.testing.contract import Check, Kit
-from torchtitan.testing.tiny_jobs import (
-    Batch,
-    PlainLoop,
-    logprobs_of,
-    make_documents,
-    num_valid,
-    pack,
-)
+from torchtitan.testing.tiny_jobs import PlainLoop, logprobs_of, make_documents, num_valid, pack
 
 # fp32, with sums in another order: losses and norms of about 4, and log-probabilities of about -4.
 SAME_STEP = dict(rtol=1e-5, atol=0)
@@ -50,7 +43,7 @@ def numbers_of_the_global_batch(kit: Kit, layout: str) -> None:
     documents = make_documents(46)
     n = num_valid(documents)
 
-    def loss_fn(logits: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, dict, Tensor]:
+    def loss_fn(logits, labels, batch):
         logprobs = logprobs_of(logits.float(), labels)
         metrics = {"worst": -logprobs.min(), "tokens": (labels != IGNORE_INDEX).sum()}
         return -logprobs.sum() / n, metrics, logprobs
@@ -100,6 +93,5 @@ def numbers_of_the_global_batch(kit: Kit, layout: str) -> None:
         assert_close((loss.item(), float(norm)), plain.run_step(documents), **SAME_STEP)
 
 
-_LAYOUTS = ("fsdp", "ddp", "tp", "cp", "pp")
-_ALL = [Check(numbers_of_the_global_batch, 2, (layout,)) for layout in _LAYOUTS]
+_ALL = [Check(numbers_of_the_global_batch, 2, (x,)) for x in ("fsdp", "ddp", "tp", "cp", "pp")]
 CHECKS = {check.name: check for check in _ALL}

@@ -1,6 +1,6 @@
 """Attention over tokens that are spread over ranks equals attention of one process."""
 
-import functools
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -80,32 +80,23 @@ def largest_difference_over_ranks(attn_type, mask, balancer, method, tensors, **
 
 
 def every_mask_and_balancer():
-    differences = {}
-    for name, (attn_type, mask) in masks().items():
-        for balancer in ("headtail", None):
-            for method in METHODS:
-                run = functools.partial(
-                    largest_difference_over_ranks, attn_type, mask, balancer, method
-                )
-                differences[name, balancer, method] = run(random_inputs())
-                if attn_type != "sdpa":
-                    differences[name, balancer, method, "lse"] = run(
-                        random_inputs(), return_lse=True
-                    )
+    differences, compare = {}, largest_difference_over_ranks
+    cases = itertools.product(masks().items(), ("headtail", None), METHODS, (False, True))
+    for (name, (attn_type, mask)), *how, with_lse in cases:
+        if attn_type != "sdpa" or not with_lse:
+            found = compare(attn_type, mask, *how, random_inputs(), return_lse=with_lse)
+            differences[name, *how, with_lse] = found
     tensors = random_inputs(n_tokens=1024)
     documents = DocumentMask.from_documents(document_ids(1024))
     depths = (torch.arange(1024) % 300 + 100 * (torch.arange(1024) // 300)).expand(ROWS, -1).int()
     trees = DocumentMask.from_documents(document_ids(1024), depths=depths)
     for method in METHODS:
         for kind, mask in (("documents", documents), ("trees", trees)):
-            differences["ptrr", kind, method] = largest_difference_over_ranks(
-                "varlen", mask.lower("varlen"), "ptrr", method, tensors
-            )
+            found = compare("varlen", mask.lower("varlen"), "ptrr", method, tensors)
+            differences["ptrr", kind, method] = found
     # One key head cannot be dealt to several ranks: each gets a copy.
     tensors = random_inputs(kv_heads=1)
-    differences["one key head"] = largest_difference_over_ranks(
-        "sdpa", None, "headtail", "alltoall", tensors
-    )
+    differences["one key head"] = compare("sdpa", None, "headtail", "alltoall", tensors)
     return differences
 
 
