@@ -42,17 +42,6 @@ def test_labels_after_end_of_text_count_neither_in_loss_nor_denominator(tmp_path
     assert valid == global_valid == labels.numel() - int(is_eos.sum())
 
 
-def test_causal_training_is_left_as_it_was(tmp_path):
-    flags = "--training.dataset=c4_test", "--model.attn_mask_type=causal"
-    trainer = make_trainer(tmp_path, "sdpa", *flags)
-    (batch,), valid, _ = one_step(trainer)
-    assert not batch.entries and valid == batch.labels.numel()
-    assert trainer.post_dataloading_process(batch, batch.labels)[2:] == ({}, {})
-    before = trainer.metrics_processor.num_flops_per_token
-    trainer._count_flops()
-    assert trainer.metrics_processor.num_flops_per_token == before == trainer.num_flops_per_token
-
-
 def test_throughput_counts_the_squares_of_real_document_lengths(tmp_path):
     trainer = make_trainer(tmp_path, "flex", *short_documents(tmp_path))
     (batch,), _, _ = one_step(trainer)
