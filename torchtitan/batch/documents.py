@@ -64,7 +64,7 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
     cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7]; a repeated entry is an empty document, which
         gets no id. Returns [B, seq_len] int32.
     Raises ValueError if lengths don't begin at 0, decrease, or exceed `seq_len`. On an accelerator they
-    are not checked, because that waits for the device; documents are cut off at `seq_len`.
+    are not checked, because reading them waits for the device; documents are cut off at `seq_len`.
     """
     if cu_seqlens.device.type == "cpu":
         lengths = torch.nn.functional.pad(cu_seqlens, (1, 0)).diff(dim=1)
@@ -207,7 +207,8 @@ def follow_branches(depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (ends [B, T], begins [B, T], paths [n]) of the result of `branch_depths`, on the host.
 
     ends: for each token, the last column that sees it. paths: column indices, branch after branch; a token
-    sees the columns paths[begins : begins + depth + 1], its own last. A padding token sees only itself.
+    sees the columns paths[begins : begins + depth + 1], the last of which is its own. A padding token
+    sees only itself.
     """
     n_rows, seq_len = depths.shape
     ends, begins = (torch.empty((n_rows, seq_len), dtype=torch.int32) for _ in range(2))

@@ -66,7 +66,8 @@ def whole_tensor(x: Tensor) -> Tensor:
 def with_local(x: Tensor, local: Tensor) -> Tensor:
     """Return a DTensor with x's placements and the local tensor `local`; if x is plain, return `local`.
 
-    The shape is x's, but its last dim is scaled if `local`'s last dim differs from that of x's local part.
+    The result has x's shape. If `local` has another last dim than x's local part, the result's last dim
+    is scaled by the same factor.
     """
     if not is_dtensor(x):
         return local

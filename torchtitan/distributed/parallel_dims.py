@@ -82,7 +82,7 @@ class ParallelDims:
 
         Raises ValueError if ep * etp does not divide the number of ranks that share dense parameters.
         """
-        # Registers the fake backend of unused axes. Torch has it among its testing helpers only.
+        # Register the fake backend for unused axes; torch has it only among its testing helpers.
         torch_parts.get("fake_backend")
 
         fsdp, batch = self.dp_shard * self.cp, self.dp_replicate * self.dp_shard
@@ -228,5 +228,5 @@ class ParallelDims:
 
     @property
     def seq_len_divisor(self) -> int:
-        """The divisor of row lengths in torchtitan 0.2.x, for clients; here see `sequence_multiple`."""
+        """The divisor of row lengths in torchtitan 0.2.x, for clients; we use `sequence_multiple`."""
         return self.tp * (self.cp * 2)

@@ -235,7 +235,7 @@ class PipelineSchedule:
 
     @contextmanager
     def _summed(self, forward_only: bool) -> Iterator[None]:
-        """Sum the gradients computed inside over `replicas`, and a tied embedding's over its two copies.
+        """Sum the gradients computed inside over `replicas`, and of a tied embedding over its two copies.
 
         Gradients of earlier `step` calls are summed already, so they are set aside and added at the end.
         """
@@ -280,7 +280,7 @@ class PipelineSchedule:
         if issubclass(self.schedule_class, ScheduleDualPipeV):
             planned = max(n, self.num_stages)
         if issubclass(self.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble):
-            # Torch runs microbatches in equal rounds of about one microbatch per rank.
+            # Torch runs rounds of equally many microbatches, about one for each rank.
             num_ranks = self.stages[0].group_size
             if n % max(1, n // num_ranks):
                 planned = -(-n // num_ranks) * num_ranks

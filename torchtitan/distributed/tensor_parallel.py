@@ -186,7 +186,7 @@ class LocalRMSNorm(RMSNorm):
 
 
 class LocalLinear(Linear):
-    """A Linear on this rank's part; split by columns it returns a summand, with a share of the bias."""
+    """A Linear on this rank's part. Split by columns, it returns a summand with a share of the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))

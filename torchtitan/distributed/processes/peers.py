@@ -143,7 +143,7 @@ class Peers:
             raise PeerError(problem)
 
     def watch(self, comm: Comm, progress: Progress | None) -> None:
-        """Have rank 0 name late ranks from now on, unless `progress` is None."""
+        """From now on, rank 0 logs the names of late ranks, unless `progress` is None."""
         self._progress = progress
         if progress is not None and self.rank == 0:
             self._late = LateRanks(comm, progress, self.world_size, lambda: self._send(_WHERE))
@@ -309,7 +309,7 @@ class Peers:
 
 
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
-    """Return why the ranks cannot train together; None if they can. reports: one per rank."""
+    """Return the reason why the ranks cannot train together, or None. reports: one per rank."""
     ranks_of: dict[str | None, list[int]] = {}
     for rank, own in enumerate(reports):
         ranks_of.setdefault(own["error"], []).append(rank)
