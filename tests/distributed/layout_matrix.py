@@ -340,6 +340,11 @@ def random_experts(model, step: int) -> torch.Tensor:
     return experts
 
 
+def own_rows(engine) -> slice:
+    n_rows = ROWS // engine.dp_size
+    return slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
+
+
 def run_step(engine, layout: Layout, step: int, replays: bool = False) -> float:
     """Forward and backward of this rank's share; returns the loss of the global batch."""
     from torchtitan.distributed.utils import dist_sum

@@ -30,6 +30,11 @@ def refusal_of(call, *arguments, **options):
         return str(error)
 
 
+def on_device(device_type):
+    info = device_type, torch.get_device_module(device_type)
+    return patch.object(process_group, "get_device_info", return_value=info)
+
+
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_traces_of_nccl_have_a_folder_if_there_is_a_place_for_one(backend, caplog, tmp_path):
     with patch.dict(os.environ):
@@ -80,10 +85,9 @@ def device_id_of_init(device_type, world_size, local_rank):
         dist.group.WORLD.bound_device_id = device_id  # as torch does
 
     init_process_group = dist.init_process_group
-    module = torch.get_device_module(device_type)
     meeting = {"store": None, "rank": 0, "world_size": world_size}
     with (
-        patch.object(process_group, "get_device_info", return_value=(device_type, module)),
+        on_device(device_type),
         patch.object(process_group, "_rendezvous", return_value=meeting),
         patch.object(dist, "init_process_group", init),
     ):
@@ -128,13 +132,8 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
 
 def refusal_on(device_type, backend, enable_cpu_backend):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    device = device_type, torch.get_device_module(device_type)
-    with patch.object(process_group, "get_device_info", return_value=device):
-        return refusal_of(
-            dist_utils.init_distributed,
-            Comm(trace_buf_size=0),
-            enable_cpu_backend=enable_cpu_backend,
-        )
+    with on_device(device_type):
+        return refusal_of(dist_utils.init_distributed, Comm(trace_buf_size=0), enable_cpu_backend)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.distributed.layout_matrix import (
     batch_flags,
     build_engine,
     gradients_of,
+    own_rows,
     random_experts,
 )
 from torchtitan.batch.documents import IGNORE_INDEX
@@ -50,8 +51,7 @@ def step(engine, positions, has_labels, seed):
     if engine.model_parts[0].moe_layers:  # another load of the experts would round otherwise
         batch["routed_experts"] = random_experts(engine.model_parts[0], 2)
     labels = own.roll(1).where(has_labels, IGNORE_INDEX)
-    n_rows = ROWS // engine.dp_size
-    rows = slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
+    rows = own_rows(engine)
     engine.optimizers.zero_grad()
     loss = engine.forward_backward_step(
         input_dict={name: x[rows] for name, x in batch.items()},

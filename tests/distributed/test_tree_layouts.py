@@ -18,6 +18,7 @@ from tests.distributed.layout_matrix import (
     batch_flags,
     build_engine,
     gradients_of,
+    own_rows,
 )
 from torchtitan.batch.documents import IGNORE_INDEX, PADDING
 from torchtitan.batch.trees import tree_batch
@@ -77,11 +78,6 @@ def batches_of(trees, rows, engine, is_separate):
         positions = torch.arange(labels.shape[1])[None]
         batches.append({"input": tokens[:, :-1], "positions": positions, "labels": labels})
     return batches
-
-
-def own_rows(engine):
-    n_rows = ROWS // engine.dp_size
-    return slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
 
 
 def logprobs_of(outputs, trees, rows, engine, is_separate):

@@ -64,23 +64,15 @@ def ends_of_parents(ends, begins, paths, depths):
     return torch.where(depths > 0, ends.gather(1, before), ends), begins, paths
 
 
-def with_first_column(ends, begins, paths, depths):
-    is_first = torch.cat((torch.tensor([True]), paths[1:] <= paths[:-1]))
-    return ends, begins, torch.where(is_first, 0, paths)
-
-
 def without_first_ancestor(ends, begins, paths, depths):
     is_first = torch.cat((torch.tensor([True]), paths[1:] <= paths[:-1]))
     paths[1:] = torch.where(is_first[:-1], paths[:-1], paths[1:])
     return ends, begins, paths
 
 
-def depths_by(change):
-    def changed(ids, parents):
-        depths = branch_depths(ids, parents)
-        return depths if depths is None else change(depths, ids)
-
-    return isolation, "branch_depths", changed
+def a_token_early(ids, parents):
+    depths = branch_depths(ids, parents)
+    return depths if depths is None else torch.where(depths > 0, depths - 1, depths)
 
 
 def grandparents(ids, parents):
@@ -122,15 +114,11 @@ def no_gradient_to_ancestors(attend, q, k, v, ids, depths):
     return out + own - own.detach()
 
 
-class FirstMask:
-    """Every batch of a shape gets the mask of the first one."""
+FIRST_BATCHES = {}
 
-    def __init__(self):
-        self.known = {}
 
-    def __call__(self, attend, q, k, v, ids, depths):
-        ids, depths = self.known.setdefault(ids.shape, (ids, depths))
-        return attend(q, k, v, ids, depths)
+def mask_of_the_first_batch(attend, q, k, v, ids, depths):
+    return attend(q, k, v, *FIRST_BATCHES.setdefault(ids.shape, (ids, depths)))
 
 
 def keys_of_the_next_branch(*arguments):
@@ -138,30 +126,21 @@ def keys_of_the_next_branch(*arguments):
     return keys._replace(index=keys.index.roll(1))
 
 
-def changed_blocks(change):
-    """`DocumentMask.block_mask` of changed tables; the mask function is right."""
-    block_mask = DocumentMask.block_mask
-
-    def changed(self, block_size=128):
-        if self.depths is None:
-            return block_mask(self, block_size)
-        right = block_mask(self, block_size)
-        lists = [x.clone() for x in (right.kv_num_blocks, right.kv_indices)]
-        fulls = [x.clone() for x in (right.full_kv_num_blocks, right.full_kv_indices)]
-        change(*lists, *fulls)
-        sizes = {"BLOCK_SIZE": block_size, "seq_lengths": (self.starts.shape[1],) * 2}
-        return type(right).from_kv_blocks(*lists, *fulls, mask_mod=self, **sizes)
-
-    return DocumentMask, "block_mask", changed
+def without_full_blocks(self, block_size=128):
+    """The mask function is right, but blocks that are seen in full are not listed."""
+    right = block_mask(self, block_size)
+    lists = right.kv_num_blocks, right.kv_indices
+    sizes = {"BLOCK_SIZE": block_size, "seq_lengths": (self.starts.shape[1],) * 2}
+    return type(right).from_kv_blocks(*lists, mask_mod=self, **sizes)
 
 
-def mask_call(change):
-    call = DocumentMask.__call__
+block_mask, mask_call = DocumentMask.block_mask, DocumentMask.__call__
 
-    def changed(self, b, h, q, kv):
-        return call(self, b, h, q, kv) if self.depths is None else change(self, b, q, kv)
 
-    return DocumentMask, "__call__", changed
+def without_branches(self, b, h, q, kv):
+    if self.depths is None:
+        return mask_call(self, b, h, q, kv)
+    return (q >= kv) & (kv >= self.starts[b, q])
 
 
 LEAKS = {
@@ -169,32 +148,16 @@ LEAKS = {
         lambda ends, b, p, d: (torch.maximum(ends - 1, torch.arange(ends.shape[1])), b, p)
     ),
     "seen by siblings": changed_tables(ends_of_parents),
-    "keys of another tree": changed_tables(with_first_column),
     "an ancestor twice": changed_tables(without_first_ancestor),
-    "keys a column late": changed_tables(
-        lambda e, b, paths, d: (e, b, (paths + 1).clamp(max=d.shape[1] - 1))
-    ),
-    "parents ignored": depths_by(lambda depths, ids: None),
-    "branches a token early": depths_by(
-        lambda depths, ids: torch.where(depths > 0, depths - 1, depths)
-    ),
-    "branches that continue the token before": depths_by(
-        lambda depths, ids: torch.arange(ids.shape[1]).expand(ids.shape).int()
-    ),
+    "parents ignored": (isolation, "branch_depths", lambda ids, parents: None),
+    "branches a token early": (isolation, "branch_depths", a_token_early),
     "grandparents": (isolation, "branch_depths", grandparents),
     "gradient to siblings' keys": wrapped(keys_of_other_branches),
     "no gradient to ancestors": wrapped(no_gradient_to_ancestors),
-    "mask of an earlier batch": wrapped(FirstMask()),
+    "mask of an earlier batch": wrapped(mask_of_the_first_batch),
     "keys of the next branch": (mask_module, "needed_keys", keys_of_the_next_branch),
-    "block of an ancestor left out": changed_blocks(
-        lambda n, lists, n_full, fulls: (n.copy_(n.clamp(max=1)), n_full.zero_())
-    ),
-    "blocks left out that are seen in full": changed_blocks(
-        lambda n, lists, n_full, f: n_full.zero_()
-    ),
-    "mask function that forgets branches": mask_call(
-        lambda self, b, q, kv: (q >= kv) & (kv >= self.starts[b, q])
-    ),
+    "blocks left out that are seen in full": (DocumentMask, "block_mask", without_full_blocks),
+    "mask function that forgets branches": (DocumentMask, "__call__", without_branches),
 }
 
 

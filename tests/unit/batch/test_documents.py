@@ -108,7 +108,7 @@ def test_explicit_boundaries_win_over_the_mask_type():
 @pytest.mark.parametrize(
     "mask_type, eos_id, match",
     [
-        (P, EOS, r"'positions'.*only \['input'\].*'block_causal'"),
+        (P, EOS, r"only \['input'\]; put 'positions' \[B, T\] into it.*'block_causal'"),
         ("block_causal", None, "the tokenizer is None .*set `engine.tokenizer`.*position_b"),
         ("blok", EOS, "model.attn_mask_type must be one of causal.*'blok'"),
     ],
