@@ -25,26 +25,6 @@ def test_value_cannot_be_changed_and_leaves_the_callers_dict_alone():
     assert batch.as_dict() == {key: given[key] for key in ("input", "positions", "names")}
 
 
-def test_what_has_a_value_per_token_follows_the_tokens():
-    entries = {
-        "input": TOKENS,
-        "positions": TOKENS[:1],  # one row for all
-        "weights": torch.ones(2, 3, 5),
-        "seq_lens": torch.tensor([[1, 2, 0], [3, 0, 0]]),
-        "offset": torch.tensor(3),
-        "names": ["a", "b"],
-    }
-    batch = TokenBatch.from_dict(entries, labels=TOKENS + 1)
-    longer = batch.with_tokens(
-        lambda x, padding: torch.cat((x, torch.full_like(x[:, :1], padding)), dim=1)
-    )
-    assert longer.tokens[:, 3].tolist() == [0, 0] and longer.labels[:, 3].tolist() == [-100] * 2
-    assert longer.entries["positions"].tolist() == [[0, 1, 2, -1]]
-    assert longer.entries["weights"].shape == (2, 4, 5)
-    for key in ("seq_lens", "offset", "names"):
-        assert longer.entries[key] is entries[key]
-
-
 @pytest.mark.parametrize("kind", [torch.Tensor.numpy, torch.Tensor.tolist])
 def test_known_entry_that_is_no_tensor_is_named(kind):
     for key in ("labels", "positions", "document_ids", "seq_lens", "cu_seqlens", "routed_experts"):

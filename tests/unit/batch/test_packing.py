@@ -245,12 +245,16 @@ def test_padding_for_context_parallelism_ends_lengths_that_count_through_all_row
 def test_padding_for_context_parallelism_counts_nowhere():
     two_ranks = ContextSharding(SimpleNamespace(size=lambda: 2), "headtail", "allgather")
     rows = {"input": torch.ones(2, 3).long(), "positions": torch.arange(3)[None]}
-    packed = TokenBatch.from_dict(rows | {"loss_weights": torch.ones(2, 3)}, torch.full((2, 3), 5))
-    padded = two_ranks.pad(packed)
+    rows |= {"loss_weights": torch.ones(2, 3), "scores": torch.ones(2, 3, 5)}
+    others = {"seq_lens": torch.tensor([[1, 2, 0], [3, 0, 0]]), "offset": torch.tensor(3)}
+    others["names"] = ["a", "b"]
+    padded = two_ranks.pad(TokenBatch.from_dict(rows | others, torch.full((2, 3), 5)))
     assert padded.tokens.tolist() == [[1, 1, 1, 0]] * 2
     assert padded.labels.tolist() == [[5, 5, 5, IGNORE_INDEX]] * 2
     assert padded.entries["positions"].tolist() == [[0, 1, 2, -1]]  # of all rows
     assert padded.entries["loss_weights"].tolist() == [[1, 1, 1, 0]] * 2
+    assert padded.entries["scores"].shape == (2, 4, 5)
+    assert all(padded.entries[key] is value for key, value in others.items())
 
 
 def test_loss_of_a_filler_is_0_where_its_outputs_add_up_to_an_overflow():
