@@ -295,13 +295,17 @@ def test_ranks_that_are_done_are_not_missed():
     assert run_ranks(leave_one_after_the_other, 3, init_process_group=False) == [None] * 3
 
 
+def slow_to_read(store):
+    slow = mock.Mock(wraps=store)
+    slow.get.side_effect = lambda name: time.sleep(1) or store.get(name)
+    return slow
+
+
 def meet_twice():
     for setting in (1, 2):
         peers = train._find_peers(20)
-        if peers.rank == 1:  # slow to read
-            get = peers._store.get
-            peers._store = mock.Mock(wraps=peers._store)
-            peers._store.get.side_effect = lambda name: time.sleep(1) or get(name)
+        if peers.rank == 1:
+            peers._store = slow_to_read(peers._store)
         peers.compare({"a": setting})
         peers.leave()
 
