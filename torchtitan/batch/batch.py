@@ -97,7 +97,7 @@ class TokenBatch:
             value = batch.get(key) if key != "labels" or labels is None else labels
             if not isinstance(value, Tensor | None):
                 raise ValueError(
-                    f"the batch's {key!r} must be a tensor, got {type(value).__name__}; make it one "
+                    f"the batch's {key!r} must be a tensor, got {type(value).__name__}; convert it "
                     "with torch.as_tensor"
                 )
         for key in ("positions", PARENT_IDS, *BOUNDARY_KEYS):

@@ -3,8 +3,8 @@
 B rows, T tokens per row. Ids are [B, T] int32, counted from 0 in each row; padding is -1. A document
 is a contiguous run of one id: if an id occurs again after another id, it is a new document.
 
-Shapes depend only on B and T, so the host reads no value from the device, except for two warnings:
-sources that disagree, and positions that restart in rows of one document.
+Shapes depend only on B and T, so the host reads no value from the device, except to warn of sources that
+disagree, and of positions that restart in rows of one document.
 """
 
 from collections.abc import Callable, Mapping
@@ -266,13 +266,13 @@ def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
     if tuple(values.shape) not in ((n_rows, seq_len), (1, seq_len)):
         raise ValueError(
             f"the batch's {key!r} must have the shape of its 'input', {(n_rows, seq_len)}, or "
-            f"{(1, seq_len)} for all rows, got {tuple(values.shape)}; give each token its entry"
+            f"{(1, seq_len)} for all rows, got {tuple(values.shape)}; give one entry per token"
         )
     return values.expand(n_rows, seq_len)
 
 
 def _read(batch: Mapping[str, Any], source: str) -> Tensor:
-    """Return the document ids [B, T] that a source of boundaries gives."""
+    """Return the document ids [B, T] from one source of boundaries."""
     (n_rows, seq_len), values = batch["input"].shape, batch[source]
     if source == "document_ids":
         return per_token(batch, source).to(torch.int32)
@@ -349,13 +349,13 @@ _READINGS = ("continues a document", "begins a document", "is padding")
 
 
 def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
-    """Return ids [B, T] by end-of-text tokens; rows without that token keep `document_ids`."""
+    """Return ids [B, T] from end-of-text tokens; rows without this token keep `document_ids`."""
     ids = document_ids_from_eos(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
     return torch.where((tokens == eos_id).any(dim=1, keepdim=True), ids, document_ids)
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """Return whether to compare the two sources `pair` on the device of `x`; remember the pair."""
+    """Return True if the sources `pair` are to be compared on the device of `x`; records the pair."""
     said = already_said()
     is_new = pair not in said
     said.add(pair)

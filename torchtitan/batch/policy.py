@@ -34,9 +34,9 @@ class DocumentPolicy:
     restart_positions: bool
     mask_boundary_loss: bool
     vocab_size: int | None = None  # None for a model without a vocabulary
-    # Passed to `get_attention_masks` of models that clients bring, which may need it for their masks.
+    # Passed to `get_attention_masks`, which a client's own model may compute from the tokenizer.
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
-    # Warnings that were logged already, and are not repeated.
+    # Warnings that were logged already.
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod

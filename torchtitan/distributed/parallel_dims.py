@@ -156,7 +156,7 @@ class ParallelDims:
             if set(names) <= set(axes):
                 in_order = tuple(axis for axis in axes if axis in names)
                 if tuple(names) != in_order:
-                    raise ValueError(f"mesh dims go outermost first: {in_order}, got {names}")
+                    raise ValueError(f"mesh dims must go outermost first: {in_order}, got {names}")
                 return self._global_meshes[cut][in_order]
         raise ValueError(
             f"Invalid mesh name combinations: {names} are not axes of one cut of the world; "

@@ -142,7 +142,7 @@ def _find_row(
     if missing := [key for key in parameters if key not in row]:
         raise ValueError(
             f"the tensor-parallel plan must say how to split {', '.join(missing)} of {name!r}, a "
-            f"{type(module).__name__}; its row has {', '.join(row) or 'no entries'}; add the missing ones"
+            f"{type(module).__name__}; its row has {', '.join(row) or 'no entries'}; add the missing entries"
         )
     return row
 

@@ -180,7 +180,7 @@ class Peers:
         self._start(self._watch)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread. If it fails, report this rank as failed: it no longer watches the others."""
+        """Run `work` on a thread. If it fails, report this rank as failed, because it watches no rank now."""
 
         def ended(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
@@ -258,7 +258,7 @@ class Peers:
             self._fail(rank, problem)
 
     def _fail(self, rank: int, message: str) -> None:
-        """Record the first failure, forward it, and end this process if it doesn't end itself."""
+        """Record the first failure, forward it, and end this process if the main thread doesn't."""
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
@@ -297,7 +297,7 @@ class Peers:
         timer.start()
 
     def leave(self) -> None:
-        """Tell the other ranks that the end of this rank's connection is no failure."""
+        """Announce to the other ranks that this rank ends without a failure."""
         self._leaving.set()
         self._send(_LEAVES)
 
