@@ -29,7 +29,6 @@ from tests.isolation.packings import (
     spans_of,
 )
 from torchtitan.batch.documents import document_starts, read_document_ids
-
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.models import gated_delta
 from torchtitan.models.gated_delta import GatedDeltaNet
