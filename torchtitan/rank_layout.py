@@ -87,7 +87,7 @@ class RankLayout:
         return 0 if mesh is None else mesh.get_local_rank()
 
     def dims_for(self, job_config: JobConfig, train_spec: TrainSpec) -> ParallelDims:
-        """Return the meshes; raises ValueError if the config has other parallel degrees."""
+        """Return the meshes; raises ValueError if the config's parallel degrees differ from the layout's."""
         dims = self.parallel_dims
         wanted = parallel_dims_of(job_config, train_spec, self.device, dims.world_size)
         names = [field.name for field in dataclasses.fields(ParallelDims) if field.repr]

@@ -103,7 +103,7 @@ class DocumentPolicy:
         with saying_once_per(self.said):  # also in a thread that reads batches ahead
             boundaries = dict(boundaries_on_host(batch.as_dict()))
             if boundaries.get(PARENT_IDS) is not None:
-                boundaries.pop("positions", None)  # `_with_depths` checks them
+                boundaries.pop("positions", None)  # `_with_depths` checks positions of trees
             ids = read_document_ids(boundaries, mask_type, self.eos_id)
         return to_device(ids, batch.tokens.device)
 

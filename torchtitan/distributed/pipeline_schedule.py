@@ -235,7 +235,7 @@ class PipelineSchedule:
 
     @contextmanager
     def _summed(self, forward_only: bool) -> Iterator[None]:
-        """Sum the gradients computed inside over `replicas`, and of a tied embedding over its two copies.
+        """Sum new gradients over `replicas`, and a tied embedding's gradient over its two copies.
 
         Gradients of earlier `step` calls are summed already, so they are set aside and added at the end.
         """
