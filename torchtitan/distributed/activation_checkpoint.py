@@ -178,10 +178,7 @@ def _context_fn(
 
 @functools.cache
 def _recompute_mode() -> type:
-    """Return torch's recomputation mode, changed to allow ops that forward did not run.
-
-    A FLOP counter, for instance, adds views.
-    """
+    """Return torch's recomputation mode, changed to allow ops that only recomputation runs (for FLOP counters)."""
 
     class RecomputeMode(torch_parts.RecomputeMode):
         # Flex attention and compiled regions are higher-order operators, which torch registers for its own

@@ -24,10 +24,7 @@ _library.define("reduce_scatter(Tensor x, int size, str group) -> Tensor")
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Exchange rows in rank order: [sum(sent), ...] -> [sum(received), ...].
-
-    sent, received: the number of rows to and from each rank.
-    """
+    """Exchange rows, in rank order; sent, received: the numbers of rows to and from each rank."""
     return OPS.wait_tensor(OPS.all_to_all_single(x.contiguous(), received, sent, group))
 
 

@@ -66,8 +66,7 @@ def whole_tensor(x: Tensor) -> Tensor:
 def with_local(x: Tensor, local: Tensor) -> Tensor:
     """Return a DTensor with x's placements and the local tensor `local`; if x is plain, return `local`.
 
-    The result has x's shape. If `local` has another last dim than x's local part, the result's last dim
-    is scaled by the same factor.
+    The result has x's shape, with the last dim scaled as `local` scales the last dim of x's local part.
     """
     if not is_dtensor(x):
         return local
