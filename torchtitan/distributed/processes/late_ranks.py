@@ -165,8 +165,6 @@ class LateRanks:
             self._since[rank] = state.counts, inf
             text = f"has not answered for {seconds:.0f} s: it is stopped, or a call outside Python hangs"
             if rank in self.answers:
-                text = (
-                    f"({state.host}) has kept the others waiting for at least {seconds:.0f} s, at "
-                )
-                text += f"{state.place}; its calls, innermost first:\n{state.stack}"
+                text = f"({state.host}) has kept the others waiting for at least {seconds:.0f} s, "
+                text += f"at {state.place}; its calls, innermost first:\n{state.stack}"
             logger.warning(f"rank {rank} {text}")
