@@ -87,7 +87,7 @@ class RankLayout:
         return 0 if mesh is None else mesh.get_local_rank()
 
     def dims_for(self, job_config: JobConfig, train_spec: TrainSpec) -> ParallelDims:
-        """Return the meshes; raises ValueError if the config has other parallel degrees."""
+        """Return the meshes; raises ValueError if the config's parallel degrees differ from the layout's."""
         dims = self.parallel_dims
         wanted = parallel_dims_of(job_config, train_spec, self.device, dims.world_size)
         names = [field.name for field in dataclasses.fields(ParallelDims) if field.repr]
@@ -101,7 +101,7 @@ class RankLayout:
 
 
 class _Tenant:
-    """Registered in `tools.host` for a layout, so the host's settings stay changed until `close`."""
+    """A layout's entry in `tools.host`, which keeps the host's settings changed until `close`."""
 
 
 def set_device() -> torch.device:
@@ -159,7 +159,7 @@ def parallel_dims_of(
 
 
 def is_fsdp_wanted_always(config: JobConfig, spec: TrainSpec, device: torch.device) -> bool:
-    """True if FSDP wraps the model even if there is nothing to shard."""
+    """Return True if FSDP wraps the model even with nothing to shard."""
     degrees = config.parallelism
     if degrees.always_fsdp is not None:
         return degrees.always_fsdp
@@ -172,7 +172,7 @@ def is_fsdp_wanted_always(config: JobConfig, spec: TrainSpec, device: torch.devi
 
 
 def has_last_stage(config: JobConfig, dims: ParallelDims) -> bool:
-    """True if the schedule places the last stage of the model on this rank."""
+    """Return True if the schedule places the last stage of the model on this rank."""
     pp_mesh = dims.get_optional_mesh("pp")
     if pp_mesh is None:
         return True

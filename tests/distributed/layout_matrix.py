@@ -44,6 +44,19 @@ class Layout:
     accumulation: int = 1
     extra: tuple[str, ...] = ()
 
+    @classmethod
+    def named(cls, name: str) -> "Layout":
+        """A name lists degrees, schedules and modes: "FSDP 2, PP 2, LoopedBFS, full AC"."""
+        sizes, extra = {}, []
+        for part in name.split(", "):
+            axis, _, degree = part.rpartition(" ")
+            if axis in _AXES:
+                degrees = map(int, degree.split("x"))
+                sizes |= dict(zip(_AXES[axis].split(), degrees, strict=True))
+            else:
+                extra += _MODES.get(part) or [f"--parallelism.pipeline_parallel_schedule={part}"]
+        return cls(name, extra=tuple(extra), **sizes)
+
     @property
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
@@ -63,61 +76,35 @@ class Layout:
         ]
 
 
-def _schedule(name: str) -> tuple[str, ...]:
-    return (f"--parallelism.pipeline_parallel_schedule={name}",)
+_AXES = dict(
+    DDP="dp_replicate", FSDP="dp_shard", HSDP="dp_replicate dp_shard", TP="tp", PP="pp", CP="cp",
+    EP="ep", ETP="etp", accumulation="accumulation",
+)  # fmt: skip
+_AC = "--activation_checkpoint"
+_MODES = {
+    "alltoall": ["--parallelism.context_parallel_rotate_method=alltoall"],
+    "whole logits": ["--parallelism.disable_loss_parallel"],
+    "full AC": [f"{_AC}.mode=full"],
+    "op AC": [f"{_AC}.mode=selective", f"{_AC}.selective_ac_option=op"],
+}
 
 
-_ALLTOALL = ("--parallelism.context_parallel_rotate_method=alltoall",)
-_NO_LOSS_PARALLEL = ("--parallelism.disable_loss_parallel",)
-_FULL_AC = ("--activation_checkpoint.mode=full",)
-_OP_AC = (
-    "--activation_checkpoint.mode=selective",
-    "--activation_checkpoint.selective_ac_option=op",
-)
+def _layouts(names: str) -> list[Layout]:
+    return [Layout.named(" ".join(name.split())) for name in names.split(";")]
 
-LAYOUTS = [
-    Layout("FSDP 2", dp_shard=2),
-    Layout("DDP 2", dp_replicate=2),
-    Layout("accumulation 4", accumulation=4),
-    Layout("FSDP 2, accumulation 2, full AC", dp_shard=2, accumulation=2, extra=_FULL_AC),
-    Layout("TP 2", tp=2),
-    Layout("TP 2, whole logits, op AC", tp=2, extra=_NO_LOSS_PARALLEL + _OP_AC),
-    Layout("CP 2", cp=2),
-    Layout("CP 2, alltoall, full AC", cp=2, extra=_ALLTOALL + _FULL_AC),
-    Layout("PP 2, 1F1B", pp=2),
-    Layout("PP 2, GPipe, accumulation 2", pp=2, accumulation=2, extra=_schedule("GPipe")),
-    Layout("PP 2, Interleaved1F1B", pp=2, extra=_schedule("Interleaved1F1B")),
-    Layout("PP 2, LoopedBFS", pp=2, extra=_schedule("LoopedBFS")),
-    Layout("PP 2, InterleavedZeroBubble", pp=2, extra=_schedule("InterleavedZeroBubble")),
-    Layout("PP 2, ZBVZeroBubble", pp=2, extra=_schedule("ZBVZeroBubble")),
-    Layout("FSDP 4", dp_shard=4),
-    Layout("HSDP 2x2", dp_replicate=2, dp_shard=2),
-    Layout("FSDP 2, TP 2", dp_shard=2, tp=2),
-    Layout("DDP 2, TP 2", dp_replicate=2, tp=2),
-    Layout("HSDP 2x2, TP 2", dp_replicate=2, dp_shard=2, tp=2),
-    Layout("FSDP 2, CP 2", dp_shard=2, cp=2),
-    Layout("DDP 2, CP 2, alltoall", dp_replicate=2, cp=2, extra=_ALLTOALL),
-    Layout("TP 2, CP 2", tp=2, cp=2),
-    Layout("FSDP 2, PP 2", dp_shard=2, pp=2),
-    Layout("TP 2, PP 2, Interleaved1F1B", tp=2, pp=2, extra=_schedule("Interleaved1F1B")),
-    Layout("TP 2, PP 2, ZBVZeroBubble", tp=2, pp=2, extra=_schedule("ZBVZeroBubble")),
-    Layout("CP 2, PP 2", cp=2, pp=2),
-    Layout("PP 4, 1F1B", pp=4),
-    Layout("CP 4", cp=4),
-]
-MOE_LAYOUTS = [
-    Layout("FSDP 2, EP 2", dp_shard=2, ep=2),
-    Layout("TP 2, EP 2", tp=2, ep=2),
-    Layout("FSDP 2, TP 2, EP 2, ETP 2", dp_shard=2, tp=2, ep=2, etp=2),
-    Layout("CP 2, EP 2", cp=2, ep=2),
-    Layout("FSDP 4, EP 2", dp_shard=4, ep=2),
-    Layout("FSDP 4, EP 4, full AC", dp_shard=4, ep=4, extra=_FULL_AC),
-    Layout("HSDP 2x2, EP 2", dp_replicate=2, dp_shard=2, ep=2),
-    Layout("FSDP 2, TP 2, EP 4", dp_shard=2, tp=2, ep=4),
-    Layout("FSDP 2, PP 2, EP 2", dp_shard=2, pp=2, ep=2),
-    Layout("TP 2, PP 2, CP 2, EP 2", tp=2, pp=2, cp=2, ep=2),
-    Layout("FSDP 2, TP 2, PP 2, EP 2, ETP 2", dp_shard=2, tp=2, pp=2, ep=2, etp=2),
-]
+
+LAYOUTS = _layouts("""
+    FSDP 2; DDP 2; accumulation 4; FSDP 2, accumulation 2, full AC; TP 2; TP 2, whole logits, op AC;
+    CP 2; CP 2, alltoall, full AC; PP 2, 1F1B; PP 2, GPipe, accumulation 2; PP 2, Interleaved1F1B;
+    PP 2, LoopedBFS; PP 2, InterleavedZeroBubble; PP 2, ZBVZeroBubble; FSDP 4; HSDP 2x2;
+    FSDP 2, TP 2; DDP 2, TP 2; HSDP 2x2, TP 2; FSDP 2, CP 2; DDP 2, CP 2, alltoall; TP 2, CP 2;
+    FSDP 2, PP 2; TP 2, PP 2, Interleaved1F1B; TP 2, PP 2, ZBVZeroBubble; CP 2, PP 2; PP 4, 1F1B; CP 4
+""")
+MOE_LAYOUTS = _layouts("""
+    FSDP 2, EP 2; TP 2, EP 2; FSDP 2, TP 2, EP 2, ETP 2; CP 2, EP 2; FSDP 4, EP 2;
+    FSDP 4, EP 4, full AC; HSDP 2x2, EP 2; FSDP 2, TP 2, EP 4; FSDP 2, PP 2, EP 2;
+    TP 2, PP 2, CP 2, EP 2; FSDP 2, TP 2, PP 2, EP 2, ETP 2
+""")
 ONE_PROCESS = Layout("1 process")
 BY_NAME = {layout.name: layout for layout in [ONE_PROCESS, *LAYOUTS, *MOE_LAYOUTS]}
 # fp32: the order of summation differs between layouts. Losses and norms are sums of many terms.
@@ -191,14 +178,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gates and scales": ("causal_lm", "debugmodel", _GATES_AND_SCALES),
     "qwen3 MoE, two experts": ("qwen3", "debugmodel_moe_small", _QWEN3_MOE | {"moe_args": _TWO}),
 }
-MOE_FAMILIES = [
-    "qwen3_5 MoE",
-    "qwen3 MoE",
-    "qwen3 MoE, two experts",
-    "deepseek_v3",
-    "llama4",
-    "gpt_oss",
-]
+MOE_FAMILIES = ["qwen3_5 MoE", "qwen3 MoE", "qwen3 MoE, two experts"]
+MOE_FAMILIES += ["deepseek_v3", "llama4", "gpt_oss"]
 # A flag for fewer layers, one of each kind, where more would prove nothing else.
 SHALLOW = "--model.flavor=shallow"
 
@@ -234,14 +215,7 @@ class DealtRows(BaseDataLoader):
     with_positions: the rows are packed documents of random lengths.
     """
 
-    def __init__(
-        self,
-        dp_rank: int,
-        dp_size: int,
-        local_batch_size: int,
-        seq_len: int,
-        with_positions: bool = False,
-    ):
+    def __init__(self, dp_rank, dp_size, local_batch_size, seq_len, with_positions=False):
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.with_positions = with_positions
         self.local_batch_size, self.seq_len = local_batch_size, seq_len
@@ -281,14 +255,9 @@ class DealtRows(BaseDataLoader):
 
 
 def build_dealt_rows(dp_world_size, dp_rank, tokenizer, job_config) -> DealtRows:
-    training = job_config.training
-    return DealtRows(
-        dp_rank,
-        dp_world_size,
-        training.local_batch_size,
-        training.seq_len,
-        with_positions=job_config.model.attn_mask_type == "position_block_causal",
-    )
+    training, mask_type = job_config.training, job_config.model.attn_mask_type
+    sizes = dp_rank, dp_world_size, training.local_batch_size, training.seq_len
+    return DealtRows(*sizes, with_positions=mask_type == "position_block_causal")
 
 
 @dataclasses.dataclass
@@ -312,25 +281,17 @@ def register_tiny(family: str) -> str:
     name = f"tiny_{re.sub('[^a-z0-9]+', '_', family.lower())}"
     if name not in train_spec._extra_train_specs:
         if model_name == "causal_lm":
-            spec = build_decoder_train_spec(
-                CausalLM, {flavor: CausalLMArgs()}, Llama3StateDictAdapter
-            )
+            flavors = {flavor: CausalLMArgs()}
+            spec = build_decoder_train_spec(CausalLM, flavors, Llama3StateDictAdapter)
         else:
             spec = train_spec.get_train_spec(model_name)
         args = dataclasses.replace(spec.model_args[flavor], **changes)
         n_layers = 3 if family == "llama4" else 2
         fewer = {"layer_types": args.layer_types[:n_layers]} if hasattr(args, "layer_types") else {}
         shallow = dataclasses.replace(args, n_layers=n_layers, **fewer)
-        flavors = {"tiny": args, "shallow": shallow}
-        train_spec.register_train_spec(
-            name,
-            dataclasses.replace(
-                spec,
-                model_args=flavors,
-                build_dataloader_fn=build_dealt_rows,
-                build_tokenizer_fn=None,
-            ),
-        )
+        changes = dict(model_args={"tiny": args, "shallow": shallow}, build_tokenizer_fn=None)
+        spec = dataclasses.replace(spec, build_dataloader_fn=build_dealt_rows, **changes)
+        train_spec.register_train_spec(name, spec)
     return name
 
 
@@ -345,14 +306,9 @@ def batch_flags(family: str, batch: str) -> list[str]:
 def config_of(family: str, flags: list[str], dump_folder: str):
     from torchtitan.config import ConfigManager
 
+    model = [f"--model.name={register_tiny(family)}", "--model.flavor=tiny"]
     return ConfigManager().parse_args(
-        [
-            f"--model.name={register_tiny(family)}",
-            "--model.flavor=tiny",
-            f"--job.dump_folder={dump_folder}",
-            *SETTINGS,
-            *flags,
-        ]
+        [*model, f"--job.dump_folder={dump_folder}", *SETTINGS, *flags]
     )
 
 
@@ -382,6 +338,11 @@ def random_experts(model, step: int) -> torch.Tensor:
     experts = noise.argsort(dim=-1)[..., : args.top_k].to(torch.int16)
     experts[torch.rand(ROWS, SEQ_LEN, generator=generator) < 0.25] = -1
     return experts
+
+
+def own_rows(engine) -> slice:
+    n_rows = ROWS // engine.dp_size
+    return slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
 
 
 def run_step(engine, layout: Layout, step: int, replays: bool = False) -> float:
@@ -425,27 +386,18 @@ def measure_on_rank(
             assert_equal_copies(engine, lambda copy: copy.grad)
         grad_norms.append(float(whole(engine.optim_step().grad_norm)))
     assert_equal_copies(engine, lambda copy: copy)
-    state = engine.optimizers.state_dict()
-    buffers = [item for part in engine.model_parts for item in part.named_buffers()]
-    run = Run(
-        hashes,
-        losses,
-        grad_norms,
-        gradients,
-        weights={name: whole(parameter) for name, parameter in named},
-        optimizer_state={
-            key: whole(value)
-            for key, value in state.items()
-            if key.endswith(("exp_avg", "_sq", "momentum_buffer"))
-        },
-        expert_bias={
-            name_without_wrappers(name): whole(value)
-            for name, value in buffers
-            if name.endswith("expert_bias")
-        },
-    )
+    weights = {name: whole(parameter) for name, parameter in named}
+    state = engine.optimizers.state_dict().items()
+    moments = ("exp_avg", "_sq", "momentum_buffer")
+    optimizer_state = {key: whole(value) for key, value in state if key.endswith(moments)}
+    expert_bias = {
+        name_without_wrappers(name): whole(value)
+        for part in engine.model_parts
+        for name, value in part.named_buffers()
+        if name.endswith("expert_bias")
+    }
     engine.close()
-    return run
+    return Run(hashes, losses, grad_norms, gradients, weights, optimizer_state, expert_bias)
 
 
 def named_parameters(engine) -> list[tuple[str, torch.nn.Parameter]]:
@@ -477,15 +429,10 @@ def measure(
     """One run per (family, batch), the tensors of all ranks together; on the host."""
     runs = []
     # A few at a time: process groups of engines that are closed keep their threads.
+    how = dict(timeout_seconds=600, on_accelerators=on_accelerators)
     for first in range(0, len(cases), _CASES_PER_SPAWN):
-        some = cases[first : first + _CASES_PER_SPAWN]
-        ranks = run_ranks(
-            _measure_cases,
-            layout.world_size,
-            *(layout, some, dump_folder, flags),
-            timeout_seconds=600,
-            on_accelerators=on_accelerators,
-        )
+        given = layout, cases[first : first + _CASES_PER_SPAWN], dump_folder, flags
+        ranks = run_ranks(_measure_cases, layout.world_size, *given, **how)
         runs += [_merge(runs) for runs in zip(*ranks, strict=True)]
     return runs
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.distributed.layout_matrix import (
     ONE_PROCESS,
@@ -19,6 +20,7 @@ from tests.distributed.layout_matrix import (
     assert_same_numbers,
     measure_on_rank,
 )
+from tests.reliability.jobs import flags_in
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.tp_plan import apply_tp
 from torchtitan.testing.gloo import run_ranks
@@ -49,12 +51,9 @@ def pass_for_cuda():
         counts.update(getattr(node.target, "_opname", "") for node in gm.graph.nodes)
         return gm.forward
 
-    backend = aot_autograd(
-        fw_compiler=compile_graph,
-        bw_compiler=compile_graph,
-        decompositions=select_decomp_table,
-        partition_fn=min_cut_rematerialization_partition,
-    )
+    compilers = dict(fw_compiler=compile_graph, bw_compiler=compile_graph)
+    cut = min_cut_rematerialization_partition
+    backend = aot_autograd(**compilers, decompositions=select_decomp_table, partition_fn=cut)
     torch._dynamo.register_backend(backend, name="post_grad_passes")
     with (
         mock.patch("torch.distributed.is_nccl_available", lambda: True),
@@ -66,12 +65,10 @@ def pass_for_cuda():
     torch._dynamo.reset()
 
 
-OVERLAPPED = (
-    "--parallelism.enable_async_tensor_parallel",
-    "--compile.enable",
-    "--compile.components=model",
-    "--compile.backend=post_grad_passes",
-)
+OVERLAPPED = flags_in("""
+    parallelism.enable_async_tensor_parallel compile.enable compile.components=model
+    compile.backend=post_grad_passes
+""")
 
 
 def train(layout, folder):
@@ -86,7 +83,7 @@ def train_overlapped(folder):
     for name in (GATHER, REDUCE):
         operators.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
     with pass_for_cuda() as counts:
-        return train(Layout("TP 2", tp=2, extra=OVERLAPPED), folder), dict(counts)
+        return train(Layout("TP 2", tp=2, extra=tuple(OVERLAPPED)), folder), dict(counts)
 
 
 @pytest.mark.slow
@@ -103,28 +100,22 @@ def test_collectives_beside_products_are_fused_and_numbers_stay(tmp_path):
 
 def test_float8_products_are_fused_with_gathers_of_float8():
     float8 = pytest.importorskip("torchao.float8")
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend)
-
+    sizes = dict(dim=128, n_layers=1, n_heads=4, vocab_size=64, max_seq_len=16)
     with torch.device("meta"):
-        model = Transformer(
-            TransformerModelArgs(dim=128, n_layers=1, n_heads=4, vocab_size=64, max_seq_len=16)
-        ).bfloat16()
+        model = Transformer(TransformerModelArgs(**sizes)).bfloat16()
     float8.convert_to_float8_training(
         model,
         config=float8.Float8LinearConfig(),
         module_filter_fn=lambda module, name: name != "output",
     )
     torch._dynamo.reset()  # sizes that other tests compiled would make these dynamic
-    torch.distributed.init_process_group("fake", rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        apply_tp(model, mesh, True, enable_float8_tensorwise_tp=True, enable_async_tp=True)
-        x = torch.zeros(2, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        with pass_for_cuda() as counts:
-            block = torch.compile(model.layers["0"], backend="post_grad_passes", fullgraph=True)
-            block(x, model.freqs_cis[None]).sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    apply_tp(model, mesh, True, enable_float8_tensorwise_tp=True, enable_async_tp=True)
+    x = torch.zeros(2, 8, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with pass_for_cuda() as counts:
+        block = torch.compile(model.layers["0"], backend="post_grad_passes", fullgraph=True)
+        block(x, model.freqs_cis[None]).sum().backward()
     fused = counts["fused_all_gather_scaled_matmul"], counts["fused_scaled_matmul_reduce_scatter"]
     assert fused == (4, 2)
     # What remains are gradients of inputs, and products with gradients of weights among them.

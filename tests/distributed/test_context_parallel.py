@@ -1,14 +1,14 @@
 """Attention over tokens that are spread over ranks equals attention of one process."""
 
-import functools
+import itertools
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.unit.distributed.test_activation_checkpoint import Calls
 from torchtitan.batch.context import cp_shard
 from torchtitan.batch.documents import branch_depths, document_ids_from_lengths
 from torchtitan.batch.mask import DocumentMask
@@ -80,32 +80,23 @@ def largest_difference_over_ranks(attn_type, mask, balancer, method, tensors, **
 
 
 def every_mask_and_balancer():
-    differences = {}
-    for name, (attn_type, mask) in masks().items():
-        for balancer in ("headtail", None):
-            for method in METHODS:
-                run = functools.partial(
-                    largest_difference_over_ranks, attn_type, mask, balancer, method
-                )
-                differences[name, balancer, method] = run(random_inputs())
-                if attn_type != "sdpa":
-                    differences[name, balancer, method, "lse"] = run(
-                        random_inputs(), return_lse=True
-                    )
+    differences, compare = {}, largest_difference_over_ranks
+    cases = itertools.product(masks().items(), ("headtail", None), METHODS, (False, True))
+    for (name, (attn_type, mask)), *how, with_lse in cases:
+        if attn_type != "sdpa" or not with_lse:
+            found = compare(attn_type, mask, *how, random_inputs(), return_lse=with_lse)
+            differences[name, *how, with_lse] = found
     tensors = random_inputs(n_tokens=1024)
     documents = DocumentMask.from_documents(document_ids(1024))
     depths = (torch.arange(1024) % 300 + 100 * (torch.arange(1024) // 300)).expand(ROWS, -1).int()
     trees = DocumentMask.from_documents(document_ids(1024), depths=depths)
     for method in METHODS:
         for kind, mask in (("documents", documents), ("trees", trees)):
-            differences["ptrr", kind, method] = largest_difference_over_ranks(
-                "varlen", mask.lower("varlen"), "ptrr", method, tensors
-            )
+            found = compare("varlen", mask.lower("varlen"), "ptrr", method, tensors)
+            differences["ptrr", kind, method] = found
     # One key head cannot be dealt to several ranks: each gets a copy.
     tensors = random_inputs(kv_heads=1)
-    differences["one key head"] = largest_difference_over_ranks(
-        "sdpa", None, "headtail", "alltoall", tensors
-    )
+    differences["one key head"] = compare("sdpa", None, "headtail", "alltoall", tensors)
     return differences
 
 
@@ -115,16 +106,6 @@ def test_attention_and_gradients_equal_one_process(world_size):
         assert len(differences) == 65
         for case, difference in differences.items():
             assert difference < 1e-13, case
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_chunks_are_dealt_back_and_forth_by_what_the_mask_lets_them_see():
@@ -141,9 +122,8 @@ def test_attention_layers_copy_no_order_of_chunks_to_the_device():
     axis = SimpleNamespace(device_type="meta", get_group=lambda: group, get_local_rank=lambda: 1)
     shards = TokenShards.from_chunks(torch.tensor([[0, 3], [1, 2]]), axis)
     x = torch.empty(8, 2, device="meta")
-    with Operators() as operators:
+    with Calls() as calls:
         shards.in_order(x)
         shards.by_rank(x)
         shards.shard(x, dim=0)
-    assert operators.seen.count("aten.index_select.default") == 3
-    assert "aten._to_copy.default" not in operators.seen
+    assert calls.count("index_select") == 3 and calls.count("_to_copy") == 0

@@ -26,32 +26,30 @@ def build(**changes):
     return moe
 
 
+def tokens(n):
+    return torch.randn(1, n, DIM, generator=torch.Generator().manual_seed(1))
+
+
 def outputs_and_gradients(moe, num_tokens):
-    x = torch.randn(1, num_tokens, DIM, generator=torch.Generator().manual_seed(1))
-    x.requires_grad_()
+    x = tokens(num_tokens).requires_grad_()
     out = moe(x)
     out.square().sum().backward()
     return out.detach(), x.grad, moe.router.gate.weight.grad
 
 
-def share_out(num_tokens):
+def share_out():
     """Both ranks have all tokens; each routes its share."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     moe = build()
     parallelize_module(moe.experts, mesh, ExpertParallel())
     parallelize_module(moe.reorderer, mesh, ReordererSequenceParallel())
-    x = torch.randn(1, num_tokens, DIM, generator=torch.Generator().manual_seed(1))
-    return moe(x).detach()
-
-
-def share_out_all():
-    return [share_out(num_tokens) for num_tokens in (6, 5, 1)]
+    return [moe(tokens(n)).detach() for n in (6, 5, 1)]
 
 
 def test_shares_of_tokens_add_up_for_any_number_of_them():
-    shares = run_ranks(share_out_all, 2)
+    shares = run_ranks(share_out, 2)
     for num_tokens, ours, theirs in zip((6, 5, 1), *shares, strict=True):
-        expected = outputs_and_gradients(build(), num_tokens)[0]
+        expected = build()(tokens(num_tokens)).detach()
         torch.testing.assert_close(ours + theirs, expected, rtol=1e-5, atol=1e-6)
         half = -(-num_tokens // 2)
         assert not ours[:, half:].any() and not theirs[:, :half].any()
@@ -80,34 +78,27 @@ def test_padding_changes_no_result(alignment):
 
 
 def refusals():
-    """Return each style's error for experts that its mesh does not divide."""
-    messages = []
-    meshes = [("ep",), ("tp",), ("ep", "etp")]
-    styles = [ExpertParallel(), TensorParallel(), ExpertTensorParallel()]
-    for names, style in zip(meshes, styles, strict=True):
-        mesh = init_device_mesh("cpu", (2, 1)[: len(names)], mesh_dim_names=names)
-        args = MoEArgs(num_experts=3, top_k=1)
-        experts = build_moe(args, DIM, 15).experts
-        try:
-            parallelize_module(experts, mesh, style)
-        except ValueError as error:
-            messages.append(str(error))
-    for style in (TensorParallel({"w1": 1, "w2": 2}), ExpertTensorParallel({"w1": 1, "w2": 2})):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "etp"))
-        mesh = mesh["etp"] if type(style) is TensorParallel else mesh
-        try:
-            parallelize_module(build().experts, mesh, style)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "etp"))
+    across = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep", "etp"))
+    three, some = build_moe(MoEArgs(num_experts=3, top_k=1), DIM, 15).experts, {"w1": 1, "w2": 2}
+    not_divided = "expert_parallel_degree must divide dimension 0 of the experts' w1"
+    not_named = "the experts' parameter 'w3', only for 'w1', 'w2'; add its"
+    for experts, own_mesh, style, words in (
+        (three, mesh["ep"], ExpertParallel(), not_divided),
+        (
+            three,
+            mesh["ep"],
+            ExpertParallel(),
+            r"got 2 with shape \[3, 15, 8\]; choose a divisor of 3",
+        ),
+        (three, across["etp"], TensorParallel(), "tensor_parallel_degree must divide dimension 1"),
+        (three, mesh, ExpertTensorParallel(), not_divided),
+        (build().experts, mesh["etp"], TensorParallel(some), not_named),
+        (build().experts, mesh, ExpertTensorParallel(some), not_named),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parallelize_module(experts, own_mesh, style)
 
 
 def test_experts_that_a_style_does_not_fit_are_refused():
-    for whole, split, both, *unnamed in run_ranks(refusals, 2):
-        assert "expert_parallel_degree must divide dimension 0 of the experts' w1" in whole
-        assert "got 2 with shape [3, 15, 8]; choose a divisor of 3" in whole
-        assert "tensor_parallel_degree must divide dimension 1 of the experts' w1" in split
-        assert "expert_parallel_degree must divide dimension 0" in both
-        assert len(unnamed) == 2
-        for message in unnamed:
-            assert "the experts' parameter 'w3', only for 'w1', 'w2'; add its" in message
+    run_ranks(refusals, 2)

@@ -12,17 +12,14 @@ from torchtitan.rl.types import SamplingConfig
 from torchtitan.testing.gloo import run_ranks
 
 BF16_WEIGHTS = "--training.dtype=bfloat16"  # without FSDP nothing else is cast to bf16
+TP = "--parallelism.tensor_parallel_degree=2"
 LAYOUTS = {
     "FSDP": [
         "--parallelism.data_parallel_shard_degree=2",
         "--training.mixed_precision_param=bfloat16",
     ],
-    "TP": ["--parallelism.tensor_parallel_degree=2", BF16_WEIGHTS],
-    "TP, gathered logits": [
-        "--parallelism.tensor_parallel_degree=2",
-        "--parallelism.disable_loss_parallel",
-        BF16_WEIGHTS,
-    ],
+    "TP": [TP, BF16_WEIGHTS],
+    "TP, gathered logits": [TP, "--parallelism.disable_loss_parallel", BF16_WEIGHTS],
     "PP": ["--parallelism.pipeline_parallel_degree=2", BF16_WEIGHTS],
 }
 LARGEST_LOGIT = 26

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.distributed import parallel_dims
+from tests.reliability.jobs import flags_in
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed.seeded_init import seeded_init
 from torchtitan.engine import TrainingEngine
-from torchtitan.models.gated_delta import Decay
 from torchtitan.models.parallelize import parallelize_decoder
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.testing.gloo import run_ranks
@@ -19,18 +19,9 @@ def build(dp_shard):
     config = JobConfig()
     config.activation_checkpoint.mode = "none"
     config.training.mixed_precision_param = "bfloat16"
-    args = Qwen3ModelArgs(
-        dim=32,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        vocab_size=VOCAB,
-        head_dim=16,
-        hidden_dim=48,
-        max_seq_len=4096,
-    )
+    sizes = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=48)
     with torch.device("meta"):
-        model = Qwen3Model(args)
+        model = Qwen3Model(Qwen3ModelArgs(vocab_size=VOCAB, max_seq_len=4096, **sizes))
     dims = parallel_dims(dp_shard=dp_shard)
     model = parallelize_decoder(model, dims, config).to_empty(device="cpu")
     with torch.no_grad(), seeded_init(model, 1):
@@ -69,18 +60,18 @@ def decay_in_bf16_training(folder, flags):
 
     For each step: its value and dtype in the forward, the dtype of another weight, and its gradient.
     """
-    options = ["model.name=qwen3_5", "model.flavor=debugmodel", "training.seq_len=32"]
-    options += ["training.local_batch_size=2", f"job.dump_folder={folder}", *flags]
-    config = ConfigManager().parse_args([f"--{option}" for option in options])
-    config.training.mixed_precision_param = "bfloat16"
+    options = flags_in(f"""
+        model.name=qwen3_5 model.flavor=debugmodel training.seq_len=32 training.local_batch_size=2
+        training.mixed_precision_param=bfloat16 activation_checkpoint.mode=none {flags}
+    """)
+    config = ConfigManager().parse_args([*options, f"--job.dump_folder={folder}"])
     with TrainingEngine(config) as engine:
         (model,) = engine.model_parts
         layer = model.layers["0"].attention
-        decay: Decay = layer.decay
-        seen, parameter = [], decay.A_log
+        seen, parameter = [], layer.decay.A_log
 
         def record(*_):
-            seen.append([decay.A_log.detach().clone(), layer.wq.weight.dtype])
+            seen.append([layer.decay.A_log.detach().clone(), layer.wq.weight.dtype])
 
         layer.inner_attention.register_forward_pre_hook(record)
         tokens = torch.arange(64).view(2, 32)
@@ -93,14 +84,7 @@ def decay_in_bf16_training(folder, flags):
         return seen, parameter.full_tensor().detach()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["activation_checkpoint.mode=none"],
-        ["activation_checkpoint.mode=none", "compile.enable", "compile.backend=aot_eager"],
-    ],
-    ids=["eager", "compiled"],
-)
+@pytest.mark.parametrize("flags", ["", "compile.enable compile.backend=aot_eager"])
 def test_decay_of_linear_attention_stays_fp32_where_other_parameters_are_bf16(flags, tmp_path):
     (seen, last), other = run_ranks(decay_in_bf16_training, 2, str(tmp_path), flags)
     assert torch.equal(last, other[1])

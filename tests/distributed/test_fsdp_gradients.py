@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import parallel_dims
-from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.dtensor import whole_tensor
 from torchtitan.distributed.fsdp import (
     apply_ddp,
     apply_fsdp,
@@ -42,14 +41,12 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    def __init__(self, tied=False):
+    def __init__(self):
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCAB, DIM)
         self.layers = nn.ModuleDict({"0": Block(), "1": Block()})
         self.norm = nn.RMSNorm(DIM)
         self.output = nn.Linear(DIM, VOCAB, bias=False)
-        if tied:
-            self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens):
         x = self.tok_embeddings(tokens)
@@ -58,9 +55,14 @@ class Toy(nn.Module):
         return self.output(self.norm(x))
 
 
-def build_toy(tied=False):
+def build_toy():
     torch.manual_seed(0)
-    return Toy(tied)
+    return Toy()
+
+
+def sharded(model, mesh, **options):
+    apply_fsdp(model, mesh, torch.float32, torch.float32, False, **options)
+    return model
 
 
 def global_batch():
@@ -92,37 +94,19 @@ def backward_on_slice(model, rank, world_size, microbatches):
     return total
 
 
-def checkpoint_and_compile(model):
-    """Compile block by block, with checkpointing inside, as training does; no inductor, which is slow."""
-    config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-    apply_ac(model, config, op_sac_save_list={torch.ops.aten.mm.default})
-    for name, block in list(model.layers.items()):
-        model.layers[name] = torch.compile(block, backend="aot_eager", fullgraph=True)
-
-
 def full_grads(model):
-    return {
-        name.replace("_orig_mod._checkpoint_wrapped_module.", ""): p.grad.full_tensor()
-        if isinstance(p.grad, DTensor)
-        else p.grad
-        for name, p in model.named_parameters()
-    }
+    return {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
 
 
-def gradients(layout, microbatches=1, tied=False, reshard_policy="default", compiled=False):
+def gradients(layout, microbatches=1, reshard_policy="default"):
     """Return the gradients of the whole model, and the norm that clipping computes."""
     replicate, shard = layout
     dims = parallel_dims(dp_replicate=replicate, dp_shard=shard)
-    model = build_toy(tied)
-    if compiled:
-        checkpoint_and_compile(model)
+    model = build_toy()
     if replicate > 1 and shard == 1:
-        apply_ddp(model, dims.get_mesh("dp_replicate"), enable_compile=compiled)
+        apply_ddp(model, dims.get_mesh("dp_replicate"), enable_compile=False)
     else:
-        apply_fsdp(
-            model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False,
-            reshard_after_forward_policy=reshard_policy,
-        )  # fmt: skip
+        sharded(model, dims.get_fsdp_mesh(), reshard_after_forward_policy=reshard_policy)
     rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
     backward_on_slice(model, rank, replicate * shard, microbatches)
     grads = {name: grad.clone() for name, grad in full_grads(model).items()}
@@ -131,15 +115,11 @@ def gradients(layout, microbatches=1, tied=False, reshard_policy="default", comp
     return grads, norm, clipped
 
 
-def reference_gradients(tied=False):
-    model = build_toy(tied)
+def assert_equal_to_one_process(results):
+    model = build_toy()
     backward_on_slice(model, 0, 1, 1)
-    grads = copy.deepcopy(full_grads(model))
-    return grads, nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.01)
-
-
-def assert_equal_to_reference(results, tied=False):
-    expected, expected_norm = reference_gradients(tied)
+    expected = copy.deepcopy(full_grads(model))
+    expected_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.01)
     for grads, norm, clipped in results:
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
@@ -156,33 +136,35 @@ def assert_equal_to_reference(results, tied=False):
     "layout", [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)], ids=lambda d: f"{d[0]}x{d[1]}"
 )
 def test_gradients_and_norm_equal_one_process(layout, microbatches):
-    results = run_ranks(gradients, layout[0] * layout[1], layout, microbatches)
-    assert_equal_to_reference(results)
+    assert_equal_to_one_process(run_ranks(gradients, layout[0] * layout[1], layout, microbatches))
 
 
 @pytest.mark.parametrize("policy", ["always", "never"])
 def test_reshard_policy_does_not_change_gradients(policy):
-    assert_equal_to_reference(run_ranks(gradients, 2, (1, 2), 1, False, policy))
+    assert_equal_to_one_process(run_ranks(gradients, 2, (1, 2), 1, policy))
 
 
+@torch.no_grad()
 def parameters_after_forward_without_backward():
-    dims = parallel_dims(dp_shard=2)
-    model = build_toy()
-    apply_fsdp(model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False, cpu_offload=True)
-    before = all(isinstance(p, DTensor) for p in model.parameters())
-    with torch.no_grad():
-        model(global_batch()[0])
-    after = all(isinstance(p, DTensor) for p in model.parameters())
+    """Return whether all parameters are sharded, and the bytes to keep, each at several times."""
+    model = sharded(build_toy(), parallel_dims(dp_shard=2).get_fsdp_mesh(), cpu_offload=True)
+    are_sharded, n_bytes = [], []
+
+    def note_whether_sharded():
+        are_sharded.append(all(isinstance(p, DTensor) for p in model.parameters()))
+
+    note_whether_sharded()
+    model(global_batch()[0])
+    note_whether_sharded()
     reshard_model(model)
-    after_reshard = all(isinstance(p, DTensor) for p in model.parameters())
-    n_bytes = [bytes_to_keep_gathered(model)]
+    note_whether_sharded()
+    n_bytes.append(bytes_to_keep_gathered(model))
     with keep_gathered(model):
         n_bytes.append(bytes_to_keep_gathered(model))
-        with torch.no_grad():
-            model(global_batch()[0])
+        model(global_batch()[0])
     n_bytes.append(bytes_to_keep_gathered(model))
-    after_keeping = all(isinstance(p, DTensor) for p in model.parameters())
-    return (before, after, after_reshard, after_keeping), n_bytes
+    note_whether_sharded()
+    return are_sharded, n_bytes
 
 
 def test_reshard_model_returns_every_parameter_to_its_shard():
@@ -200,9 +182,7 @@ def test_reshard_model_returns_every_parameter_to_its_shard():
 def gradients_after_a_failure(stops_in_backward):
     """Return the gradients of a first microbatch, after a failed one, and after the first again."""
     rank = dist.get_rank()
-    dims = parallel_dims(dp_shard=2)
-    model = build_toy()
-    apply_fsdp(model, dims.get_fsdp_mesh(), torch.float32, torch.float32, False)
+    model = sharded(build_toy(), parallel_dims(dp_shard=2).get_fsdp_mesh())
     backward_on_slice(model, rank, 2, 1)
     found = [full_grads(model)]
     reduce_later(model, True, whole=True, keeps_weights=False)

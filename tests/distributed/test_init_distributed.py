@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import torchtitan.distributed.utils as dist_utils
 from tests.distributed import parallel_dims
@@ -19,33 +22,30 @@ from torchtitan.distributed.processes import process_group
 from torchtitan.testing.gloo import RankFailure, run_ranks
 
 
-@contextlib.contextmanager
-def messages_of_torchtitan():
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("torchtitan").addHandler(handler)
-    yield messages
-    logging.getLogger("torchtitan").removeHandler(handler)
+def refusal_of(call, *arguments, **options):
+    """Return the message of the ValueError, or what the call returns."""
+    try:
+        return call(*arguments, **options)
+    except ValueError as error:
+        return str(error)
 
 
-@pytest.fixture
-def recorder_unset(monkeypatch):
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
-        monkeypatch.setenv(name, "")  # put back afterwards
-        monkeypatch.delenv(name)
+def on_device(device_type):
+    info = device_type, torch.get_device_module(device_type)
+    return patch.object(process_group, "get_device_info", return_value=info)
 
 
-@pytest.mark.usefixtures("recorder_unset")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_traces_of_nccl_have_a_folder_if_there_is_a_place_for_one(backend, caplog, tmp_path):
-    (tmp_path / "file").touch()
-    process_group._configure_flight_recorder(Comm(), str(tmp_path / "file"), backend)
-    assert "a hang will leave no traces" in caplog.text
-    assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
-    process_group._configure_flight_recorder(Comm(), str(tmp_path), backend)
-    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path / "comm_traces"))
-    assert (tmp_path / "comm_traces").is_dir()
+    with patch.dict(os.environ):
+        os.environ.pop("TORCH_FR_DUMP_TEMP_FILE", None)
+        (tmp_path / "file").touch()
+        process_group._configure_flight_recorder(Comm(), str(tmp_path / "file"), backend)
+        assert "a hang will leave no traces" in caplog.text
+        assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
+        process_group._configure_flight_recorder(Comm(), str(tmp_path), backend)
+        assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path / "comm_traces"))
+        assert (tmp_path / "comm_traces").is_dir()
 
 
 def init_with_torchrun(folder):
@@ -62,10 +62,7 @@ def test_with_torchrun_all_ranks_join(tmp_path):
 
 def init_with_part_of_torchrun(missing):
     del os.environ[missing]
-    try:
-        dist_utils.init_distributed(Comm(trace_buf_size=0))
-    except ValueError as error:
-        return str(error)
+    return refusal_of(dist_utils.init_distributed, Comm(trace_buf_size=0))
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
@@ -88,10 +85,9 @@ def device_id_of_init(device_type, world_size, local_rank):
         dist.group.WORLD.bound_device_id = device_id  # as torch does
 
     init_process_group = dist.init_process_group
-    module = torch.get_device_module(device_type)
     meeting = {"store": None, "rank": 0, "world_size": world_size}
     with (
-        patch.object(process_group, "get_device_info", return_value=(device_type, module)),
+        on_device(device_type),
         patch.object(process_group, "_rendezvous", return_value=meeting),
         patch.object(dist, "init_process_group", init),
     ):
@@ -117,11 +113,11 @@ def test_ranks_of_accelerators_are_connected_at_once(device_type, world_size, lo
 
 
 def init_over_existing_group(folder):
-    group = dist.distributed_c10d._get_default_group()
-    with messages_of_torchtitan() as messages:
+    group = dist.group.WORLD
+    with patch.object(process_group.logger, "warning") as warning:
         size = dist_utils.init_distributed(Comm(init_timeout_seconds=1), base_folder=folder)
-    same = group is dist.distributed_c10d._get_default_group()
-    return size, same, messages
+    messages = [call.args[0] for call in warning.call_args_list]
+    return size, group is dist.group.WORLD, messages
 
 
 def test_existing_group_is_reused_with_a_warning(tmp_path):
@@ -136,14 +132,8 @@ def test_existing_group_is_reused_with_a_warning(tmp_path):
 
 def refusal_on(device_type, backend, enable_cpu_backend):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    module = torch.get_device_module(device_type)
-    with patch.object(process_group, "get_device_info", return_value=(device_type, module)):
-        try:
-            dist_utils.init_distributed(
-                Comm(trace_buf_size=0), enable_cpu_backend=enable_cpu_backend
-            )
-        except ValueError as error:
-            return str(error)
+    with on_device(device_type):
+        return refusal_of(dist_utils.init_distributed, Comm(trace_buf_size=0), enable_cpu_backend)
 
 
 @pytest.mark.parametrize(
@@ -158,24 +148,19 @@ def refusal_on(device_type, backend, enable_cpu_backend):
 def test_existing_group_that_cannot_serve_the_device_is_refused(
     device_type, backend, cpu_too, wanted
 ):
-    import re
-
     (message,) = run_ranks(refusal_on, 1, device_type, backend, cpu_too, init_process_group=False)
-    assert message and re.search(wanted, message), message
+    assert re.search(wanted, message), message
 
 
 def fake_world(ngpu):
     os.environ.pop("NGPU", None)
     if ngpu is not None:
         os.environ["NGPU"] = ngpu
-    try:
-        return dist_utils.init_distributed(Comm(mode="fake_backend")), dist.get_backend()
-    except ValueError as error:
-        return str(error)
+    return refusal_of(dist_utils.init_distributed, Comm(mode="fake_backend"))
 
 
 def test_fake_mode_takes_its_world_size_from_ngpu():
-    assert run_ranks(fake_world, 1, "8", init_process_group=False) == [(8, "fake")]
+    assert run_ranks(fake_world, 1, "8", init_process_group=False) == [8]
     for wrong in (None, "two", "0"):
         (message,) = run_ranks(fake_world, 1, wrong, init_process_group=False)
         assert "NGPU" in message and repr(wrong or "") in message
@@ -229,48 +214,42 @@ def test_norm_over_pipeline_stages_is_that_of_all_their_gradients(norm_type):
             torch.testing.assert_close(new, old * 0.5 / (expected + 1e-6))
 
 
+def distributed_parameter(grad, mesh, *placements):
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(grad), mesh, placements))
+    parameter.grad = distribute_tensor(grad, mesh, placements)
+    return parameter
+
+
 def clip_with_experts():
     """Dense parameters on the fsdp mesh, experts on the ep mesh: two meshes, one norm."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     d = parallel_dims(dp_shard=2, ep=2)
     torch.manual_seed(0)
     wholes = [torch.randn(5, 3), torch.randn(4, 2)]
-    parameters = []
-    for whole, axis in zip(wholes, ("fsdp", "ep"), strict=True):
-        mesh = d.get_mesh(axis)
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
-        parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
-        parameters.append(parameter)
+    parameters = [
+        distributed_parameter(whole, d.get_mesh(axis), Shard(0))
+        for whole, axis in zip(wholes, ("fsdp", "ep"), strict=True)
+    ]
     norm = dist_utils.clip_grad_norm_(parameters, 0.5, foreach=True, ep_enabled=True)
-    try:
-        plain = nn.Parameter(torch.zeros(1))
-        plain.grad = torch.ones(1)
-        dist_utils.clip_grad_norm_([plain], 0.5, ep_enabled=True)
-    except AssertionError as error:
-        return norm, wholes, [p.grad.full_tensor() for p in parameters], str(error)
+    return norm, wholes, [p.grad.full_tensor() for p in parameters]
 
 
 def test_norm_over_dense_and_expert_meshes_is_that_of_all_gradients():
-    for norm, wholes, clipped, refusal in run_ranks(clip_with_experts, 2):
+    for norm, wholes, clipped in run_ranks(clip_with_experts, 2):
         expected = torch.cat([w.flatten() for w in wholes]).norm()
         torch.testing.assert_close(norm, expected)
         for whole, grad in zip(wholes, clipped, strict=True):
             torch.testing.assert_close(grad, whole * 0.5 / (expected + 1e-6))
-        assert "every parameter is a DTensor" in refusal
+    plain = nn.Parameter(torch.zeros(1))
+    plain.grad = torch.ones(1)
+    with pytest.raises(AssertionError, match="every parameter is a DTensor"):
+        dist_utils.clip_grad_norm_([plain], 0.5, ep_enabled=True)
 
 
 def reductions_of_clipping():
     """Count reductions for three gradients split over two axes and two split over one axis."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    both, first = [Shard(0), Shard(1)], [Shard(0), Replicate()]
-    parameters = []
-    for placements in (both, both, both, first, first):
-        parameters.append(nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements)))
-        parameters[-1].grad = parameters[-1].detach().clone()
+    over_tp = [Shard(1)] * 3 + [Replicate()] * 2
+    parameters = [distributed_parameter(torch.ones(4, 4), mesh, Shard(0), x) for x in over_tp]
     with CommDebugMode() as counter:
         norm = dist_utils.clip_grad_norm_(parameters, 0.5, foreach=True)
     return norm.item(), counter.get_total_counts()
@@ -283,19 +262,12 @@ def test_clipping_reduces_once_per_axis_of_gradients_that_are_split_alike():
 
 
 def norm_of_large_gradient():
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = parallel_dims(dp_shard=2).get_mesh("fsdp")
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(4001, 1000, generator=generator)
-    norms = []
-    for placement in (Shard(0), Shard(1)):
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [placement]))
-        parameter.grad = distribute_tensor(whole, mesh, [placement])
-        norms.append(dist_utils.clip_grad_norm_([parameter], 1e9, foreach=True).item())
+    whole = torch.randn(4001, 1000, generator=torch.Generator().manual_seed(0))
     plain = nn.Parameter(torch.zeros_like(whole))
     plain.grad = whole
-    norms.append(dist_utils.clip_grad_norm_([plain], 1e9, foreach=True).item())
+    parameters = [plain, *(distributed_parameter(whole, mesh, Shard(dim)) for dim in (0, 1))]
+    norms = [dist_utils.clip_grad_norm_([p], 1e9, foreach=True).item() for p in parameters]
     return norms, whole.double().norm().item()
 
 

@@ -18,6 +18,7 @@ from tests.distributed.layout_matrix import (
     batch_flags,
     build_engine,
     gradients_of,
+    own_rows,
     random_experts,
 )
 from torchtitan.batch.documents import IGNORE_INDEX
@@ -38,7 +39,7 @@ def packed_rows(seed):
 
 
 def step(engine, positions, has_labels, seed):
-    """Return the loss and the gradients [name -> tensor] of the documents with labels.
+    """Return the loss and the gradients, by name, of the documents with labels.
 
     Their tokens are even numbers, and those of other documents odd numbers that depend on `seed`.
     """
@@ -50,15 +51,14 @@ def step(engine, positions, has_labels, seed):
     if engine.model_parts[0].moe_layers:  # another load of the experts would round otherwise
         batch["routed_experts"] = random_experts(engine.model_parts[0], 2)
     labels = own.roll(1).where(has_labels, IGNORE_INDEX)
-    n_rows = ROWS // engine.dp_size
-    rows = slice(engine.dp_rank * n_rows, (engine.dp_rank + 1) * n_rows)
+    rows = own_rows(engine)
     engine.optimizers.zero_grad()
     loss = engine.forward_backward_step(
         input_dict={name: x[rows] for name, x in batch.items()},
         labels=labels[rows],
         global_valid_tokens=int(has_labels.sum()),
     )
-    return loss.detach().cpu(), gradients_of(engine)
+    return {"loss": loss.detach().cpu(), **gradients_of(engine)}
 
 
 def foreign_numbers(dump_folder, cases):
@@ -72,14 +72,11 @@ def foreign_numbers(dump_folder, cases):
                 block.register_forward_hook(lambda m, args, x: x + 1e-3 * x.mean(1, keepdim=True))
         problems = set()
         for seed in range(PACKINGS):
-            positions, has_labels = packed_rows(seed)
-            (loss, gradients), (loss_again, again) = (
-                step(engine, positions, has_labels, n) for n in (1, 2)
-            )
-            problems |= set() if torch.equal(loss, loss_again) else {"loss"}
-            problems |= {name for name, x in gradients.items() if not torch.equal(x, again[name])}
-            if "tok_embeddings.weight" in gradients:
-                embedding = gradients["tok_embeddings.weight"]
+            packing = packed_rows(seed)
+            first, again = (step(engine, *packing, n) for n in (1, 2))
+            problems |= {name for name, x in first.items() if not torch.equal(x, again[name])}
+            if "tok_embeddings.weight" in first:
+                embedding = first["tok_embeddings.weight"]
                 assert embedding[::2].any()
                 problems |= {"embedding of other documents"} if embedding[1::2].any() else set()
         engine.close()

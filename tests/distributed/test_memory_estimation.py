@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.reliability.jobs import flags_in
 from torchtitan.config import ConfigManager
 from torchtitan.estimate.device import why_not
 from torchtitan.estimate.memory_tracker import OTHER, PARAMETERS, MemoryTracker
@@ -100,8 +101,7 @@ def test_matrix_products_are_six_flops_per_weight_and_token(estimates, name):
 
 @pytest.mark.slow
 def test_ranks_files_and_accelerators_need_not_exist(estimates):
-    estimate = estimates["256 ranks"]
-    table = estimate.as_table()
+    table = estimates["256 ranks"].as_table()
     assert table.startswith("rank 0 of 256:\nparameters and buffers ")
     assert "peak (forward and backward) " in table
     assert "all-gather on fsdp, 7 calls, sends" in table
@@ -111,10 +111,12 @@ def test_ranks_files_and_accelerators_need_not_exist(estimates):
 def test_job_with_a_second_model_is_estimated_without_it(loss, monkeypatch, caplog):
     monkeypatch.setenv("NGPU", "1")
     caplog.set_level("INFO")
-    flags = f"--loss.name={loss} --training.dataset=preference --training.packing=fit".split()
-    flags += "--model.converters=lora --checkpoint.enable --checkpoint.last_save_peft".split()
-    flags += ["--checkpoint.save_peft_interval=2"]
-    config = ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags])
+    flags = flags_in(f"""
+        job.config_file={CONFIG} loss.name={loss} training.dataset=preference training.packing=fit
+        model.converters=lora checkpoint.enable checkpoint.last_save_peft
+        checkpoint.save_peft_interval=2
+    """)
+    config = ConfigManager().parse_args(flags)
     assert bytes_of_states(config) > 0
     assert f"loss.name = '{loss}' is ignored" in caplog.text
 

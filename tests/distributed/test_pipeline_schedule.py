@@ -18,30 +18,16 @@ from torchtitan.models.parallelize import parallelize_decoder
 from torchtitan.testing.gloo import run_ranks
 
 VOCAB = 64
-LENGTHS = [16, 9, 24, 5, 20, 17, 11, 32]
-SCHEDULES = [
-    "1F1B",
-    "GPipe",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-]
-CPU = torch.device("cpu")
+LENGTHS = (16, 9, 24, 5, 20, 17, 11, 32)
+SCHEDULES = (
+    "1F1B GPipe Interleaved1F1B LoopedBFS InterleavedZeroBubble ZBVZeroBubble DualPipeV".split()
+)
 
 
 def model_args(attn_type="varlen"):
-    return TransformerModelArgs(
-        dim=16,
-        n_layers=6,
-        n_heads=2,
-        vocab_size=VOCAB,
-        multiple_of=8,
-        max_seq_len=128,
-        attn_type=attn_type,
-        attn_mask_type="causal" if attn_type == "sdpa" else "position_block_causal",
-    )
+    sizes = dict(dim=16, n_layers=6, n_heads=2, vocab_size=VOCAB, multiple_of=8, max_seq_len=128)
+    mask_type = "causal" if attn_type == "sdpa" else "position_block_causal"
+    return TransformerModelArgs(attn_type=attn_type, attn_mask_type=mask_type, **sizes)
 
 
 def job_config(schedule, pp, local_batch_size=8, csv_path=""):
@@ -96,9 +82,8 @@ def meta_model(attn_type="varlen"):
 
 
 @functools.cache
-def alone(num_microbatches, seed=0):
+def alone(lengths, seed=0):
     """Return (losses, outputs, gradients) of one process, microbatch by microbatch."""
-    lengths = LENGTHS[:num_microbatches]
     model = fill(meta_model())
     losses, outputs = [], []
     for (tokens,), kwargs, labels in zip(*microbatches(model, lengths, seed), strict=True):
@@ -116,14 +101,9 @@ class Pipeline:
     def __init__(self, config, dp_replicate=1, attn_type="varlen"):
         pp = config.parallelism.pipeline_parallel_degree
         self.dims = parallel_dims(dp_replicate=dp_replicate, pp=pp)
+        given = meta_model(attn_type), self.dims, config, torch.device("cpu"), model_args(attn_type)
         self.schedule, self.parts, self.first, self.last = pipeline_llm(
-            meta_model(attn_type),
-            self.dims,
-            config,
-            CPU,
-            model_args(attn_type),
-            parallelize_decoder,
-            sum_loss,
+            *given, parallelize_decoder, sum_loss
         )
         for part in self.parts:
             fill(part)
@@ -146,13 +126,11 @@ class Pipeline:
         return gradients
 
 
-def check_training(pipeline, lengths, bitwise, seed=0):
-    expected_losses, _, expected = alone(len(lengths), seed)
+def check_training(pipeline, lengths, bitwise):
+    expected_losses, _, expected = alone(lengths)
     losses = []
-    outputs = pipeline.schedule.step(
-        **pipeline.inputs(lengths, seed), losses=losses, return_outputs=False
-    )
-    assert outputs is None
+    inputs = pipeline.inputs(lengths)
+    assert pipeline.schedule.step(**inputs, losses=losses, return_outputs=False) is None
     assert len(losses) == (len(lengths) if pipeline.last else 0)
     if pipeline.last:
         torch.testing.assert_close(losses, expected_losses, rtol=0, atol=0)
@@ -162,18 +140,17 @@ def check_training(pipeline, lengths, bitwise, seed=0):
         torch.testing.assert_close(gradient, expected[name], **tolerance, msg=name)
 
 
-def check_forward(pipeline, lengths, seed=0):
-    expected_losses, expected, _ = alone(len(lengths), seed)
-    losses = []
-    outputs = pipeline.schedule.eval(**pipeline.inputs(lengths, seed), losses=losses)
+def check_forward(pipeline, lengths):
+    expected_losses, expected, _ = alone(lengths)
+    losses, inputs = [], pipeline.inputs(lengths)
+    outputs = pipeline.schedule.eval(**inputs, losses=losses)
     if pipeline.last:
         torch.testing.assert_close(losses, expected_losses, rtol=0, atol=0)
         torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
     else:
         assert outputs is None and losses == []
     assert all(gradient is None for gradient in pipeline.take_gradients().values())
-    without_targets = pipeline.inputs(lengths, seed) | {"target_mbs": None}
-    outputs = pipeline.schedule.eval(**without_targets)
+    outputs = pipeline.schedule.eval(**inputs | {"target_mbs": None})
     assert not pipeline.last or all(map(torch.equal, outputs, expected))
 
 
@@ -230,9 +207,7 @@ def run_replicas():
     for seed in range(2):
         pipeline.schedule.step(**pipeline.inputs(mine, seed), return_outputs=False)
         # Neither a step that fails nor schedules of other lengths touch what is there.
-        with patch(
-            "torchtitan.distributed.pipeline_schedule._Call.run", side_effect=FailedOnPurpose
-        ):
+        with patch.object(pipeline_schedule._Call, "run", side_effect=FailedOnPurpose):
             with pytest.raises(FailedOnPurpose):
                 pipeline.schedule.step(**pipeline.inputs(mine, 2), return_outputs=False)
         for n in range(1, 40):
@@ -242,7 +217,7 @@ def run_replicas():
     expected = {}
     for lengths in (LENGTHS[:4], LENGTHS[4:]):
         for seed in range(2):
-            for name, gradient in gradients_of(lengths, seed).items():
+            for name, gradient in alone(lengths, seed)[2].items():
                 expected[name] = expected.get(name, 0) + gradient
     for name, gradient in pipeline.take_gradients().items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)
@@ -285,14 +260,8 @@ def test_call_after_one_that_failed_gives_what_one_process_gives(name):
     run_ranks(run_after_failures, 2, name)
 
 
-def gradients_of(lengths, seed):
-    model = fill(meta_model())
-    for (tokens,), kwargs, labels in zip(*microbatches(model, lengths, seed), strict=True):
-        sum_loss(model(tokens, **kwargs), labels).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def run_csv(path):
+def run_whole_batches_and_csv(path):
+    run_whole_batches()
     run_schedules(["PipelineScheduleMulti"], 2, path)
     pipeline = Pipeline(job_config("PipelineScheduleMulti", 2, csv_path=path))
     with pytest.raises(ValueError, match="orders 8 microbatches, got 9; give fewer"):
@@ -301,29 +270,18 @@ def run_csv(path):
         Pipeline(job_config("ZBVZeroBubble", 2, csv_path=path))
 
 
-def write_csv(path):
-    """Forwards of 8 microbatches on stages 0 and 2 (rank 0), 1 and 3 (rank 1), then backwards."""
-    rows = []
-    for rank in range(2):
-        forward = [f"{stage}F{mb}" for stage in (rank, rank + 2) for mb in range(8)]
-        backward = [
-            f"{stage}{kind}{mb}"
-            for stage in (rank + 2, rank)
-            for mb in range(8)
-            for kind in ("I", "W")
-        ]
-        rows.append(",".join(forward + backward))
-    path.write_text("\n".join(rows) + "\n")
-
-
-def run_small_cases(csv_path):
-    run_whole_batches()
-    run_csv(csv_path)
-
-
 def test_whole_batches_and_orders_from_a_file(tmp_path):
-    write_csv(tmp_path / "order.csv")
-    run_ranks(run_small_cases, 2, str(tmp_path / "order.csv"))
+    # Forwards of 8 microbatches on stages 0 and 2 (rank 0), 1 and 3 (rank 1), then backwards.
+    rows = []
+    for stages in ((0, 2), (1, 3)):
+        actions = [f"{stage}F{i}" for stage in stages for i in range(8)]
+        actions += [
+            f"{stage}{kind}{i}" for stage in stages[::-1] for i in range(8) for kind in "IW"
+        ]
+        rows.append(",".join(actions))
+    path = tmp_path / "order.csv"
+    path.write_text("\n".join(rows))
+    run_ranks(run_whole_batches_and_csv, 2, str(path))
 
 
 def test_gradients_are_summed_over_replicas_once():

@@ -17,6 +17,10 @@ def columns(starts: Tensor) -> Tensor:
     return torch.arange(starts.shape[1], dtype=starts.dtype).expand(starts.shape)
 
 
+def starts_in(starts: Tensor) -> Tensor:
+    return starts == columns(starts)
+
+
 def starts_of(is_start: Tensor, dtype: torch.dtype) -> Tensor:
     is_start = is_start.clone()
     is_start[:, 0] = True
@@ -32,24 +36,15 @@ def none(starts: Tensor) -> Tensor:
 
 
 def a_token_late(starts: Tensor) -> Tensor:
-    return starts_of((starts == columns(starts)).roll(1, dims=1), starts.dtype)
+    return starts_of(starts_in(starts).roll(1, dims=1), starts.dtype)
 
 
 def a_token_early(starts: Tensor) -> Tensor:
-    return starts_of((starts == columns(starts)).roll(-1, dims=1), starts.dtype)
-
-
-def every_other(starts: Tensor) -> Tensor:
-    is_start = starts == columns(starts)
-    return starts_of(is_start & (is_start.cumsum(dim=1) % 2 == 1), starts.dtype)
-
-
-def at_multiples_of_four(starts: Tensor) -> Tensor:
-    return starts_of((starts == columns(starts)) & (columns(starts) % 4 == 0), starts.dtype)
+    return starts_of(starts_in(starts).roll(-1, dims=1), starts.dtype)
 
 
 def not_for_one_token(starts: Tensor) -> Tensor:
-    is_start = starts == columns(starts)
+    is_start = starts_in(starts)
     is_alone = is_start & F.pad(is_start[:, 1:], (0, 1), value=True)
     return starts_of(is_start & ~is_alone, starts.dtype)
 
@@ -110,7 +105,7 @@ def rows_in_one_sequence(rule):
 
     def function(*inputs, **options):
         *tensors, starts = inputs[:6]
-        is_start = (starts == columns(starts)) & (columns(starts) > 0)
+        is_start = starts_in(starts) & (columns(starts) > 0)
         flat = starts_of(is_start.flatten()[None], starts.dtype)
         out, state = rule(*(x.flatten(0, 1)[None] for x in tensors), flat, **options)
         return out.view(*starts.shape, *out.shape[2:]), state
@@ -120,27 +115,23 @@ def rows_in_one_sequence(rule):
 
 def decayed_in_place_of_reset(rule):
     def function(q, k, v, g, beta, starts, *more, **options):
-        g = torch.where((starts == columns(starts)).unsqueeze(-1), -12.0, g)
+        g = torch.where(starts_in(starts).unsqueeze(-1), -12.0, g)
         return rule(q, k, v, g, beta, none(starts), *more, **options)
 
     return function
 
 
-def gradient_of(index: int) -> Callable[..., Any]:
-    """Return a rule with the right output, but the gradient of one input is that of a kept state."""
+def gradient_of_decays(rule):
+    """The right output, but the gradient of g is that of a kept state."""
 
-    def leak(rule):
-        def function(*inputs, **options):
-            *tensors, starts = inputs[:6]
-            others = [x.detach() if i != index else x for i, x in enumerate(tensors)]
-            own = [x if i != index else x.detach() for i, x in enumerate(tensors)]
-            leaky = rule(*others, none(starts), **options)[0]
-            out, state = rule(*own, starts, **options)
-            return out + (leaky - leaky.detach()), state
+    def function(q, k, v, g, beta, starts, **options):
+        leaky = rule(q.detach(), k.detach(), v.detach(), g, beta.detach(), none(starts), **options)[
+            0
+        ]
+        out, state = rule(q, k, v, g.detach(), beta, starts, **options)
+        return out + (leaky - leaky.detach()), state
 
-        return function
-
-    return leak
+    return function
 
 
 # ---- the convolution ----
@@ -151,11 +142,8 @@ def one_tap_off(convolution):
 
     def function(x, weight, starts, *more):
         previous = convolution(x, weight, a_token_early(starts), *more)
-        return torch.where(
-            (starts == columns(starts)).unsqueeze(-1),
-            previous,
-            convolution(x, weight, starts, *more),
-        )
+        right = convolution(x, weight, starts, *more)
+        return torch.where(starts_in(starts).unsqueeze(-1), previous, right)
 
     return function
 
@@ -188,34 +176,24 @@ def mean_of_the_row(forward):
     return lambda x, *more: forward(x, *more) + 1e-3 * x.mean(1, keepdim=True)
 
 
-def norm_of_the_batch(forward):
-    return lambda x, *more: forward(x / x.square().mean().sqrt(), *more)
-
-
 RULE, CONVOLUTION, LAYER = "gated_delta_rule", "document_conv", "forward"
 # what is replaced, and by which function of it
 LEAKS: dict[str, dict[str, Callable[..., Any]]] = {
     "state kept": {RULE: with_boundaries(none)},
     "convolution kept": {CONVOLUTION: with_boundaries(none)},
-    "both kept": {RULE: with_boundaries(none), CONVOLUTION: with_boundaries(none)},
     "running sum": {RULE: lambda rule: running_sum},
     "state decayed in place of reset": {RULE: decayed_in_place_of_reset},
     "state reset a token late": {RULE: with_boundaries(a_token_late)},
     "state reset a token early": {RULE: with_boundaries(a_token_early)},
     "convolution reset a token late": {CONVOLUTION: with_boundaries(a_token_late)},
     "convolution reset a token early": {CONVOLUTION: with_boundaries(a_token_early)},
-    "every other state": {RULE: with_boundaries(every_other)},
-    "states reset at multiples of four": {RULE: with_boundaries(at_multiples_of_four)},
     "states of one token kept": {RULE: with_boundaries(not_for_one_token)},
     "boundaries of the first row": {RULE: with_boundaries(of_the_first_row)},
-    "boundaries of a shard, state": {RULE: with_boundaries(of_a_shard)},
-    "boundaries of a shard, convolution": {CONVOLUTION: with_boundaries(of_a_shard)},
+    "boundaries of a shard": {RULE: with_boundaries(of_a_shard)},
     "state goes on in the next row": {RULE: rows_in_one_sequence},
     "one tap off": {CONVOLUTION: one_tap_off},
     "taps from the row's end": {CONVOLUTION: around_the_row},
     "taps a token ahead": {CONVOLUTION: a_token_ahead},
-    "gradient of keys": {RULE: gradient_of(1)},
-    "gradient of decays": {RULE: gradient_of(3)},
+    "gradient of decays": {RULE: gradient_of_decays},
     "mean of the row": {LAYER: mean_of_the_row},
-    "norm of the batch": {LAYER: norm_of_the_batch},
 }

@@ -8,7 +8,7 @@ A padding token looks at itself alone, so here it counts as a document of one to
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -42,20 +42,12 @@ Packing: TypeAlias = tuple[tuple[Segment, ...], ...]
 """Rows of segments; all rows have one length."""
 
 
-def row_length(packing: Packing) -> int:
-    """T."""
-    return sum(segment.length for segment in packing[0])
-
-
 def spans_of(packing: Packing) -> Spans:
     """Where the documents of a packing are."""
     rows = []
     for row in packing:
-        lengths: list[int] = []
-        for segment in row:
-            lengths += _as_document_lengths(segment)
-        ends = list(accumulate(lengths))
-        rows.append(list(zip([0, *ends[:-1]], ends, strict=True)))
+        lengths = [length for segment in row for length in _as_document_lengths(segment)]
+        rows.append(list(pairwise([0, *accumulate(lengths)])))
     return rows
 
 
@@ -70,7 +62,8 @@ def _as_document_lengths(segment: Segment) -> list[int]:
 
 def make_batch(packing: Packing, separator: str, rng: random.Random) -> dict[str, Tensor]:
     """Return {"input": [B, T], ...} whose boundaries are those of `packing`."""
-    tokens = [[rng.randrange(VOCAB_SIZE) for _ in range(row_length(packing))] for _ in packing]
+    n_tokens = sum(segment.length for segment in packing[0])
+    tokens = [[rng.randrange(VOCAB_SIZE) for _ in range(n_tokens)] for _ in packing]
     if separator == "eos":
         return {"input": torch.tensor([_tokens_with_eos(row, rng) for row in packing])}
     batch = {"input": torch.tensor(tokens)}  # end-of-text tokens in them mean nothing
@@ -87,8 +80,6 @@ def make_batch(packing: Packing, separator: str, rng: random.Random) -> dict[str
         rows = [*(_lengths(row, rng, to_the_end=True) for row in packing[:-1])]
         flat = [length for row in [*rows, _lengths(packing[-1], rng)] for length in row]
         batch["cu_seqlens"] = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
-    else:
-        raise ValueError(f"separator must be one of {', '.join(SEPARATORS)}, got {separator!r}")
     return batch
 
 

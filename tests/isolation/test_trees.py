@@ -4,23 +4,20 @@ whole decoders, whose logits and gradients have to be those of each branch in a 
 B rows, T tokens, V vocabulary entries.
 """
 
+import itertools
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.isolation.test_isolation import with_large_weights
 from torchtitan.batch import mask as mask_module
-from torchtitan.batch.documents import (
-    IGNORE_INDEX,
-    branch_depths,
-    follow_branches,
-    ids_of_branches,
-)
+from torchtitan.batch.documents import IGNORE_INDEX, branch_depths, follow_branches, ids_of_branches
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.batch.trees import tree_batch
-from torchtitan.distributed.seeded_init import seeded_init
+from torchtitan.distributed.context_parallel import needed_keys
 from torchtitan.models import llama4
 from torchtitan.models.causal_lm import CausalLM, CausalLMArgs, LayerKind
 from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
@@ -33,6 +30,14 @@ VOCAB_SIZE, SEQ_LEN = 32, 40
 
 def first_problem(n_batches):
     return next(filter(None, (isolation.check_trees(i)[0] for i in range(n_batches))), None)
+
+
+def random_trees(rng, seq_len):
+    """Return ids and parents [2, seq_len], and the branches of both rows."""
+    ids, parents, branches = zip(
+        *(isolation.random_tree_row(rng, row, seq_len) for row in range(2)), strict=True
+    )
+    return torch.tensor(ids), torch.tensor(parents), sum(branches, [])
 
 
 @pytest.mark.parametrize("n_batches", [40, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -59,31 +64,15 @@ def ends_of_parents(ends, begins, paths, depths):
     return torch.where(depths > 0, ends.gather(1, before), ends), begins, paths
 
 
-def ends_of_first_branch(ends, begins, paths, depths):
-    """Only the branch that follows at once sees the end of its parent."""
-    for row, own in zip(ends, depths, strict=True):
-        for column in (own[1:] != own[:-1] + 1).nonzero().flatten().tolist():
-            row[:column] = row[:column].clamp(max=column)
-    return ends, begins, paths
-
-
-def with_first_column(ends, begins, paths, depths):
-    is_first = torch.cat((torch.tensor([True]), paths[1:] <= paths[:-1]))
-    return ends, begins, torch.where(is_first, 0, paths)
-
-
 def without_first_ancestor(ends, begins, paths, depths):
     is_first = torch.cat((torch.tensor([True]), paths[1:] <= paths[:-1]))
     paths[1:] = torch.where(is_first[:-1], paths[:-1], paths[1:])
     return ends, begins, paths
 
 
-def depths_by(change):
-    def changed(ids, parents):
-        depths = branch_depths(ids, parents)
-        return depths if depths is None else change(depths, ids)
-
-    return isolation, "branch_depths", changed
+def a_token_early(ids, parents):
+    depths = branch_depths(ids, parents)
+    return depths if depths is None else torch.where(depths > 0, depths - 1, depths)
 
 
 def grandparents(ids, parents):
@@ -125,106 +114,64 @@ def no_gradient_to_ancestors(attend, q, k, v, ids, depths):
     return out + own - own.detach()
 
 
-def nan_in_gradient(attend, q, k, v, ids, depths):
-    v = v.clone()
-    v.register_hook(lambda grad: grad * torch.nan)
-    return attend(q, k, v, ids, depths)
+FIRST_BATCHES = {}
 
 
-class FirstMask:
-    """Every batch of a shape gets the mask of the first one."""
-
-    def __init__(self):
-        self.known = {}
-
-    def __call__(self, attend, q, k, v, ids, depths):
-        ids, depths = self.known.setdefault(ids.shape, (ids, depths))
-        return attend(q, k, v, ids, depths)
+def mask_of_the_first_batch(attend, q, k, v, ids, depths):
+    return attend(q, k, v, *FIRST_BATCHES.setdefault(ids.shape, (ids, depths)))
 
 
-def changed_keys(change):
-    def changed(*arguments):
-        keys = mask_module_needed_keys(*arguments)
-        return keys._replace(**change(keys))
-
-    return mask_module, "needed_keys", changed
+def keys_of_the_next_branch(*arguments):
+    keys = needed_keys(*arguments)
+    return keys._replace(index=keys.index.roll(1))
 
 
-mask_module_needed_keys = mask_module.needed_keys
+def without_full_blocks(self, block_size=128):
+    """The mask function is right, but blocks that are seen in full are not listed."""
+    right = block_mask(self, block_size)
+    lists = right.kv_num_blocks, right.kv_indices
+    sizes = {"BLOCK_SIZE": block_size, "seq_lengths": (self.starts.shape[1],) * 2}
+    return type(right).from_kv_blocks(*lists, mask_mod=self, **sizes)
 
 
-def changed_blocks(change):
-    """`DocumentMask.block_mask` of changed tables; the mask function is right."""
-    block_mask = DocumentMask.block_mask
-
-    def changed(self, block_size=128):
-        if self.depths is None:
-            return block_mask(self, block_size)
-        right = block_mask(self, block_size)
-        lists = [x.clone() for x in (right.kv_num_blocks, right.kv_indices)]
-        fulls = [x.clone() for x in (right.full_kv_num_blocks, right.full_kv_indices)]
-        change(*lists, *fulls)
-        sizes = {"BLOCK_SIZE": block_size, "seq_lengths": (self.starts.shape[1],) * 2}
-        return type(right).from_kv_blocks(*lists, *fulls, mask_mod=self, **sizes)
-
-    return DocumentMask, "block_mask", changed
+block_mask, mask_call = DocumentMask.block_mask, DocumentMask.__call__
 
 
-def mask_call(change):
-    call = DocumentMask.__call__
-
-    def changed(self, b, h, q, kv):
-        return call(self, b, h, q, kv) if self.depths is None else change(self, b, q, kv)
-
-    return DocumentMask, "__call__", changed
+def without_branches(self, b, h, q, kv):
+    if self.depths is None:
+        return mask_call(self, b, h, q, kv)
+    return (q >= kv) & (kv >= self.starts[b, q])
 
 
 LEAKS = {
-    "ends a token late": changed_tables(
-        lambda ends, b, p, d: ((ends + 1).clamp(max=ends.shape[1] - 1), b, p)
-    ),
     "ends a token early": changed_tables(
         lambda ends, b, p, d: (torch.maximum(ends - 1, torch.arange(ends.shape[1])), b, p)
     ),
     "seen by siblings": changed_tables(ends_of_parents),
-    "seen by the first branch only": changed_tables(ends_of_first_branch),
-    "seen by the whole row": changed_tables(
-        lambda ends, b, p, d: (torch.full_like(ends, ends.shape[1] - 1), b, p)
-    ),
-    "keys of another tree": changed_tables(with_first_column),
     "an ancestor twice": changed_tables(without_first_ancestor),
-    "keys a column late": changed_tables(
-        lambda e, b, paths, d: (e, b, (paths + 1).clamp(max=d.shape[1] - 1))
-    ),
-    "parents ignored": depths_by(lambda depths, ids: None),
-    "branches a token early": depths_by(
-        lambda depths, ids: torch.where(depths > 0, depths - 1, depths)
-    ),
-    "branches that continue the token before": depths_by(
-        lambda depths, ids: torch.arange(ids.shape[1]).expand(ids.shape).int()
-    ),
+    "parents ignored": (isolation, "branch_depths", lambda ids, parents: None),
+    "branches a token early": (isolation, "branch_depths", a_token_early),
     "grandparents": (isolation, "branch_depths", grandparents),
     "gradient to siblings' keys": wrapped(keys_of_other_branches),
     "no gradient to ancestors": wrapped(no_gradient_to_ancestors),
-    "nan in the gradient": wrapped(nan_in_gradient),
-    "mask of an earlier batch": wrapped(FirstMask()),
-    "keys of the next branch": changed_keys(lambda keys: {"index": keys.index.roll(1)}),
-    "block of an ancestor left out": changed_blocks(
-        lambda n, lists, n_full, fulls: (n.copy_(n.clamp(max=1)), n_full.zero_())
-    ),
-    "blocks left out that are seen in full": changed_blocks(
-        lambda n, lists, n_full, f: n_full.zero_()
-    ),
-    "mask function that forgets branches": mask_call(
-        lambda self, b, q, kv: (q >= kv) & (kv >= self.starts[b, q])
-    ),
+    "mask of an earlier batch": wrapped(mask_of_the_first_batch),
+    "keys of the next branch": (mask_module, "needed_keys", keys_of_the_next_branch),
+    "blocks left out that are seen in full": (DocumentMask, "block_mask", without_full_blocks),
+    "mask function that forgets branches": (DocumentMask, "__call__", without_branches),
 }
 
 
 @pytest.mark.parametrize("leak", LEAKS)
 def test_certificate_finds_a_leak_between_branches(leak, monkeypatch):
     monkeypatch.setattr(*LEAKS[leak])
-    assert len(LEAKS) == 20 and first_problem(30)
+    assert first_problem(30)
+
+
+def blocks_in(numbers, indices):
+    listed = torch.zeros(len(numbers), *[numbers.shape[2]] * 2, dtype=torch.bool)
+    for row, query in itertools.product(*map(range, listed.shape[:2])):
+        listed[row, query, indices[row, 0, query, : numbers[row, 0, query]].long()] = True
+    return listed
 
 
 def test_blocks_are_listed_as_what_the_mask_function_says_of_their_pairs():
@@ -232,29 +179,18 @@ def test_blocks_are_listed_as_what_the_mask_function_says_of_their_pairs():
     n_full = 0
     for i in range(60):
         seq_len = rng.randint(9, 64)
-        ids, parents, _ = zip(
-            *(isolation.random_tree_row(rng, row, seq_len) for row in range(2)), strict=True
-        )
-        ids, parents = torch.tensor(ids), torch.tensor(parents)
+        ids, parents, _ = random_trees(rng, seq_len)
         mask = DocumentMask.from_documents(ids, depths=branch_depths(ids, parents))
-        mask = (mask, mask.with_window(5), mask.in_chunks(6), mask.in_chunks(7).with_window(3))[
-            i % 4
-        ]
+        masks = mask, mask.with_window(5), mask.in_chunks(6), mask.in_chunks(7).with_window(3)
+        mask = masks[i % 4]
         pairs = mask.lower("sdpa").lowered[:, 0]
         block_mask = mask.block_mask(block_size=4)
         n_blocks = -(-seq_len // 4)
         padded = torch.zeros(2, 4 * n_blocks, 4 * n_blocks, dtype=torch.bool)
         padded[:, :seq_len, :seq_len] = pairs
         blocks = padded.unflatten(1, (n_blocks, 4)).unflatten(3, (n_blocks, 4)).transpose(2, 3)
-        listed, full = (torch.zeros(2, n_blocks, n_blocks, dtype=torch.bool) for _ in range(2))
-        lists = {"": listed, "full_": full}
-        for prefix, target in lists.items():
-            numbers = getattr(block_mask, f"{prefix}kv_num_blocks")[:, 0]
-            indices = getattr(block_mask, f"{prefix}kv_indices")[:, 0]
-            for row, query in torch.cartesian_prod(
-                torch.arange(2), torch.arange(n_blocks)
-            ).tolist():
-                target[row, query, indices[row, query, : numbers[row, query]].long()] = True
+        listed = blocks_in(block_mask.kv_num_blocks, block_mask.kv_indices)
+        full = blocks_in(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         assert not (listed & full).any()
         assert (blocks.any(-1).any(-1) <= listed | full).all(), "a visible pair is not listed"
         assert (full <= blocks.all(-1).all(-1)).all(), "a block in full has a hidden pair"
@@ -366,42 +302,31 @@ def test_group_that_does_not_fit_a_row_becomes_several_trees():
 def build_decoder(kind, attn_type):
     sizes = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCAB_SIZE)
     sizes |= dict(max_seq_len=64, attn_type=attn_type, attn_mask_type="position_block_causal")
-    experts = dict(
-        head_dim=8,
-        moe_inter_dim=16,
-        moe_args=MoEArgs(num_experts=4, num_shared_experts=1, top_k=2, use_grouped_mm=False),
-    )
+    moe = MoEArgs(num_experts=4, num_shared_experts=1, top_k=2, use_grouped_mm=False)
+    experts = sizes | dict(moe_inter_dim=16, moe_args=moe)
     if kind == "llama3":
         decoder = Transformer(TransformerModelArgs(multiple_of=16, **sizes))
     elif kind == "llama4":  # layers of chunks of 8 tokens, and one without
         chunks = dict(fixed_attn_block_size=8, every_n_layers_nope=2, hidden_dim=64)
-        experts.pop("head_dim")
-        decoder = llama4.Transformer(llama4.TransformerModelArgs(**sizes, **experts, **chunks))
+        decoder = llama4.Transformer(llama4.TransformerModelArgs(**experts, **chunks))
     else:
-        decoder = GptOssModel(GptOssModelArgs(**sizes, **experts, sliding_window_size=6))
-    with torch.no_grad(), seeded_init(decoder, 0):
-        decoder.init_weights()
-        for parameter in decoder.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
-    return decoder.double()
+        decoder = GptOssModel(GptOssModelArgs(head_dim=8, sliding_window_size=6, **experts))
+    return with_large_weights(decoder).double()
 
 
 def logits_and_gradients(decoder, tokens, entries, positions, cotangent):
     masks = decoder.get_attention_masks(tokens, SimpleNamespace(eos_id=0), entries)
     logits = decoder(tokens, attention_masks=masks, positions=positions)
     gradients = torch.autograd.grad(
-        logits, list(decoder.parameters()), cotangent, allow_unused=True
+        logits, list(decoder.parameters()), cotangent, allow_unused=True, materialize_grads=True
     )
-    return logits.detach(), [torch.zeros(()) if x is None else x for x in gradients]
+    return [logits.detach(), *gradients]
 
 
 @pytest.mark.parametrize("kind", ["llama3", "llama4", "gpt_oss"])
 def test_decoder_gives_logits_and_gradients_of_branches_in_rows_of_their_own(kind, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # RoPE, routers and sinks
-    rng = random.Random(3)
-    rows = [isolation.random_tree_row(rng, row, SEQ_LEN) for row in range(2)]
-    ids, parents = (torch.tensor([row[i] for row in rows]) for i in range(2))
+    ids, parents, branches = random_trees(random.Random(3), SEQ_LEN)
     positions = branch_depths(ids, parents).clamp(min=0).long()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, VOCAB_SIZE, ids.shape, generator=generator)
@@ -409,16 +334,16 @@ def test_decoder_gives_logits_and_gradients_of_branches_in_rows_of_their_own(kin
     entries = {"document_ids": ids, "parent_ids": parents}
     flex, varlen = (build_decoder(kind, attn_type) for attn_type in ("flex", "varlen"))
     logits, expected = torch.zeros_like(cotangent), [torch.zeros_like(p) for p in flex.parameters()]
-    for row, columns, n_before in (branch for *_, of_row in rows for branch in of_row):
+    for row, columns, n_before in branches:
         own = cotangent[row, columns][None].clone()
         own[:, :n_before] = 0
         along = torch.arange(len(columns))[None]
-        alone, of_branch = logits_and_gradients(
+        alone, *of_branch = logits_and_gradients(
             varlen, tokens[row, columns][None], {"positions": along}, along, own
         )
         logits[row, columns[n_before:]] = alone[0, n_before:]
         expected = [x + y for x, y in zip(expected, of_branch, strict=True)]
     for decoder in (flex, varlen):
         found = logits_and_gradients(decoder, tokens, entries, positions, cotangent)
-        for ours, theirs in zip([found[0], *found[1]], [logits, *expected], strict=True):
+        for ours, theirs in zip(found, [logits, *expected], strict=True):
             assert (ours - theirs).abs().max() <= 1e-13 * max(1, theirs.abs().max())

@@ -51,7 +51,7 @@ _PADDING_OF = {
     "depths": PADDING,
     PARENT_IDS: PADDING,
     "labels": IGNORE_INDEX,
-    "routed_experts": -1,  # the router chooses experts
+    "routed_experts": -1,  # leaves the choice to the router
 }
 # Keys that never hold one value per token, whatever their shape.
 _LENGTHS = ("seq_lens", "cu_seqlens")
@@ -97,7 +97,7 @@ class TokenBatch:
             value = batch.get(key) if key != "labels" or labels is None else labels
             if not isinstance(value, Tensor | None):
                 raise ValueError(
-                    f"the batch's {key!r} must be a tensor, got {type(value).__name__}; make it one "
+                    f"the batch's {key!r} must be a tensor, got {type(value).__name__}; convert it "
                     "with torch.as_tensor"
                 )
         for key in ("positions", PARENT_IDS, *BOUNDARY_KEYS):

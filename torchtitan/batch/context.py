@@ -193,9 +193,9 @@ def prepare_context_parallel_input(
     """Return this rank's tokens, labels, and keyword arguments of the model's forward.
 
     For clients of torchtitan 0.2.x. inputs: tokens [B, T]. labels: [B, T] or None, shifted already.
-    extra_kwargs: changed in place and returned; `attention_masks` and `positions` [1 or B, T] of whole
-    rows are replaced by this rank's. device: accepted for compatibility.
-    rotate_method: as in `cp_shard`, which may raise its errors.
+    extra_kwargs: changed in place and returned; this rank's part replaces the `attention_masks` and
+    `positions` [1 or B, T] of whole rows. device: accepted for compatibility.
+    rotate_method: as in `cp_shard`, whose errors this function may raise.
     """
     parts, masks = cp_shard(
         cp_mesh,

@@ -3,8 +3,8 @@
 B rows, T tokens per row. Ids are [B, T] int32, counted from 0 in each row; padding is -1. A document
 is a contiguous run of one id: if an id occurs again after another id, it is a new document.
 
-Shapes depend only on B and T, so the host reads no value from the device, except for two warnings:
-sources that disagree, and positions that restart in rows of one document.
+Shapes depend only on B and T, so the host reads no value from the device, except to warn of sources that
+disagree, and of positions that restart in rows of one document.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +64,7 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
     cu_seqlens: [B, n + 1] int, rows like [0, 3, 7, 7]; a repeated entry is an empty document, which
         gets no id. Returns [B, seq_len] int32.
     Raises ValueError if lengths don't begin at 0, decrease, or exceed `seq_len`. On an accelerator they
-    are not checked, because that waits for the device; documents are cut off at `seq_len`.
+    are not checked, because reading them waits for the device; documents are cut off at `seq_len`.
     """
     if cu_seqlens.device.type == "cpu":
         lengths = torch.nn.functional.pad(cu_seqlens, (1, 0)).diff(dim=1)
@@ -207,7 +207,8 @@ def follow_branches(depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (ends [B, T], begins [B, T], paths [n]) of the result of `branch_depths`, on the host.
 
     ends: for each token, the last column that sees it. paths: column indices, branch after branch; a token
-    sees the columns paths[begins : begins + depth + 1], its own last. A padding token sees only itself.
+    sees the columns paths[begins : begins + depth + 1], the last of which is its own. A padding token
+    sees only itself.
     """
     n_rows, seq_len = depths.shape
     ends, begins = (torch.empty((n_rows, seq_len), dtype=torch.int32) for _ in range(2))
@@ -265,13 +266,13 @@ def per_token(batch: Mapping[str, Any], key: str) -> Tensor:
     if tuple(values.shape) not in ((n_rows, seq_len), (1, seq_len)):
         raise ValueError(
             f"the batch's {key!r} must have the shape of its 'input', {(n_rows, seq_len)}, or "
-            f"{(1, seq_len)} for all rows, got {tuple(values.shape)}; give each token its entry"
+            f"{(1, seq_len)} for all rows, got {tuple(values.shape)}; give one entry per token"
         )
     return values.expand(n_rows, seq_len)
 
 
 def _read(batch: Mapping[str, Any], source: str) -> Tensor:
-    """Return the document ids [B, T] that a source of boundaries gives."""
+    """Return the document ids [B, T] from one source of boundaries."""
     (n_rows, seq_len), values = batch["input"].shape, batch[source]
     if source == "document_ids":
         return per_token(batch, source).to(torch.int32)
@@ -348,13 +349,13 @@ _READINGS = ("continues a document", "begins a document", "is padding")
 
 
 def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
-    """Return ids [B, T] by end-of-text tokens; rows without that token keep `document_ids`."""
+    """Return ids [B, T] from end-of-text tokens; rows without this token keep `document_ids`."""
     ids = document_ids_from_eos(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
     return torch.where((tokens == eos_id).any(dim=1, keepdim=True), ids, document_ids)
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """Return whether to compare the two sources `pair` on the device of `x`; remember the pair."""
+    """Return True if the sources `pair` are to be compared on the device of `x`; records the pair."""
     said = already_said()
     is_new = pair not in said
     said.add(pair)

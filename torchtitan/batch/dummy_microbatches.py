@@ -73,7 +73,7 @@ def token_counters(model_parts: Sequence[nn.Module]) -> list[Tensor]:
 
 @contextmanager
 def without_counting(model_parts: Sequence[nn.Module]) -> Iterator[None]:
-    """At the end, restore the token counts that the experts had at the beginning."""
+    """Restore the experts' token counts at the end to their values at the beginning."""
     counters = token_counters(model_parts)
     before = [counter.clone() for counter in counters]
     try:

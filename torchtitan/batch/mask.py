@@ -104,7 +104,7 @@ class DocumentMask:
     def in_chunks(self, size: int) -> "DocumentMask":
         """Return the mask that treats every `size` tokens of a document as a document of their own.
 
-        On a branch of a tree, these are tokens whose depths divided by `size` agree.
+        On a branch of a tree, a chunk is all tokens with the same `depth // size`.
         """
         assert self.starts is not None
         if size >= self.starts.shape[1]:
@@ -207,7 +207,7 @@ class DocumentMask:
             is_full[:, -1] = False
 
         def listed(blocks: Tensor) -> list[Tensor]:
-            """Return each query block's number of key blocks, and all key blocks' indices, these first."""
+            """Return, for each query block, how many key blocks it has, and all key blocks, its own first."""
             in_order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
             for_all_heads = (blocks.sum(dim=-1), in_order)
             return [x.unsqueeze(1).to(torch.int32).contiguous() for x in for_all_heads]
@@ -244,7 +244,7 @@ class DocumentMask:
             return self.lengths.cu_seq_q
         if self.depths is None:
             return self.starts
-        # The start that lets a token see as many keys before it in the row as it sees on its branch.
+        # The start with which a token sees as many keys before it in the row as on its branch.
         depths = on_host(self.depths).clamp(min=0)
         columns = torch.arange(seq_len, device=depths.device, dtype=torch.int32)
         return columns - (depths if self.chunk is None else depths % self.chunk)

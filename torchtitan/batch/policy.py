@@ -34,9 +34,9 @@ class DocumentPolicy:
     restart_positions: bool
     mask_boundary_loss: bool
     vocab_size: int | None = None  # None for a model without a vocabulary
-    # Passed to `get_attention_masks` of models that clients bring, which may need it for their masks.
+    # Passed to `get_attention_masks`, which a client's own model may compute from the tokenizer.
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
-    # Warnings that were logged already, and are not repeated.
+    # Warnings that were logged already.
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod
@@ -103,7 +103,7 @@ class DocumentPolicy:
         with saying_once_per(self.said):  # also in a thread that reads batches ahead
             boundaries = dict(boundaries_on_host(batch.as_dict()))
             if boundaries.get(PARENT_IDS) is not None:
-                boundaries.pop("positions", None)  # `_with_depths` checks them
+                boundaries.pop("positions", None)  # `_with_depths` checks positions of trees
             ids = read_document_ids(boundaries, mask_type, self.eos_id)
         return to_device(ids, batch.tokens.device)
 

@@ -25,8 +25,8 @@ from torchtitan.batch.documents import IGNORE_INDEX, PADDING, PARENT_IDS, ids_of
 class Tree(NamedTuple):
     """Sequences that are laid out together; one sequence by itself is a tree, too.
 
-    sequences: their indices. shared: for each sequence, the number of leading slots that it shares with the
-    sequence before it. size: the tree's number of slots.
+    sequences: indices of the sequences. shared: for each sequence, the number of leading slots that it
+    shares with the sequence before it. size: the tree's number of slots.
     """
 
     sequences: list[int]
@@ -65,8 +65,8 @@ def grow_trees(
         range(len(values)), key=lambda i: (str(group_of[i]), values[i][0].astype(">i8").tobytes())
     )
     trees: list[Tree] = []
-    # The values of the sequence before this one. In the slots that it shares with earlier sequences of its
-    # tree, labels and scored flags are merged with theirs.
+    # Tokens, labels, scored flags and experts of the previous sequence. In slots that it shares with earlier
+    # sequences of its tree, the labels and flags of all these sequences are merged.
     branch: list[Any] = []
     for i in in_order:
         own, own_labels, own_scored, *own_experts = values[i]
@@ -114,7 +114,7 @@ def columns_of(trees: Iterable[Tree], lengths: Sequence[int]) -> dict[int, Tenso
 def fill_rows(
     sizes: Sequence[int], seq_len: int, groups: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Return the items of each row, as indices into `sizes`: first fit, largest first.
+    """Return the items of each row, as indices into `sizes`, by first fit, largest item first.
 
     A row has items of one group. An item larger than `seq_len` gets a row of its own.
     """
@@ -156,9 +156,9 @@ def tree_batch(
 ) -> TreeBatch:
     """Return a batch of rows of at most `seq_len` slots, for the sequences prompt + continuation.
 
-    prompts, continuations: one of each per sequence, neither empty. A prompt may equal another prompt, or begin
+    prompts, continuations: token ids of each sequence, never empty. A prompt may equal another prompt, or begin
     with another sequence. Labels are the continuations' tokens, and IGNORE_INDEX at all other slots; a token
-    that is in several continuations is scored in each of them. The last token of a sequence is only a label.
+    in several continuations is scored once in each. The last token of a sequence is only a label.
     Raises ValueError for an empty prompt or continuation, and for a sequence that does not fit a row.
     """
     tokens, labels = [], []

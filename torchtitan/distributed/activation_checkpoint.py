@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 # (in_features, out_features) of the linear layers whose products are always recomputed.
 _Shapes = frozenset[tuple[int, int]]
 
-# Matrix-product op -> index of its right operand. Mode "op" keeps every second product's output.
+# Matrix-product op -> index of its right operand. Mode "op" keeps the output of every second product.
 _PRODUCTS = {
     torch.ops.aten.mm.default: 1,
     torch.ops.aten.addmm.default: 2,
@@ -138,7 +138,7 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
     return frozenset(shapes)
 
 
-@functools.cache  # because dynamo would recompile for every new object
+@functools.cache  # dynamo recompiles for every new factory
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
@@ -146,7 +146,7 @@ def _context_fn(
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:
-        num_products: Counter[bool] = Counter()  # key: True in recomputation
+        num_products: Counter[bool] = Counter()  # is recomputation? -> products so far
 
         def policy(
             ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
@@ -178,7 +178,7 @@ def _context_fn(
 
 @functools.cache
 def _recompute_mode() -> type:
-    """Return torch's recomputation mode, which here allows ops absent in forward (a FLOP counter's views)."""
+    """Return torch's recomputation mode, changed to allow ops that only recomputation runs (for FLOP counters)."""
 
     class RecomputeMode(torch_parts.RecomputeMode):
         # Flex attention and compiled regions are higher-order operators, which torch registers for its own

@@ -24,7 +24,7 @@ _library.define("reduce_scatter(Tensor x, int size, str group) -> Tensor")
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Exchange rows [sum(sent), ...] -> [sum(received), ...], in rank order. sent, received: rows by rank."""
+    """Exchange rows, in rank order; sent, received: the numbers of rows to and from each rank."""
     return OPS.wait_tensor(OPS.all_to_all_single(x.contiguous(), received, sent, group))
 
 
@@ -53,7 +53,7 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 @library.impl(_library, "reduce_scatter", "CPU")
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """A single operator, so that selective checkpointing keeps the sum, not its `size` summands."""
+    """One operator, so that selective checkpointing keeps the sum instead of its `size` summands."""
     out = x.new_empty((len(x) // size, *x.shape[1:]))
     sum_over_ranks(x.contiguous(), torch_parts.group_of_name(group), out)
     return out

@@ -141,10 +141,10 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 
 @dataclass(frozen=True)
 class ContextPart:
-    """Attention's communication, where each rank holds only some tokens of every row.
+    """How attention communicates if each rank holds only some tokens of every row.
 
-    keys: the keys that this rank's queries need, for "allgather". gathering: (this rank's packed keys and
-        values, the pending all-gather of them).
+    keys: the keys that this rank's queries need, for "allgather".
+    gathering: (this rank's packed keys and values, their pending all-gather).
     """
 
     shards: TokenShards
@@ -176,7 +176,7 @@ class ContextPart:
         return AllToAll.apply(parts, one_each, one_each, self.shards.group_name)
 
     def repeats_of_kv_heads(self, n_heads: int, n_kv_heads: int) -> int:
-        """Return how often to repeat each key head so that each rank gets its query heads' keys."""
+        """Return how often to repeat each key head so that every rank gets the keys of its query heads."""
         repeats = math.lcm(n_kv_heads, self.shards.cp) // n_kv_heads
         return repeats if n_heads % (n_kv_heads * repeats) == 0 else n_heads // n_kv_heads
 
@@ -259,7 +259,7 @@ def needed_keys(
     cu_seq_k = _cumulative(n_keys)
     stretch = torch.arange(len(first), device="cpu").repeat_interleave(n_keys)
     offset = torch.arange(len(stretch), device="cpu") - cu_seq_k[stretch]
-    # where[column]: the position of row 0's token in this column in all ranks' packed tokens.
+    # where[c]: the index of row 0's token in column c, among all ranks' packed tokens.
     columns = torch.arange(seq_len, device="cpu")
     by_rank = torch.cat([_take_chunks(columns, chunks, r, dim=0) for r in range(len(chunks))])
     n_local = seq_len // len(chunks)

@@ -66,7 +66,7 @@ def whole_tensor(x: Tensor) -> Tensor:
 def with_local(x: Tensor, local: Tensor) -> Tensor:
     """Return a DTensor with x's placements and the local tensor `local`; if x is plain, return `local`.
 
-    The shape is x's, but its last dim is scaled if `local`'s last dim differs from that of x's local part.
+    The result has x's shape, with the last dim scaled as `local` scales the last dim of x's local part.
     """
     if not is_dtensor(x):
         return local

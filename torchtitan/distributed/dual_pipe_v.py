@@ -1,4 +1,4 @@
-"""Stand-ins for torchtitan 0.2.x's overlap of experts with another microbatch's attention.
+"""Stand-ins for functions of torchtitan 0.2.x that overlap experts with another microbatch's attention.
 
 The overlap is not available; the schedule DualPipeV runs without it.
 """

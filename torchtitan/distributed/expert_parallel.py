@@ -212,7 +212,7 @@ class _Exchange:
     copied: torch.Event | None
 
     def wait_for_splits(self) -> list[list[int]]:
-        """Return how many rows go to, and come from, each rank. Waits for the device."""
+        """Return the numbers of rows sent to, and received from, each rank. Waits for the device."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.splits.tolist()

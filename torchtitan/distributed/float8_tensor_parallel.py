@@ -193,11 +193,11 @@ _REDUCED = ("attention.wo", "feed_forward.w2")
 
 
 def float8_shards_for(block: nn.Module, mesh: DeviceMesh) -> Float8SequenceShards | None:
-    """Return shards that gather the block's hidden states in float8; None if a layer can't do that."""
+    """Return shards that gather the block's hidden states in float8; None if a layer needs high precision."""
     modules = dict(block.named_modules())
     linears = [modules.get(name) for name in _READ + _REDUCED]
     fits = all(isinstance(x, Float8Linear) and has_one_scale_per_tensor(x) for x in linears)
-    # The gradient of a bias would be a sum in float8.
+    # No biases, because their gradients would be summed in float8.
     if not fits or any(modules[name].bias is not None for name in _REDUCED):
         return None
     return Float8SequenceShards(mesh, linears[0])

@@ -1,7 +1,7 @@
 """Data parallelism: FSDP2, HSDP and DDP.
 
 All three SUM gradients over ranks: the loss is a sum over tokens divided by the number of valid tokens
-in the global batch, so the sum is the gradient of the global mean. `scale_gradients` can make sums means.
+in the global batch, so the sum is the gradient of the global mean. `scale_gradients` turns sums into means.
 
 The model is a decoder: `tok_embeddings`, `layers` (a ModuleDict of blocks), `norm`, and `output` or
 `score`. On a pipeline stage all but `layers` may be None.
@@ -93,7 +93,7 @@ def apply_fsdp(
     elif cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     elif dp_mesh.size() == 1:
-        # FSDP would copy frozen weights that need neither a gather nor a cast.
+        # Exclude frozen weights that need neither a gather nor a cast, because FSDP would copy them.
         final = param_dtype, torch.uint8
         frozen = (p for p in model.parameters() if not p.requires_grad)
         options["ignored_params"] = {p for p in frozen if p.dtype in final}
@@ -152,7 +152,7 @@ def _choose_collectives(
         if register_buffers:
             logger.info("parallelism.fsdp_register_buffers has no effect on the CPU")
     elif register_buffers:
-        # NCCL can allocate only once its communicator exists, which the first collective makes.
+        # NCCL can allocate buffers only after a first collective has created the communicator.
         for mesh in (dp_mesh, edp_mesh):
             if mesh is not None:
                 group = mesh.get_group(mesh.ndim - 1)
@@ -197,7 +197,7 @@ def _prefetch_in_order(
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
-        # A mesh of one rank gets no factor: torch 2.13 would divide all gradients by it.
+        # Set no factor on a mesh of one rank: torch 2.13 would divide all gradients by the factor.
         groups = torch_parts.fsdp_groups_of(torch_parts.fsdp_state(unit))
         if any(torch_parts.fsdp_mesh(group).mesh.size() > 1 for group in groups):
             unit.set_gradient_divide_factor(1.0)
@@ -298,7 +298,7 @@ def accumulate_gradients(model: nn.Module) -> None:
 
 
 def store_gradients(model: nn.Module) -> None:
-    """Add gradients to the sums in reduce_dtype, after a backward that ran no hook of FSDP."""
+    """Add gradients to the sums in reduce_dtype, after a backward that ran no FSDP hook."""
     for group in _param_groups(model):
         torch_parts.fsdp_post_backward(group)
 
@@ -352,7 +352,7 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
     # Buffers are not broadcast, because each rank has its own token counts per expert in a buffer.
     group = dp_mesh.get_group()
     torch_parts.replicate(model, process_group=group, bucket_cap_mb=100, broadcast_buffers=False)
-    # DDP averages gradients. A communication hook can't undo this: it also gets reduced gradients.
+    # Undo DDP's averaging. A communication hook can't, because it gets some gradients after reduction.
     scale_gradients(model, float(dp_mesh.size()))
 
 
@@ -374,7 +374,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         local = local_tensor(parameter.grad)
-        summed = local.contiguous()  # NCCL takes no other tensors
+        summed = local.contiguous()  # NCCL refuses other layouts
         work = dist.all_reduce(summed, group=mesh.get_group(), async_op=True)
         sums.append((local, summed, work))
     for local, summed, work in sums:

@@ -82,7 +82,7 @@ class ParallelDims:
 
         Raises ValueError if ep * etp does not divide the number of ranks that share dense parameters.
         """
-        # Registers the fake backend of unused axes. Torch has it among its testing helpers only.
+        # Register the fake backend for unused axes; torch has it only among its testing helpers.
         torch_parts.get("fake_backend")
 
         fsdp, batch = self.dp_shard * self.cp, self.dp_replicate * self.dp_shard
@@ -156,7 +156,7 @@ class ParallelDims:
             if set(names) <= set(axes):
                 in_order = tuple(axis for axis in axes if axis in names)
                 if tuple(names) != in_order:
-                    raise ValueError(f"mesh dims go outermost first: {in_order}, got {names}")
+                    raise ValueError(f"mesh dims must go outermost first: {in_order}, got {names}")
                 return self._global_meshes[cut][in_order]
         raise ValueError(
             f"Invalid mesh name combinations: {names} are not axes of one cut of the world; "
@@ -228,5 +228,5 @@ class ParallelDims:
 
     @property
     def seq_len_divisor(self) -> int:
-        """The divisor of row lengths in torchtitan 0.2.x, for clients; here see `sequence_multiple`."""
+        """The divisor of row lengths in torchtitan 0.2.x, for clients; we use `sequence_multiple`."""
         return self.tp * (self.cp * 2)

@@ -1,7 +1,7 @@
 """The order in which a rank of a pipeline computes and communicates, as lists of actions.
 
-Each of torch's schedules has a table of what every rank computes, in order. This module reads the table
-(1F1B and GPipe have none, and are written here), and adds the sends and receives.
+Each of torch's schedules has a table of every rank's computations, in order. This module reads the table
+(1F1B and GPipe have no table, and are written here), and adds the sends and receives.
 """
 
 import csv
@@ -36,7 +36,7 @@ _ACTIVE_STAGES = 3  # the stage in forward, the stage in backward, and the next 
 
 
 def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str = "") -> Order:
-    """Return what every rank computes, from torch's schedule or from a CSV file with a row per rank.
+    """Return the actions of every rank, from torch's schedule or from a CSV file with a row per rank.
 
     An overlapped forward and backward, `(0F3;1B2)OVERLAP_F_B`, becomes two actions.
     """

@@ -82,7 +82,7 @@ class PipelineSchedule:
         if ours != held:
             raise ValueError(
                 f"parallelism.pipeline_parallel_schedule_csv = {csv_path!r} assigns stages {ours} to "
-                f"rank {self._rank}, which owns {held}; rank r must have stages r, r + p, r + 2p, "
+                f"rank {self._rank}, which owns {held}; rank r of p must have stages r, r + p, r + 2p, "
                 "... (or r and its mirror image with a V-shaped schedule's name)"
             )
         self._actions = functools.lru_cache(_MAX_ORDERS)(self._make_actions)
@@ -235,7 +235,7 @@ class PipelineSchedule:
 
     @contextmanager
     def _summed(self, forward_only: bool) -> Iterator[None]:
-        """Sum the gradients computed inside over `replicas`, and a tied embedding's over its two copies.
+        """Sum new gradients over `replicas`, and a tied embedding's gradient over its two copies.
 
         Gradients of earlier `step` calls are summed already, so they are set aside and added at the end.
         """
@@ -268,7 +268,7 @@ class PipelineSchedule:
     # ---- the order of actions ----
 
     def _make_actions(self, n: int, forward_only: bool) -> list[Action]:
-        """Return this rank's actions for n microbatches."""
+
         order = pipeline_order.select(self._order(n), n, forward_only)
         order[self._rank] = pipeline_order.with_reductions(order[self._rank])
         actions = pipeline_order.with_messages(order, self.rank_of)[self._rank]
@@ -280,7 +280,7 @@ class PipelineSchedule:
         if issubclass(self.schedule_class, ScheduleDualPipeV):
             planned = max(n, self.num_stages)
         if issubclass(self.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble):
-            # Torch runs microbatches in equal rounds of about one microbatch per rank.
+            # Torch runs rounds of equally many microbatches, about one for each rank.
             num_ranks = self.stages[0].group_size
             if n % max(1, n // num_ranks):
                 planned = -(-n // num_ranks) * num_ranks

@@ -54,9 +54,9 @@ class PipelineStage:
         self._contexts: Sequence[ContextFactory] = ()
         # Microbatch -> (output or loss, where its backward starts; hidden states, where it ends).
         self._forwards: dict[int, tuple[Tensor | GradientEdge | None, Tensor | None]] = {}
-        # Between the halves of backward:
+        # Kept between the halves of backward, by microbatch; on the first stage, its output's gradient.
         self._weight_halves: dict[int, tuple[Any, list[_WeightHalf]]] = {}
-        self._postponed: dict[int, Tensor | None] = {}  # first stage: its output's gradient
+        self._postponed: dict[int, Tensor | None] = {}
 
     def begin_step(
         self,
@@ -152,7 +152,7 @@ class PipelineStage:
             return
         _, halves = self._weight_halves.pop(microbatch)
         with self._contexts[microbatch]():
-            # Halves with several nodes go first, because a half with one node frees nodes that they need.
+            # Halves with several nodes go first: a half with one node frees nodes that the others need.
             for half in sorted(halves, key=lambda half: -len(half.arrived)):
                 _backward_weight(half)
         store_gradients(self.submod)
@@ -171,7 +171,7 @@ def _gradient_of(hidden: Tensor) -> Tensor:
 
 
 class _WeightHalf(NamedTuple):
-    """Weights, and the path's nodes that lead to them. arrived: node -> gradients of its outputs."""
+    """Weights, and the nodes of the path that lead to them. arrived: node -> gradients of its outputs."""
 
     arrived: dict[Node, tuple[Tensor | None, ...]]
     weights: list[Tensor]
@@ -254,7 +254,7 @@ def _backward_weight(half: _WeightHalf) -> None:
     edges: dict[GradientEdge, Tensor] = {}
     for node, gradients in half.arrived.items():
         edges |= {GradientEdge(node, i): g for i, g in enumerate(gradients) if g is not None}
-    # Replace a node's gradients by the kept ones: another node's backward would add its share twice.
+    # Use only the kept gradients of a node: they already include what other nodes' backwards add.
     handles = [
         node.register_prehook(lambda _, kept=gradients: kept)
         for node, gradients in half.arrived.items()
@@ -262,7 +262,7 @@ def _backward_weight(half: _WeightHalf) -> None:
     ]
     try:
         if edges:
-            # Between two nodes lie nodes of the path, which other weights may still need.
+            # With several nodes, backward runs along the path, whose nodes other weights may still need.
             retain = len(half.arrived) > 1
             gradients, weights = list(edges.values()), half.weights
             torch.autograd.backward(list(edges), gradients, inputs=weights, retain_graph=retain)

@@ -66,7 +66,7 @@ class SequenceShards:
 def join_shards(
     shard: Tensor, dim: int, length: int, group: str, size: int, rank: int, overlap: bool = False
 ) -> Tensor:
-    """Gather all ranks' shards along `dim`, cut to `length`; backward takes this rank's part, unsummed."""
+    """Gather all ranks' shards along `dim`, cut to `length`; backward takes this rank's part, without a sum."""
     return Collective.apply(
         "all_gather", "own_rows", shard, dim, length, group, size, rank, overlap
     )

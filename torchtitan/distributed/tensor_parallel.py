@@ -142,7 +142,7 @@ def _find_row(
     if missing := [key for key in parameters if key not in row]:
         raise ValueError(
             f"the tensor-parallel plan must say how to split {', '.join(missing)} of {name!r}, a "
-            f"{type(module).__name__}; its row has {', '.join(row) or 'no entries'}; add the missing ones"
+            f"{type(module).__name__}; its row has {', '.join(row) or 'no entries'}; add the missing entries"
         )
     return row
 
@@ -186,7 +186,7 @@ class LocalRMSNorm(RMSNorm):
 
 
 class LocalLinear(Linear):
-    """A Linear on this rank's part; split by columns it returns a summand, with a share of the bias."""
+    """A Linear on this rank's part. Split by columns, it returns a summand with a share of the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))

@@ -25,7 +25,7 @@ _holders_of_second: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def mark_copy(part: nn.Module, whole_model: nn.Module) -> None:
-    """Mark a stage's part that holds one copy of the embedding, if the whole model's embedding is tied."""
+    """Mark a stage's part that holds one copy of the embedding, if the whole model has tied embeddings."""
     names = "tok_embeddings", "output"
     first, second = (getattr(getattr(whole_model, x, None), "weight", None) for x in names)
     has_first, has_second = (getattr(part, x, None) is not None for x in names)

@@ -198,7 +198,7 @@ def _axes_of_shards(grad: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
 
 
 def _without_partial_sums(grad: Tensor) -> Tensor:
-    """Return the gradient with its partial sums reduced."""
+
     if not is_dtensor(grad) or not any(placement.is_partial() for placement in grad.placements):
         return grad
     whole = load_dtensor().Replicate()

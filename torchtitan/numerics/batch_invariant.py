@@ -3,8 +3,8 @@
 A library chooses the kernel of a product, and so the order of its sums, by the product's shape. Here
 every product has one shape: linear layers get blocks of `ROWS` tokens, attention gets tiles of
 `QUERIES` queries and `KEYS` keys, added in order; tiles that a query does not see add zeros. Elementwise
-functions round a tensor's last numbers, which don't fill a vector register, like all other numbers. torch's
-`silu` and complex product don't. Gradients are those of the ordinary operations.
+functions round every number alike, except torch's `silu` and complex product, which round the last numbers
+of a tensor differently if they don't fill a vector register. Backward is that of the ordinary operations.
 
 n products, B rows, T tokens, R queries, S keys, H query heads, K key/value heads, D head size, M
 inputs, N outputs.

@@ -127,7 +127,7 @@ def multiplications_per_token(key_dim: int, value_dim: int, chunk: int = 64) -> 
 
 
 def scratch_bytes(k: Tensor, v: Tensor, is_backward: bool, chunk: int = 64) -> int:
-    """Return about how many bytes the operator takes beside its results; k and v as in `gated_delta_rule`."""
+    """Return the operator's scratch memory in bytes, about; k and v as in `gated_delta_rule`."""
     n = min(_GROUP, -(-v.shape[1] // chunk)) * v.shape[0] * v.shape[2]
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     # Measured numbers of tensors [C, C], of tensors [C, Dk] and [C, Dv], and of states.
@@ -153,7 +153,7 @@ def _inverse(lower: Tensor) -> Tensor:
     size = lower.shape[-1]
     rows = torch.arange(size, device=lower.device).unsqueeze(1)
     eye = torch.eye(size, dtype=lower.dtype, device=lower.device)
-    # The blocks of two. contiguous: the copy below goes through views of `inverse`
+    # Begin with blocks of two. Contiguous, because the copy below writes through views of `inverse`.
     is_left = (rows % 2 == 1) & (rows == rows.mT + 1)
     inverse = torch.where(is_left, -lower, eye).contiguous()
     width = 2
@@ -323,7 +323,7 @@ def _forward(
     state: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `gated_delta_rule`; also returns the states before each group [groups, B, Hv, Dk, Dv]."""
+    """Like `gated_delta_rule`, but also returns the states before each group [groups, B, Hv, Dk, Dv]."""
     out, last, states = _outputs(q, v, chunk)
     last.copy_(state) if state is not None else last.zero_()
     current = last.flatten(0, 1)

@@ -57,7 +57,7 @@ def _sum_taps(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None) ->
     total = inputs[:, width - 1 :] * weight[:, -1]
     for back in range(1, width):
         place = width - 1 - back
-        # where, because multiplying by 0 would keep NaN and infinities of other documents.
+        # `where`, because multiplying by 0 would keep NaN and infinities of other documents.
         tap = torch.where(_is_other(starts, back), 0, inputs[:, place : place + length])
         total = torch.addcmul(total, tap, weight[:, place])
     return total.to(x.dtype)

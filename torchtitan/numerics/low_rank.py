@@ -44,7 +44,7 @@ class LowRank(NamedTuple):
     def add_to_layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the layer's product of x [..., K] plus the low-rank product.
 
-        weight [N, K]; bias [N]. x is also the input of the low-rank product, unless that has dropout.
+        weight [N, K]; bias [N]. x is also the input of the low-rank product, unless the adapter has dropout.
         """
         if (
             self.product is not linear
@@ -74,9 +74,9 @@ def _sum_to_compile(
 ) -> Tensor:
     """`LowRank.add_to` for one model, in a form that the compiler fuses."""
     if x.device.type != "cpu" or is_slow_product(x) or product is not linear:
-        # On a GPU the compiler adds in the kernel that reads the sum; `addmm` would copy the output.
+        # On a GPU the compiler fuses the sum into the kernel that reads it; `addmm` would copy the output.
         return output + product(scale * product(x, a), b)
-    # One kernel: each elementwise operation on outputs would cost as much time as the product.
+    # One kernel, because an elementwise operation on outputs takes as much time as the product.
     low_rank = linear(a, x.flatten(0, -2)).t()
     b = b.t().contiguous()  # b's gradient is then computed in this layout
     return torch.addmm(output.flatten(0, -2), low_rank, b, alpha=scale).view_as(output)
@@ -245,7 +245,7 @@ def gradients_of_products(
 
 
 def _add(base: Tensor, a: Tensor, b: Tensor, scale: float, *, beta: int = 1, out: Tensor) -> None:
-    """out = beta * base + scale * a b, of matrices or of batches of them."""
+    """out = beta * base + scale * a b, for matrices or batches of matrices."""
     (torch.baddbmm if a.dim() == 3 else torch.addmm)(base, a, b, beta=beta, alpha=scale, out=out)
 
 

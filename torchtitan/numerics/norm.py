@@ -40,7 +40,7 @@ def _factor(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm`, computed by `rms_norm`. An offset norm's weight starts at 0, others start at 1."""
+    """`nn.RMSNorm`, computed by `rms_norm`. The weight starts at 1, or at 0 in an offset norm."""
 
     kind: NormKind = "late"
 

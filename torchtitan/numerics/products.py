@@ -40,7 +40,7 @@ def onednn_is_faster() -> bool:
 
 
 def use_onednn(model: nn.Module, device: torch.device) -> None:
-    """Let our layers use oneDNN if that is faster, until the engine is closed; not if all products are small."""
+    """Let our layers use oneDNN until the engine is closed, if it is faster and some product is large."""
     if device.type != "cpu":
         return
     largest = max((p.numel() for p in model.parameters()), default=0)
@@ -49,13 +49,15 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 
 
 def avoid_onednn() -> None:
-    """Undo `use_onednn` until the engine is closed. oneDNN is chosen by size: a model's rows could be computed
-    by MKL if alone, but by oneDNN, with other bits, together with other models' rows."""
+    """Undo `use_onednn` until the engine is closed, for batches with rows of several models.
+
+    oneDNN is chosen by the number of rows, so other models' rows could change the bits of a model's results.
+    """
     host.change(False, _use, lambda: _is_used)
 
 
 def is_used(a: Tensor, b: Tensor) -> bool:
-    """Return True if `use_onednn` is on, and the product of a [..., K] and the matrix b large enough.
+    """Return True if `use_onednn` is on, and the product of a [..., K] and the matrix b is large enough.
 
     Compiled code, subclasses of Tensor and autocast use torch's operators.
     """
@@ -157,7 +159,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 library.register_autograd("torchtitan::mm", _backward, setup_context=_save, lib=_library)
 
 _PLAIN = (Tensor, nn.Parameter)
-_NOTHING_ELSE: Any = (None, "none", [], "")  # no bias, and no function of the product
+_NOTHING_ELSE: Any = (None, "none", [], "")  # no bias and no activation function
 _is_used = False
 
 

@@ -1,6 +1,7 @@
 """A batch is one value from the door of a step on; clients' own methods get it as a dict."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -24,79 +25,40 @@ def test_value_cannot_be_changed_and_leaves_the_callers_dict_alone():
     assert batch.as_dict() == {key: given[key] for key in ("input", "positions", "names")}
 
 
-def test_what_has_a_value_per_token_follows_the_tokens():
-    entries = {
-        "input": TOKENS,
-        "positions": TOKENS[:1],  # one row for all
-        "weights": torch.ones(2, 3, 5),
-        "seq_lens": torch.tensor([[1, 2, 0], [3, 0, 0]]),
-        "offset": torch.tensor(3),
-        "names": ["a", "b"],
-    }
-    batch = TokenBatch.from_dict(entries, labels=TOKENS + 1)
-    longer = batch.with_tokens(
-        lambda x, padding: torch.cat((x, torch.full_like(x[:, :1], padding)), dim=1)
-    )
-    assert longer.tokens[:, 3].tolist() == [0, 0] and longer.labels[:, 3].tolist() == [-100] * 2
-    assert longer.entries["positions"].tolist() == [[0, 1, 2, -1]]
-    assert longer.entries["weights"].shape == (2, 4, 5)
-    for key in ("seq_lens", "offset", "names"):
-        assert longer.entries[key] is entries[key]
-
-
 @pytest.mark.parametrize("kind", [torch.Tensor.numpy, torch.Tensor.tolist])
 def test_known_entry_that_is_no_tensor_is_named(kind):
     for key in ("labels", "positions", "document_ids", "seq_lens", "cu_seqlens", "routed_experts"):
-        with pytest.raises(
-            ValueError, match=f"the batch's '{key}' must be a tensor, got (nd|list)"
-        ):
+        with pytest.raises(ValueError, match=f"batch's '{key}' must be a tensor, got (nd|list)"):
             TokenBatch.from_dict({"input": TOKENS, key: kind(TOKENS)})
         TokenBatch.from_dict({"input": TOKENS, key: None, "names": ["a", "b"]})
 
 
 @pytest.mark.parametrize("steps_ahead", [True, False])
 def test_documents_of_a_microbatch_are_read_once(tmp_path, monkeypatch, steps_ahead):
-    n_reads = 0
-
-    def counting(*args):
-        nonlocal n_reads
-        n_reads += 1
-        return read(*args)
-
-    read = policy.read_document_ids
+    counting = mock.Mock(side_effect=policy.read_document_ids)
     monkeypatch.setattr(policy, "read_document_ids", counting)
     trainer = make_trainer(tmp_path, "flex", "--training.steps=3", "--training.global_batch_size=4")
     if not steps_ahead:
         trainer.batch_generator = lambda batches: Trainer.batch_generator(trainer, batches)
     trainer.train()
     trainer.close()
-    assert n_reads == 3 * trainer.gradient_accumulation_steps
+    assert counting.call_count == 3 * trainer.gradient_accumulation_steps
 
 
 def test_clients_own_methods_get_dicts(tmp_path):
     class Own(Trainer):
-        def forward_backward_step(self, *, input_dict, labels, global_valid_tokens):
+        def forward_backward_step(self, *, input_dict, **arguments):
             kinds.append(type(input_dict))
-            return super().forward_backward_step(
-                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
-            )
+            return super().forward_backward_step(input_dict=input_dict, **arguments)
 
-    def process(input_dict, labels):
-        kinds.append(type(input_dict))
-        return ours(input_dict, labels)
+        def post_dataloading_process(self, input_dict, labels):
+            kinds.append(type(input_dict))
+            return super().post_dataloading_process(input_dict, labels)
 
-    losses = []
+    kinds, losses = [], []
     for trainer_class in (Trainer, Own):
-        kinds = []
-        trainer = make_trainer(
-            tmp_path / trainer_class.__name__,
-            "flex",
-            "--training.steps=2",
-            trainer_class=trainer_class,
-        )
-        if trainer_class is Own:
-            ours = trainer.post_dataloading_process
-            trainer.post_dataloading_process = process
+        folder = tmp_path / trainer_class.__name__
+        trainer = make_trainer(folder, "flex", "--training.steps=2", trainer_class=trainer_class)
         trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
         trainer.train()
         trainer.close()

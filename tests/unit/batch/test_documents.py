@@ -1,5 +1,6 @@
 """Separators and document ids, against a loop over tokens."""
 
+from itertools import pairwise
 from typing import get_args, get_type_hints
 
 import pytest
@@ -33,57 +34,17 @@ def rows_of(elements):
     )
 
 
-def slow_ids(row, begins, is_padding):
-    ids, count, previous_was_padding = [], -1, False
-    for i, value in enumerate(row):
-        if is_padding(value):
-            ids.append(PADDING)
-            previous_was_padding = True
-            continue
-        if i == 0 or previous_was_padding or begins(row[i - 1], value):
-            count += 1
-        previous_was_padding = False
-        ids.append(count)
-    return ids
-
-
-@given(rows_of(st.integers(0, 3)))
-def test_eos_ids_equal_a_loop_over_tokens(rows):
-    expected = [slow_ids(r, lambda before, _: before == EOS, lambda _: False) for r in rows]
-    ids = document_ids_from_eos(torch.tensor(rows), EOS)
+# That documents are found wherever they begin is in tests/isolation, with random packings.
+@pytest.mark.parametrize(
+    "ids, expected",
+    [
+        (document_ids_from_eos(torch.tensor([[5, EOS, EOS, 7], [5, 6, 7, 8]]), EOS), [[0, 0, 1, 2], [0] * 4]),
+        (document_ids_from_positions(torch.tensor([[4, 5, -1, 6], [-2, -1, 3, 3]])), [[0, 0, -1, 1], [-1, -1, 0, 1]]),
+        (document_ids_from_lengths(torch.tensor([[2, 0, 1], [0, 4, 0]]), 4), [[0, 0, 1, -1], [0] * 4]),
+    ],
+)  # fmt: skip
+def test_documents_are_numbered_from_0_in_each_row(ids, expected):
     assert ids.dtype == torch.int32 and ids.tolist() == expected
-
-
-@given(rows_of(st.integers(-2, 4)))
-def test_position_ids_equal_a_loop_over_tokens(rows):
-    expected = [
-        slow_ids(r, lambda before, here: here != before + 1, lambda here: here < 0) for r in rows
-    ]
-    ids = document_ids_from_positions(torch.tensor(rows))
-    assert ids.dtype == torch.int32 and ids.tolist() == expected
-
-
-@given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=3))
-def test_length_ids_equal_documents_laid_end_to_end(rows):
-    expected = []
-    for lengths in rows:
-        documents = [length for length in lengths if length]
-        row = [i for i, length in enumerate(documents) for _ in range(length)]
-        expected.append(row + [PADDING] * (12 - len(row)))
-    ids = document_ids_from_lengths(torch.tensor(rows), seq_len=12)
-    assert ids.dtype == torch.int32 and ids.tolist() == expected
-
-
-@given(rows_of(st.integers(-1, 2)))
-def test_starts_allow_exactly_the_pairs_of_one_document(rows):
-    ids = torch.tensor(rows, dtype=torch.int32)
-    starts = document_starts(ids)
-    for row, start in zip(rows, starts.tolist(), strict=True):
-        for q in range(len(row)):
-            first = q
-            while row[q] != PADDING and first > 0 and row[first - 1] == row[q]:
-                first -= 1
-            assert start[q] == first
 
 
 P = "position_block_causal"
@@ -108,7 +69,7 @@ def test_boundaries_are_read_and_a_single_source_is_no_reason_to_warn(key, value
     "key, value, match",
     [
         ("document_ids", [[0, 1, 1, 1]], r"shape of its 'input', \(2, 3\).*got \(1, 4\)"),
-        ("document_ids", [0, 1, 1, 0, 0, 0], r"got \(6,\); give each token its entry"),
+        ("document_ids", [0, 1, 1, 0, 0, 0], r"got \(6,\); give one entry per token"),
         ("positions", [[0, 1]] * 2, r"shape of its 'input'.*got \(2, 2\)"),
         ("seq_lens", [1, 2, 3], r"row for each of the 2 of its 'input', got shape \(3,\)"),
         ("seq_lens", [[1, 2]], r"got shape \(1, 2\); give each row its documents"),
@@ -147,12 +108,8 @@ def test_explicit_boundaries_win_over_the_mask_type():
 @pytest.mark.parametrize(
     "mask_type, eos_id, match",
     [
-        (P, EOS, r"'positions'.*only \['input'\].*'block_causal'"),
-        (
-            "block_causal",
-            None,
-            "the tokenizer is None .*set `engine.tokenizer`.*position_b",
-        ),
+        (P, EOS, r"only \['input'\]; put 'positions' \[B, T\] into it.*'block_causal'"),
+        ("block_causal", None, "the tokenizer is None .*set `engine.tokenizer`.*position_b"),
         ("blok", EOS, "model.attn_mask_type must be one of causal.*'blok'"),
     ],
 )
@@ -201,10 +158,7 @@ def test_chunks_begin_every_so_many_tokens_of_a_document(rows, chunk_size):
 @given(rows_of(st.integers(-1, 2)))
 def test_last_tokens_are_those_whose_next_token_is_of_another_document(rows):
     expected = [
-        [
-            value == PADDING or (i + 1 < len(row) and row[i + 1] != value)
-            for i, value in enumerate(row)
-        ]
+        [value == PADDING or after not in (None, value) for value, after in pairwise([*row, None])]
         for row in rows
     ]
     assert last_tokens(torch.tensor(rows, dtype=torch.int32)).tolist() == expected
@@ -229,58 +183,41 @@ ROW = {"input": torch.tensor([[5, EOS, 7, 8]]), "positions": torch.arange(4)[Non
 @pytest.mark.parametrize(
     "batches, mask_type, eos_id, message",
     [
-        pytest.param(
-            [AGREES | {"cu_seqlens": torch.tensor([0, 2, 4, 8])}],
-            P,
-            None,
+        (  # a second source that agrees
+            [AGREES | {"cu_seqlens": torch.tensor([0, 2, 4, 8])}], P, None,
             "come from 'seq_lens'; the 'cu_seqlens' of the batch are ignored",
-            id="second source that agrees",
         ),
-        pytest.param(
-            [AGREES, AGREES, two_rows(0, 1, 0, 1), two_rows(0, 0, 0, 0)],
-            P,
-            None,
+        (  # disagreement in a later batch
+            [AGREES, AGREES, two_rows(0, 1, 0, 1), two_rows(0, 0, 0, 0)], P, None,
             "come from 'seq_lens'; the 'positions' of the batch are ignored, and they disagree: in row "
             "1 token 2 continues a document by 'seq_lens' and begins a document by 'positions'",
-            id="disagreement in a later batch",
         ),
-        pytest.param(
-            [two_rows(0, 1, 2, -1)],
-            P,
-            None,
+        (  # padding by only one of them
+            [two_rows(0, 1, 2, -1)], P, None,
             "come from 'seq_lens'; the 'positions' of the batch are ignored, and they disagree: in row "
             "1 token 3 continues a document by 'seq_lens' and is padding by 'positions'",
-            id="padding by one source alone",
         ),
-        pytest.param(
-            [ROW],
-            "block_causal",
-            EOS,
+        (
+            [ROW], "block_causal", EOS,
             "come from 'end-of-text tokens'; the 'positions' of the batch are ignored, and they "
             "disagree: in row 0 token 2 begins a document by 'end-of-text tokens' and continues a "
             "document by 'positions'",
-            id="positions beside end-of-text tokens",
         ),
-        pytest.param(
+        (
             [
                 {"input": torch.tensor([[5, EOS, 7]]), "positions": torch.tensor([[3, 4, 0]])},
                 {"input": TWO_ROWS, "positions": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])},
-            ],
-            P,
-            EOS,
+            ], P, EOS,
             "come from 'positions'; the 'end-of-text tokens' of the batch are ignored, and they "
             "disagree: in row 1 token 3 continues a document by 'positions' and begins a document by "
             "'end-of-text tokens'",
-            id="end-of-text tokens beside positions",
         ),
     ],
-)
+)  # fmt: skip
 def test_second_source_is_warned_about_once(caplog, batches, mask_type, eos_id, message):
+    source = message.split("'")[1]
     for batch in batches * 2:
-        first, *_ = (key for key in ("seq_lens", "positions") if key in batch)
-        only = {"input": batch["input"]} | (
-            {} if eos_id and mask_type != P else {first: batch[first]}
-        )
+        only = {key: batch[key] for key in ("input", source) if key in batch}
         ids = read_document_ids(batch, mask_type, eos_id)
         assert torch.equal(ids, read_document_ids(only, mask_type, eos_id))
     assert caplog.messages == [f"document boundaries {message}"]

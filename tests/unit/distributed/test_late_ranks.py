@@ -1,22 +1,15 @@
 """Rank 0 names the rank that keeps the others waiting."""
 
-import logging
 import re
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import pytest
 
 from torchtitan.config.job_config import Comm
 from torchtitan.distributed.processes import late_ranks
-from torchtitan.distributed.processes.late_ranks import (
-    LateRanks,
-    Progress,
-    State,
-    late_among,
-    own_state,
-)
+from torchtitan.distributed.processes.late_ranks import LateRanks, Progress, State
 
 
 def state(place="a.py:1 (f)", **counts):
@@ -24,13 +17,15 @@ def state(place="a.py:1 (f)", **counts):
 
 
 def test_rank_is_late_if_it_is_behind_in_a_group_and_ahead_in_none():
-    assert late_among({0: state(a=5), 1: state(a=4), 2: state(a=5)}) == [1]
-    assert late_among({0: state(a=5), 1: state(a=5)}) == []
+    def late(*states):
+        return late_ranks.late_among(dict(enumerate(states)))
+
+    assert late(state(a=5), state(a=4), state(a=5)) == [1]
+    assert late(state(a=5), state(a=5)) == []
     # Rank 2 waits for rank 1 in group b, and rank 1 for rank 0 in group a: rank 0 is late.
-    chain = {0: state(a=3), 1: state(a=4, b=7), 2: state(b=8)}
-    assert late_among(chain) == [0]
+    assert late(state(a=3), state(a=4, b=7), state(b=8)) == [0]
     # Ranks of two pipeline stages are in different groups, whose numbers mean nothing to each other.
-    assert late_among({0: state(a=3), 1: state(a=3), 2: state(b=9), 3: state(b=8)}) == [3]
+    assert late(state(a=3), state(a=3), state(b=9), state(b=8)) == [3]
 
 
 class Ranks:
@@ -60,13 +55,8 @@ class Ranks:
 
 
 @pytest.fixture(autouse=True)
-def warnings_of_package(caplog):
-    logger = logging.getLogger("torchtitan")
-    before = logger.propagate
-    logger.propagate = True
+def messages_of_the_package(caplog):
     caplog.set_level("INFO", "torchtitan")
-    yield
-    logger.propagate = before
 
 
 def test_slowest_rank_of_a_step_of_three_medians_is_named(monkeypatch, caplog):
@@ -131,12 +121,8 @@ def test_zeros_turn_it_off(monkeypatch, caplog):
 
 
 def test_state_has_the_place_of_the_main_thread_outside_torch_and_python():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(own_state(Progress(None))))
-    thread.start()
-    thread.join()
-    assert "distributed/test_late_ranks.py:" in found[0].place
-    assert found[0].place.endswith(
-        "(test_state_has_the_place_of_the_main_thread_outside_torch_and_python)"
-    )
-    assert "(test_state_has_the_place" in found[0].stack and found[0].counts["step"] == 0
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(late_ranks.own_state, Progress(None)).result()
+    name = "(test_state_has_the_place_of_the_main_thread_outside_torch_and_python)"
+    assert "distributed/test_late_ranks.py:" in found.place and found.place.endswith(name)
+    assert name in found.stack and found.counts["step"] == 0

@@ -23,9 +23,7 @@ def test_shard_degree_minus_one_always_gives_the_missing_factor(replicate, shard
     "degrees, message",
     [
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "world_size": 10}, "world size 10, .* = 8"),
-        ({"dp_replicate": 0, "world_size": 8}, "dp_replicate must be at least 1, got 0"),
         ({"tp": 0, "world_size": 8}, "tp must be at least 1, got 0"),
-        ({"dp_shard": 0, "world_size": 8}, "dp_shard must be at least 1"),
         ({"dp_shard": -2, "world_size": 8}, "dp_shard must be at least 1.* got -2"),
         ({"dp_shard": -1, "tp": 16, "world_size": 8}, "world size 8"),
         ({"dp_shard": 2, "tp": 4, "ep": 2, "etp": 2}, r"must be 1 or .* \(4\), got 2"),
@@ -36,17 +34,28 @@ def test_impossible_degrees_raise_assertion_error(degrees, message):
         dims(**degrees)
 
 
-def test_enabled_flags_follow_the_degrees():
-    none = dims()
-    for flag in ("dp", "dp_replicate", "dp_shard", "cp", "dp_cp", "fsdp", "tp", "pp", "ep", "etp"):
-        assert getattr(none, f"{flag}_enabled") is False
-    cp = dims(cp=2)
-    assert not cp.dp_enabled and cp.cp_enabled and cp.dp_cp_enabled and cp.fsdp_enabled
-    replicate = dims(dp_replicate=2)
-    assert replicate.dp_enabled and replicate.dp_replicate_enabled and replicate.dp_cp_enabled
-    assert not replicate.fsdp_enabled and not replicate.dp_shard_enabled
-    both = dims(tp=2, pp=2, dp_shard=2, ep=4, etp=2)
-    assert both.tp_enabled and both.pp_enabled and both.ep_enabled and both.etp_enabled
+# Parameters are held by FSDP where it shards them, and where DDP cannot hold them.
+@pytest.mark.parametrize(
+    "degrees, enabled, uses_fsdp",
+    [
+        ({}, "", False),
+        ({"always_fsdp": True}, "", True),
+        ({"tp": 2}, "tp", False),
+        ({"cp": 2}, "cp dp_cp fsdp", True),
+        ({"dp_replicate": 2}, "dp dp_replicate dp_cp", False),
+        ({"dp_replicate": 2, "tp": 2}, "dp dp_replicate dp_cp tp", True),
+        (
+            {"tp": 2, "pp": 2, "dp_shard": 2, "ep": 4, "etp": 2},
+            "dp dp_shard dp_cp fsdp tp pp ep etp",
+            True,
+        ),
+    ],
+)
+def test_enabled_flags_follow_the_degrees(degrees, enabled, uses_fsdp):
+    found = dims(**degrees)
+    flags = "dp dp_replicate dp_shard cp dp_cp fsdp tp pp ep etp".split()
+    assert {flag for flag in flags if getattr(found, f"{flag}_enabled")} == set(enabled.split())
+    assert found.uses_fsdp is uses_fsdp
 
 
 def test_derived_numbers():
@@ -56,42 +65,20 @@ def test_derived_numbers():
     assert dims(tp=2).seq_len_divisor == 4
 
 
-@pytest.mark.parametrize(
-    "degrees, uses_fsdp",
-    [
-        ({}, False),
-        ({"tp": 2}, False),
-        ({"dp_replicate": 2}, False),  # DDP
-        ({"dp_replicate": 2, "tp": 2}, True),  # which DDP cannot
-        ({"dp_shard": 2}, True),
-        ({"cp": 2}, True),
-        ({"always_fsdp": True}, True),
-    ],
-)
-def test_fsdp_holds_parameters_where_it_shards_them_or_ddp_cannot(degrees, uses_fsdp):
-    assert dims(**degrees).uses_fsdp is uses_fsdp
+def join(rank, world_size):
+    """Make this process a rank of a simulated world until the test ends."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-@pytest.fixture
-def rank_of():
-    """Make this process a rank of a simulated world: `rank_of(rank, world_size)`."""
-
-    def join(rank, world_size):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-    yield join
-    dist.destroy_process_group()
-
-
-def test_context_parallel_ranks_share_rows_parameters_and_the_loss(rank_of):
-    rank_of(3, 8)
+def test_context_parallel_ranks_share_rows_parameters_and_the_loss():
+    join(3, 8)
     d = dims(dp_shard=2, cp=2, tp=2)
     ranks = {name: d.get_mesh(name).mesh.tolist() for name in ("batch", "cp", "fsdp", "loss")}
     assert ranks == {"batch": [3, 7], "cp": [1, 3], "fsdp": [1, 3, 5, 7], "loss": [1, 3, 5, 7]}
 
 
-def test_single_rank_has_all_meshes_and_all_are_off(rank_of):
-    rank_of(0, 1)
+def test_single_rank_has_all_meshes_and_all_are_off():
+    join(0, 1)
     d = dims()
     assert not d._meshes and d.get_optional_mesh("tp") is None
     assert {name: mesh.size() for name, mesh in d._meshes.items()} == dict.fromkeys(AXES, 1)
@@ -105,8 +92,8 @@ def test_single_rank_has_all_meshes_and_all_are_off(rank_of):
     assert (d.build_mesh().size(), d.world_mesh.size(), d.get_fsdp_mesh().size()) == (1, 1, 1)
 
 
-def test_world_of_8(rank_of):
-    rank_of(5, 8)
+def test_world_of_8():
+    join(5, 8)
     d = dims(dp_replicate=2, dp_shard=2, tp=2, world_size=8)
     assert d.build_mesh().size() == d.world_mesh.size() == 8
     assert {name: mesh.size() for name, mesh in d._meshes.items()} == {
@@ -130,15 +117,15 @@ def test_world_of_8(rank_of):
     }  # fmt: skip
 
 
-def test_expert_fsdp_mesh_exists_at_size_1_when_experts_are_on(rank_of):
-    rank_of(0, 4)
+def test_expert_fsdp_mesh_exists_at_size_1_when_experts_are_on():
+    join(0, 4)
     d = dims(dp_shard=2, tp=2, ep=4)
     sizes = d.get_mesh("efsdp").size(), d.get_mesh("ep").size(), d.get_mesh(["efsdp", "ep"]).shape
     assert sizes == (1, 4, (1, 4))
 
 
-def test_expert_degree_that_does_not_divide_is_refused_at_mesh_building(rank_of):
-    rank_of(0, 4)
+def test_expert_degree_that_does_not_divide_is_refused_at_mesh_building():
+    join(0, 4)
     message = r"2 \* 1 \* 1 = 2 and 3 \* 1 = 3; change parallelism.expert_parallel_degree"
     with pytest.raises(ValueError, match=message):
         dims(dp_replicate=2, dp_shard=2, ep=3).build_mesh()

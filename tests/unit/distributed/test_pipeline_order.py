@@ -28,17 +28,9 @@ SCHEDULES = [
 
 
 def table(name, stages_per_rank, num_ranks, n):
-    stages = [
-        SimpleNamespace(
-            num_stages=stages_per_rank * num_ranks,
-            group_size=num_ranks,
-            group_rank=0,
-            is_last=False,
-            submod=None,
-        )
-        for _ in range(stages_per_rank)
-    ]
-    return compute_order(get_schedule_class(name), stages, n)
+    stage = SimpleNamespace(group_size=num_ranks, group_rank=0, is_last=False, submod=None)
+    stage.num_stages = stages_per_rank * num_ranks
+    return compute_order(get_schedule_class(name), [stage] * stages_per_rank, n)
 
 
 def play(order, rank_of):

@@ -42,15 +42,25 @@ def test_signal_is_answered_and_handlers_are_put_back(number):
         signal.signal(number, of_this_process)
 
 
-def test_handlers_of_the_process_itself_are_left_alone():
-    heard = []
-    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append(1))
+HEARD = []
+
+
+@pytest.mark.parametrize(
+    "number, handler",
+    [
+        (signal.SIGUSR2, lambda *_: HEARD.append(1)),
+        (signal.SIGHUP, signal.SIG_IGN),  # as under nohup
+    ],
+)
+def test_handlers_of_the_process_itself_are_left_alone(number, handler):
+    HEARD.clear()
+    before = signal.signal(number, handler)
     try:
         with request() as stop:
-            send(signal.SIGUSR2)
-            assert heard and stop.answer() is None
+            send(number)
+            assert stop.answer() is None and len(HEARD) == (handler is not signal.SIG_IGN)
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        signal.signal(number, before)
 
 
 def test_signal_to_a_forked_child_is_the_childs():
@@ -101,13 +111,3 @@ def test_time_limit_counts_from_the_start_of_the_process():
     stop = request(time_limit_minutes=1, started_now=False)
     age = time.monotonic() + 60 - stop._deadline
     assert 0.1 < age < 24 * 3600  # torch was imported meanwhile
-
-
-def test_hangup_is_left_ignored_as_under_nohup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with request() as stop:
-            send(signal.SIGHUP)
-            assert stop.answer() is None
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -19,6 +19,12 @@ class Tenant:
     """A holder of changes to the process, like an engine."""
 
 
+def use_onednn(layer):
+    host.move_in(tenant := Tenant())
+    products.use_onednn(layer, torch.device("cpu"))
+    return tenant
+
+
 @pytest.fixture
 def fast_onednn(monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
@@ -51,12 +57,9 @@ def test_large_products_of_our_layers_are_onednns_while_an_engine_lives(fast_one
     of_host = nn.Linear(256, 512, bias=False)
     before = step_of(layer, x)
     assert not multiplied
-    tenants = [Tenant(), Tenant()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for tenant in tenants:
-            host.move_in(tenant)
-            products.use_onednn(layer, torch.device("cpu"))
+        tenants = [use_onednn(layer), use_onednn(layer)]
     during = step_of(layer, x)
     # The weight's gradient has a transposed first matrix.
     assert multiplied == [(256, 256, 512), (256, 512, 256)]
@@ -121,13 +124,10 @@ def test_other_products_are_torchs(a, b, multiplied):
 
 
 def test_a_model_of_small_products_keeps_torchs(fast_onednn):
-    tenant = Tenant()
-    host.move_in(tenant)
-    try:
-        products.use_onednn(nn.Linear(64, 64), torch.device("cpu"))
-        assert not products._is_used
-    finally:
-        host.move_out(tenant)
+    tenant = use_onednn(nn.Linear(64, 64))
+    is_used = products._is_used
+    host.move_out(tenant)
+    assert not is_used
 
 
 @pytest.mark.slow  # inductor compiles C++
@@ -140,13 +140,10 @@ def test_compiled_code_multiplies_by_onednn(fast_onednn, multiplied):
     assert multiplied == [(256, 256, 512), (256, 512, 256)]
     for one, other in zip(compiled, step_of(layer, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert isinstance(
-        options["post_grad_custom_post_pass"], torch_parts.GraphPass
-    )  # so that compiled code can be cached
+    # A pass of this class lets compiled code be cached.
+    assert isinstance(options["post_grad_custom_post_pass"], torch_parts.GraphPass)
 
 
 def test_an_inductor_pass_of_the_host_is_kept(fast_onednn, monkeypatch):
-    monkeypatch.setattr(
-        torch_parts.inductor_config, "post_grad_custom_post_pass", lambda graph: None
-    )
+    monkeypatch.setattr(torch_parts.inductor_config, "post_grad_custom_post_pass", lambda _: None)
     assert products.compile_options() is None

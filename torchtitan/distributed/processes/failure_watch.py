@@ -51,7 +51,7 @@ class Watch:
         return contextlib.nullcontext()
 
     def attempt(self, function: Callable[[], T], instead: Callable[[], T]) -> T:
-        """Return `function()`, or `instead()` if this or an earlier function failed in this call."""
+        """Return `function()`, or `instead()` if it, or an earlier function of this call, failed."""
         return function()
 
     def raise_failures(self) -> None:
@@ -146,7 +146,7 @@ class FailureWatch(Watch):
     # ---- failures that leave ranks out of step ----
 
     def _failed_on_all_ranks(self) -> bool:
-        """Return True if every rank calls this in time and has made the same number of collectives."""
+        """Return True if every rank calls this in time, after the same number of collectives."""
         meeting = dist.PrefixStore(f"met/{self._call}", self._store)
         try:
             if self._lost is not None or self._store.check(["lost"]):

@@ -124,7 +124,7 @@ class LateRanks:
         self._step, self._median, self._slow_after = -1, inf, inf
         self._look_at = self._asked_at = 0.0
         self._seen: list[tuple[int, State]] = []  # ranks that were late in this step
-        # Late rank -> (its counts, none without an answer; late since when, inf after the warning).
+        # Late rank -> (its counts, {} if it did not answer; the time since when, inf after the warning).
         self._since: dict[int, tuple[dict[str, int], float]] = {}
 
     def turn(self, now: float) -> None:
@@ -152,7 +152,7 @@ class LateRanks:
             self._ask()
 
     def _judge(self, now: float, limit: float) -> None:
-        """Note who was late, and name each rank that has been late in one place for `limit` seconds."""
+        """Record the late ranks, and warn of each rank that is late at one place for `limit` seconds."""
         late, before, self._since = late_among(self.answers), self._since, {}
         self._seen += [(rank, self.answers[rank]) for rank in late]
         for rank in {*range(self._num_ranks)} - self.answers.keys() | {*late}:
@@ -160,13 +160,11 @@ class LateRanks:
             counts, since = before.get(rank, (None, 0.0))
             since = since if counts == state.counts else self._asked_at
             self._since[rank] = state.counts, since
-            if (seconds := now - since) < 0.8 * limit:  # 0.8: it was late before rank 0 first asked
+            if (seconds := now - since) < 0.8 * limit:  # 0.8: it was late before rank 0 asked
                 continue
             self._since[rank] = state.counts, inf
             text = f"has not answered for {seconds:.0f} s: it is stopped, or a call outside Python hangs"
             if rank in self.answers:
-                text = (
-                    f"({state.host}) has kept the others waiting for at least {seconds:.0f} s, at "
-                )
-                text += f"{state.place}; its calls, innermost first:\n{state.stack}"
+                text = f"({state.host}) has kept the others waiting for at least {seconds:.0f} s, "
+                text += f"at {state.place}; its calls, innermost first:\n{state.stack}"
             logger.warning(f"rank {rank} {text}")

@@ -63,8 +63,8 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     groups: made inside `making_groups`. May be called from any thread.
     """
     groups = [group for group in groups if group in torch_parts.world.pg_map]
-    # gloo's own `abort` changes nothing (torch 2.13 to 2.15), so shut down its connections. One of the
-    # two ranks of a connection has accepted it, at an address of `_addresses`.
+    # gloo's own `abort` changes nothing (torch 2.13 to 2.15), so shut down its connections. Each
+    # connection ends at an address of `_addresses`, on one of its two ranks.
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection, address, listens in _tcp_sockets():
         if address in addresses and not listens:

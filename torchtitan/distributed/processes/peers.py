@@ -143,7 +143,7 @@ class Peers:
             raise PeerError(problem)
 
     def watch(self, comm: Comm, progress: Progress | None) -> None:
-        """Have rank 0 name late ranks from now on, unless `progress` is None."""
+        """From now on, rank 0 logs the names of late ranks, unless `progress` is None."""
         self._progress = progress
         if progress is not None and self.rank == 0:
             self._late = LateRanks(comm, progress, self.world_size, lambda: self._send(_WHERE))
@@ -180,7 +180,7 @@ class Peers:
         self._start(self._watch)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread. If it fails, report this rank as failed: it no longer watches the others."""
+        """Run `work` on a thread. If it fails, report this rank as failed, because it watches no rank now."""
 
         def ended(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
@@ -258,7 +258,7 @@ class Peers:
             self._fail(rank, problem)
 
     def _fail(self, rank: int, message: str) -> None:
-        """Record the first failure, forward it, and end this process if it doesn't end itself."""
+        """Record the first failure, forward it, and end this process if the main thread doesn't."""
         if self._first_failure is not None or self._leaving.is_set():
             return
         self._first_failure = rank, message
@@ -297,7 +297,7 @@ class Peers:
         timer.start()
 
     def leave(self) -> None:
-        """Tell the other ranks that the end of this rank's connection is no failure."""
+        """Announce to the other ranks that this rank ends without a failure."""
         self._leaving.set()
         self._send(_LEAVES)
 
@@ -309,7 +309,7 @@ class Peers:
 
 
 def _problem_of(reports: list[dict[str, Any]]) -> str | None:
-    """Return why the ranks cannot train together; None if they can. reports: one per rank."""
+    """Return the reason why the ranks cannot train together, or None. reports: one per rank."""
     ranks_of: dict[str | None, list[int]] = {}
     for rank, own in enumerate(reports):
         ranks_of.setdefault(own["error"], []).append(rank)

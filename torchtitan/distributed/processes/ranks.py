@@ -19,7 +19,7 @@ def num_ranks() -> int:
 def from_rank_zero(ask: Callable[[], T]) -> T:
     """Call `ask()` on rank 0; return its result, or raise its exception, on every rank.
 
-    For reading a network file system, which ranks may see differently for a while.
+    For reading a network file system, whose state may differ between ranks for a while.
     """
     is_asked = not dist.is_initialized() or dist.get_rank() == 0
     answer = [_result_of(ask) if is_asked else None]

@@ -110,7 +110,7 @@ class StopRequest:
 
 
 def leave_signals_to_trainer(_worker_id: int = 0) -> None:
-    """Make a data worker ignore signals except the trainer's SIGTERM: the trainer still needs its data."""
+    """Make a data worker ignore all signals but the trainer's SIGTERM, because the trainer still needs data."""
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)

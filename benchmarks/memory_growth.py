@@ -1,12 +1,14 @@
 """Resident memory of a training process over thousands of steps, which should stay as it is.
 
-    python -m tests.distributed.memory_growth [--steps 10000] [--ranks 1 2]
+    python benchmarks/memory_growth.py [--steps 10000] [--ranks 1 2]
 
 The tiny job of tests/reliability, whose steps take milliseconds; several ranks divide it by FSDP.
 """
 
 import argparse
 import tempfile
+
+import common  # noqa: F401 (lets this script import `tests`)
 
 from tests.reliability.jobs import TINY_JOB
 from torchtitan.testing.gloo import run_ranks
