@@ -1,12 +1,12 @@
-"""Five jobs of a user: from a wheel, in an empty folder, by the command `torchtitan` only.
+"""Jobs of a user: from a wheel, in an empty folder, by the command `torchtitan` only.
 
 | job | lines of TOML that the user writes | and |
 |---|---|---|
 | own text -> model | 13 | |
 | chats with LoRA -> PEFT folder | 14 | |
-| preference pairs -> DPO | 30, of which 13 make the run TRL's | |
 | task -> RL -> report | 15 | 4 lines of Python |
-| teacher -> student | 17 | |
+
+tests/reference compares preference jobs with TRL, and distillation with a plain loop.
 """
 
 import json
@@ -16,14 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distillation_jobs import Recorded, curves, make_folders, plain_loop
-from tests.reference import test_dpo_trl as by_trl
+from tests.distillation_jobs import make_folders
 from tests.reference.test_distillation_transformers import CHAT_TEMPLATE
 from tests.reliability.wheel import run
-from tests.tiny_hf import tiny_hf_model
-from tests.unit.data.chats import SHORT, write_tokenizer
-from torchtitan.config import ConfigManager
-from torchtitan.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -135,56 +130,6 @@ last_save_peft = true
     assert (load("merged")(tokens).logits - theirs).abs().max() <= 1e-5
 
 
-def test_preference_pairs_train_with_the_numbers_of_trl(user):
-    """The user writes a TOML of 30 lines, of which 13 choose what TRL does by default."""
-    folder, pairs = user.folder, by_trl.samples("chats")
-    write_tokenizer(folder / "model", SHORT, pad_token="<|im_end|>")
-    tiny_hf_model("llama3", vocab_size=260).save_pretrained(folder / "model")
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    job = f"""\
-[model]
-hf_config = "model"
-hf_assets_path = "model"
-attn_type = "varlen"
-attn_mask_type = "block_causal"
-[loss]
-name = "dpo"
-beta = 0.2
-[training]
-dataset = "preference"
-dataset_path = "pairs.jsonl"
-packing = "none"
-seq_len = 384
-mixed_precision_param = "float32"
-steps = {by_trl.STEPS}
-local_batch_size = {by_trl.PAIRS_AT_ONCE}
-global_batch_size = {by_trl.PAIRS_AT_ONCE * by_trl.ACCUMULATION}
-[optimizer]
-lr = {by_trl.LR}
-eps = {by_trl.EPS}
-beta2 = 0.999
-weight_decay = 0.0
-[lr_scheduler]
-warmup_steps = 0
-min_lr_factor = 1.0
-[checkpoint]
-enable = true
-initial_load_in_hf = true
-[metrics]
-log_freq = 1
-"""
-    user.write("job.toml", job, lines=30)
-    user.command("train", "job.toml")
-    names = ("global_avg_loss", "accuracy", "margin")
-    columns = (logged(folder / "outputs", f"loss_metrics/{name}") for name in names)
-    got = list(zip(*columns, strict=True))
-    expected = by_trl.trls_run(folder / "model", pairs, folder / "trl")
-    assert abs(expected[-1][-1]) > 0.1
-    assert got == [pytest.approx(step, abs=1e-5, rel=1e-5) for step in expected]
-    user.command("export", "outputs", "tuned")
-    user.command("compare", "tuned", "--tolerance", "1e-5")
-
-
 def test_task_trains_a_policy_and_leaves_a_report(user, models):
     """The user writes a TOML of 15 lines and a reward function of 4."""
     rewards = """\
@@ -221,41 +166,4 @@ log_freq = 1
     assert '<span class="state good">ended</span>' in page
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1)
     assert "rl/reward/brief" in data and "rl/reward/right" in data
-    user.command("compare", "outputs", "--tolerance", "1e-5")
-
-
-def test_teacher_trains_a_student_with_the_loss_of_a_plain_loop(user, models):
-    """The user writes a TOML of 17 lines."""
-    job = """\
-[model]
-hf_config = "student"
-hf_assets_path = "student"
-attn_type = "varlen"
-attn_mask_type = "block_causal"
-[loss]
-name = "distillation"
-teacher = "teacher"
-label_weight = 0.5
-[training]
-dataset = "local"
-dataset_path = "texts.jsonl"
-seq_len = 64
-epochs = 2
-mixed_precision_param = "float32"
-[checkpoint]
-initial_load_in_hf = true
-"""
-    user.write("job.toml", job, lines=17)
-    # With a smaller eps, AdamW takes full-size steps for gradients that are rounding errors.
-    options = ["--metrics.log_freq=1", "--optimizer.eps=1e-3", "--lr_scheduler.warmup_steps=0"]
-    options += ["--lr_scheduler.min_lr_factor=1.0", "--checkpoint.enable"]
-    user.command("train", "job.toml", *options)
-    found = curves(models / "outputs")
-    again = ["--job.config_file=job.toml", *options, "--job.dump_folder=again"]
-    config = ConfigManager().parse_args(again)
-    with Trainer(config) as trainer:  # for its rows
-        recorded = Recorded(trainer)
-        trainer.train()
-    expected = plain_loop(load("student"), load("teacher"), recorded.steps, config)
-    assert len(found) > 3 and found == [pytest.approx(step, rel=1e-5) for step in expected]
     user.command("compare", "outputs", "--tolerance", "1e-5")
