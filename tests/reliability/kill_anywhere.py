@@ -18,7 +18,6 @@ state that it had said to be saved continues as in the unbroken run.
 Exit code 1 if a trial fails. Its folder is kept then.
 """
 
-import argparse
 import dataclasses
 import http.client
 import random
@@ -29,9 +28,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.reliability import jobs
 from tests.unit.integrations.tinker_server import Http
@@ -100,16 +101,15 @@ def _variants() -> list[Variant]:
 VARIANTS = {variant.name: variant for variant in _variants()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """What was done to one run, and `failure`: what went wrong afterwards, if anything."""
 
     variant: str
-    seed: int
-    killed_after_seconds: float
     damage: str | None
     resumed_from: int | None  # None: there was no whole step, and the run began or stopped
     failure: str | None
+    was_killed: bool = True
+    met: Counter[str] = Counter()  # the faults of the store that requests met
 
 
 # ---- the unbroken run ----
@@ -141,23 +141,25 @@ def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
 
 # ---- what is on disk, judged without the package ----
 
-
-def step_folders(folder: Path) -> list[Path]:
-    """Newest first."""
-    found = (folder / "outputs/checkpoint").glob("step-*")
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+Files = dict[str, bytes]  # name -> content
 
 
-def is_finished(step: Path) -> bool:
+def steps_in(dump_folder: Path) -> dict[int, Files]:
+    """Return step -> its files."""
+    steps: dict[int, Files] = {}
+    for folder in (dump_folder / "checkpoint").glob("step-*"):
+        files = (path for path in folder.rglob("*") if path.is_file())
+        step = int(folder.name.removeprefix("step-"))
+        steps[step] = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return steps
+
+
+def is_finished(files: Files) -> bool:
     """Whether the save ended, whatever became of the files since."""
-    return not (step / ".incomplete").exists() and any(step.iterdir())
+    return bool(files) and ".incomplete" not in files
 
 
-def files_in(step: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in step.iterdir() if path.is_file()}
-
-
-def hashes_in(files: dict[str, bytes]) -> dict[str, str]:
+def hashes_in(files: Files) -> dict[str, str]:
     """Return file name -> hash; empty if there is no whole file of hashes."""
     text = files.get(".sha256sums", b"").decode(errors="replace")
     entries = re.findall(r"^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)
@@ -166,8 +168,8 @@ def hashes_in(files: dict[str, bytes]) -> dict[str, str]:
     return {name: digest for digest, name in entries}
 
 
-def is_whole(files: dict[str, bytes], needs_hashes: bool = True) -> bool:
-    """files: of a step. needs_hashes: False for a step as other tools write it, too."""
+def is_whole(files: Files, needs_hashes: bool = True) -> bool:
+    """needs_hashes: False for a step as other tools write it, too."""
     hashes = hashes_in(files)
     if not needs_hashes and ".sha256sums" not in files:
         hashes = dict.fromkeys(files, "")  # nothing else is damaged then
@@ -177,20 +179,20 @@ def is_whole(files: dict[str, bytes], needs_hashes: bool = True) -> bool:
     return ".incomplete" not in files and has_weights
 
 
-def newest_whole_step(folder: Path) -> int | None:
-    steps = (s for s in step_folders(folder) if is_whole(files_in(s), needs_hashes=False))
-    return next((int(step.name.removeprefix("step-")) for step in steps), None)
+def newest_whole(steps: dict[int, Files], needs_hashes: bool = True) -> int | None:
+    return max((step for step in steps if is_whole(steps[step], needs_hashes)), default=None)
 
 
-def damage_a_file(folder: Path, rng: random.Random) -> str | None:
-    """Truncate, flip a bit of, or delete a random file of a random finished step."""
-    finished = [step for step in step_folders(folder) if is_finished(step)]
+def damage_a_file(dump_folder: Path, rng: random.Random) -> str | None:
+    """Truncate, flip a bit of, or delete a random file of one of the two newest finished steps."""
+    steps = steps_in(dump_folder)
+    finished = sorted(step for step, files in steps.items() if is_finished(files))
     if not finished:
         return None
-    step = rng.choice(finished[:2])
-    path = rng.choice(sorted(p for p in step.rglob("*") if p.is_file()))
+    step = rng.choice(finished[-2:])
+    name, content = rng.choice(sorted(steps[step].items()))
+    path = dump_folder / f"checkpoint/step-{step}/{name}"
     how = rng.choice(["truncated", "bit flipped", "deleted"])
-    content = path.read_bytes()
     if how == "deleted":
         path.unlink()
     elif how == "truncated":
@@ -199,26 +201,29 @@ def damage_a_file(folder: Path, rng: random.Random) -> str | None:
         place = rng.randrange(len(content))
         flipped = bytes([content[place] ^ 1 << rng.randrange(8)])
         path.write_bytes(content[:place] + flipped + content[place + 1 :])
-    return f"{step.name}/{path.name} {how}"
+    return f"step {step}: {name} {how}"
 
 
 # ---- a trial ----
 
 
-def sleep_until_an_instant(
-    job: jobs.Job, folder: Path, seconds: float, rng: random.Random
-) -> float:
-    """Wait for a random step's folder, and then for a part of a step; returns the seconds waited.
+def kill(variant: Variant, job: jobs.Job, folder: Path, seconds: float, rng: random.Random):
+    """Kill a run of so many seconds at a random instant; return its outcome.
 
-    By steps and not by the clock: on a busy machine most runs would be killed before their first
-    save. One in nine is.
+    The instant is in a random step and not drawn by the clock: on a busy machine most runs would be
+    killed before their first save. One in nine is.
     """
-    started, step = time.monotonic(), rng.randrange(STEPS + 1)
+    step = rng.randrange(STEPS + 1)
     awaited = folder / f"outputs/checkpoint/step-{step}"
     while step and job.is_running() and not awaited.exists():
         time.sleep(0.002)
     time.sleep(rng.uniform(0, 1.5) * seconds / (2 * STEPS if step else 3))
-    return time.monotonic() - started
+    at_once = rng.random() < 0.5
+    ranks = range(variant.ranks) if variant.killed is None else [variant.killed]
+    for rank in rng.sample(ranks, len(ranks)):
+        job.send(signal.SIGKILL, rank)
+        time.sleep(0 if at_once else rng.uniform(0, 0.5))
+    return job.wait(SECONDS_TO_END)
 
 
 def try_once(
@@ -226,32 +231,25 @@ def try_once(
 ) -> Trial:
     variant, rng = VARIANTS[name], random.Random(f"{name} {seed}")
     if variant.module == "torchtitan.rl.serve":
-        return kill_server(variant, seed, expected, rng.uniform(0, seconds), folder)
-    job = start(variant, folder)
-    instant = sleep_until_an_instant(job, folder, seconds, rng)
-    at_once = rng.random() < 0.5
-    ranks = range(variant.ranks) if variant.killed is None else [variant.killed]
-    for rank in rng.sample(ranks, len(ranks)):
-        job.send(signal.SIGKILL, rank)
-        time.sleep(0 if at_once else rng.uniform(0, 0.5))
-    first = job.wait(SECONDS_TO_END)
+        return kill_server(variant, expected, rng.uniform(0, seconds), folder)
+    outputs = folder / "outputs"
+    first = kill(variant, start(variant, folder), folder, seconds, rng)
     damages = variant.killed is None and rng.random() < 0.4
-    damage = damage_a_file(folder, rng) if damages else None
-    whole = newest_whole_step(folder)
-    only_damaged = whole is None and any(map(is_finished, step_folders(folder)))
-    before = len(jobs.logged_steps(folder / "outputs"))
+    damage = damage_a_file(outputs, rng) if damages else None
+    steps, before = steps_in(outputs), len(jobs.logged_steps(outputs))
+    whole = newest_whole(steps, needs_hashes=False)
     again = start(variant, folder).wait(SECONDS_TO_END)
     if None in first.exit_codes:
         failure = f"a rank hung after another was killed: {first.exit_codes}\n{first.output}"
-    elif only_damaged:
-        failure = _not_refused(again)
+    elif whole is None and any(map(is_finished, steps.values())):
+        failure = not_refused(again)
     else:
-        new_rows = jobs.logged_steps(folder / "outputs")[before:]
-        failure = _not_repeated(variant, again, new_rows, expected, whole)
-    return _ended(Trial(name, seed, instant, damage, whole, failure), folder)
+        new_rows = jobs.logged_steps(outputs)[before:]
+        failure = not_repeated(variant, again, new_rows, expected, whole)
+    return ended(Trial(name, damage, whole, failure), folder)
 
 
-def _ended(trial: Trial, folder: Path) -> Trial:
+def ended(trial: Trial, folder: Path) -> Trial:
     if trial.failure is None:
         shutil.rmtree(folder)
     else:
@@ -259,13 +257,13 @@ def _ended(trial: Trial, folder: Path) -> Trial:
     return trial
 
 
-def _not_refused(again: jobs.Outcome) -> str | None:
+def not_refused(again: jobs.Outcome) -> str | None:
     if all(again.exit_codes) and "damaged" in again.output and "Traceback" not in again.output:
         return None
     return f"every checkpoint is damaged, and the run went on: {again.exit_codes}\n{again.output}"
 
 
-def _not_repeated(
+def not_repeated(
     variant: Variant,
     again: jobs.Outcome,
     new_rows: list[tuple[int, tuple]],
@@ -323,7 +321,7 @@ def serve(variant: Variant, folder: Path) -> tuple[jobs.Job, str]:
 
 
 def kill_server(
-    variant: Variant, seed: int, expected: dict[int, tuple], after_seconds: float, folder: Path
+    variant: Variant, expected: dict[int, tuple], after_seconds: float, folder: Path
 ) -> Trial:
     job, url = serve(variant, folder)
     timer = threading.Timer(after_seconds, job.send, (signal.SIGKILL,))
@@ -349,7 +347,7 @@ def kill_server(
         failure = f"a saved state of {saved} cannot be used: {error}"
     job.kill()
     last = max(saved, default=None)
-    return _ended(Trial(variant.name, seed, after_seconds, None, last, failure), folder)
+    return ended(Trial(variant.name, None, last, failure), folder)
 
 
 # ---- all trials ----
@@ -378,26 +376,21 @@ def summarize(trials: list[Trial]) -> str:
         without = sum(trial.resumed_from is None for trial in group)
         passed = sum(trial.failure is None for trial in group)
         lines.append(f"| {name} | {len(group)} | {damaged} | {without} | {passed} |")
-    return "\n".join(lines)
+    met = sum((trial.met for trial in trials), Counter())
+    return "\n".join([*lines, *(f"{kind}: {count} requests" for kind, count in met.items())])
 
 
-def run_from_command_line(
-    doc: str, unit: str, default: int, variants: dict, run_trials: Callable, summarize: Callable
-) -> None:
-    """Run so many trials or kills (`unit`) as the options say, and keep the files of failed trials."""
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument(f"--{unit}", dest="number", type=int, default=default)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", nargs="*", default=list(variants), choices=list(variants))
-    options = parser.parse_args()
+def run_from_command_line(doc: str, variants: dict, run_trials: Callable, trials: int) -> None:
+    """Run the trials that the options ask for, and keep the files of those that fail."""
+    options = jobs.options_of(doc, trials=trials, variants=[*variants])
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
-    trials = run_trials(options.variants, options.number, options.seed, folder)
-    print(summarize(trials))
-    if any(trial.failure for trial in trials):
+    done = run_trials(options.variants, options.trials, options.seed, folder)
+    print(summarize(done))
+    if any(trial.failure for trial in done):
         print(f"what the failed trials left is in {folder}")
         sys.exit(1)
     shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
-    run_from_command_line(__doc__, "trials", 500, VARIANTS, run_trials, summarize)
+    run_from_command_line(__doc__, VARIANTS, run_trials, trials=500)

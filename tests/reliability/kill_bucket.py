@@ -1,6 +1,6 @@
 """Kill runs that save to a bucket at random instants, lose or damage their disks, and see how they resume.
 
-    python -m tests.reliability.kill_bucket --kills 200     # needs moto[server] and s3fs
+    python -m tests.reliability.kill_bucket --trials 250     # needs moto[server] and s3fs
 
 As `kill_anywhere`, with checkpoint.folder at an S3 server on this machine. In each trial the server is slow,
 throttles and fails, loses connections, refuses to write from some instant of the first run on, or does all but the
@@ -22,10 +22,9 @@ import re
 import shutil
 import signal
 import tempfile
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +34,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten_with_path
 
 from tests.reliability import jobs, kill_anywhere
-from tests.reliability.kill_anywhere import ASYNC, STEPS, TRAIN, Variant, hashes_in, is_whole
+from tests.reliability.kill_anywhere import (
+    ASYNC,
+    STEPS,
+    TRAIN,
+    Files,
+    Trial,
+    Variant,
+    hashes_in,
+    is_whole,
+    newest_whole,
+    steps_in,
+)
 from tests.reliability.s3_server import BUCKET, Server
 
 VARIANTS = {
@@ -51,17 +61,6 @@ VARIANTS = {
 KEPT = 3  # checkpoint.keep_latest_k
 SECONDS_TO_END = 1200  # the machine may be busy
 WEATHERS = ("slow", "throttles", "hangs up", "refuses", "all")
-
-
-class Trial(NamedTuple):
-    """resumed_from: None if there was no whole step. met: the faults that requests of the trial met."""
-
-    variant: str
-    was_killed: bool
-    damage: str | None
-    resumed_from: int | None
-    met: Counter[str]
-    failure: str | None
 
 
 def start(variant: Variant, folder: Path, bucket: str) -> jobs.Job:
@@ -83,27 +82,21 @@ def start(variant: Variant, folder: Path, bucket: str) -> jobs.Job:
 # ---- what is on disks and in the bucket, judged without the package ----
 
 
-def steps_in_bucket(server: Server, bucket: str) -> dict[int, dict[str, bytes]]:
+def steps_in_bucket(server: Server, bucket: str) -> dict[int, Files]:
     """Return step -> file name -> content."""
-    steps: dict[int, dict[str, bytes]] = {}
+    steps: dict[int, Files] = {}
     for path, content in server.objects(f"{bucket}/").items():
         if match := re.match(r"step-(\d+)/(.+)", path):
             steps.setdefault(int(match[1]), {})[match[2]] = content
     return steps
 
 
-def steps_on_disks(folder: Path) -> dict[int, dict[str, bytes]]:
+def steps_on_disks(folder: Path) -> dict[int, Files]:
     """As `steps_in_bucket`, of the disks of all ranks."""
-    steps: dict[int, dict[str, bytes]] = {}
-    for disk in ("of_rank_1", "outputs"):
-        for path in (folder / disk / "checkpoint").glob("step-*/*"):
-            step = int(path.parent.name.removeprefix("step-"))
-            steps.setdefault(step, {})[path.name] = path.read_bytes()
+    steps = steps_in(folder / "of_rank_1")
+    for step, files in steps_in(folder / "outputs").items():
+        steps[step] = steps.get(step, {}) | files
     return steps
-
-
-def newest_whole(steps: dict[int, dict[str, bytes]]) -> int | None:
-    return max((step for step, files in steps.items() if is_whole(files)), default=None)
 
 
 def numbers_in(pattern: str, text: str) -> set[int]:
@@ -111,7 +104,7 @@ def numbers_in(pattern: str, text: str) -> set[int]:
     return {*sorted({int(number) for number in re.findall(pattern, text)})[-KEPT:]}
 
 
-def state_of(files: dict[str, bytes]) -> list[tuple[str, str]]:
+def state_of(files: Files) -> list[tuple[str, str]]:
     """Return (name, hash) of all that a step holds, but for the data position, which counts restarts, too."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -179,11 +172,7 @@ def try_once(
     bucket, has_machines = f"trial-{seed}", "machines" in name
     server.fault, server.met = faults(weather, rng), Counter()
     job = start(variant, folder, bucket)
-    kill_anywhere.sleep_until_an_instant(job, folder, unbroken.seconds, rng)
-    for rank in rng.sample(range(variant.ranks), variant.ranks):
-        job.send(signal.SIGKILL, rank)
-        time.sleep(rng.choice([0, rng.uniform(0, 0.3)]))
-    first = job.wait(SECONDS_TO_END)
+    first = kill_anywhere.kill(variant, job, folder, unbroken.seconds, rng)
     server.wait_until_idle()
     was_refused = server.met["refuses"] > 0
     if weather == "refuses":
@@ -195,13 +184,13 @@ def try_once(
         for disk in (folder / "outputs/checkpoint", folder / "of_rank_1"):
             shutil.rmtree(disk, ignore_errors=True)
     elif damage == "damaged":
-        damage = kill_anywhere.damage_a_file(folder, rng)
+        damage = kill_anywhere.damage_a_file(folder / "outputs", rng)
     on_disks = steps_on_disks(folder)
     # With a disk for each rank, none can read the files of the others: only the bucket counts.
     copies = (in_bucket,) if has_machines else (in_bucket, on_disks)
     newest = max((n for n in map(newest_whole, copies) if n is not None), default=None)
-    steps = kill_anywhere.step_folders(folder)  # of rank 0
-    finished = [on_disks[int(s.name[5:])] for s in steps if kill_anywhere.is_finished(s)]
+    own = steps_in(folder / "outputs").items()  # of rank 0
+    finished = [on_disks[step] for step, files in own if kill_anywhere.is_finished(files)]
     if has_machines:  # what is spread over whole disks is not damaged, only out of reach
         finished = [f for f in finished if not (hashes_in(f) and hashes_in(f).keys() <= f.keys())]
     before = len(jobs.logged_steps(folder / "outputs"))
@@ -211,22 +200,19 @@ def try_once(
     if failure is not None:
         pass
     elif newest is None and finished:
-        failure = kill_anywhere._not_refused(again)
+        failure = kill_anywhere.not_refused(again)
     else:
         rows = jobs.logged_steps(folder / "outputs")[before:]
-        failure = kill_anywhere._not_repeated(variant, again, rows, unbroken.numbers, newest)
+        failure = kill_anywhere.not_repeated(variant, again, rows, unbroken.numbers, newest)
         whole = sorted(step for step, files in after.items() if is_whole(files))
         kept = [*range(STEPS - KEPT + 1, STEPS + 1)]
         if failure is None and (whole[-KEPT:] != kept or (newest != STEPS and [*after] != kept)):
             failure = f"whole in the bucket are {whole} of {sorted(after)}\n{again.output}"
         if failure is None and state_of(after[STEPS]) != unbroken.state:
             failure = "the last step's states differ from the unbroken run's"
-    if failure is None:
-        shutil.rmtree(folder)
-    else:
-        (folder / "failure").write_text(f"{weather} {damage}\n{failure}\n")
     was_killed = -signal.SIGKILL in first.exit_codes
-    return Trial(name, was_killed, damage, newest, server.met, failure)
+    trial = Trial(name, damage, newest, failure, was_killed, server.met)
+    return kill_anywhere.ended(trial, folder)
 
 
 class Unbroken(NamedTuple):
@@ -247,46 +233,25 @@ def run_unbroken(server: Server, name: str, folder: Path, bucket: str) -> Unbrok
     )
 
 
-def run_trials(names: list[str], n_kills: int, seed: int, folder: Path) -> list[Trial]:
-    """Return the trials, dealt to variants and weathers in turn, until `n_kills` runs were killed."""
+def run_trials(names: list[str], n_trials: int, seed: int, folder: Path) -> list[Trial]:
+    """Return the trials, dealt to variants and weathers in turn."""
     server = Server()
     os.environ |= server.environment | {"AWS_MAX_ATTEMPTS": "1"}  # botocore's own attempts
     unbroken, trials = {}, []
-    for number, name in enumerate(names):
-        unbroken[name] = run_unbroken(
-            server, name, folder / f"unbroken-{number}", f"unbroken-{number}"
-        )
+    for name in names:
+        bucket = f"unbroken-{names.index(name)}"
+        unbroken[name] = run_unbroken(server, name, folder / bucket, bucket)
         print(f"unbroken: {name}, {unbroken[name].seconds:.1f} s", flush=True)
-    while sum(trial.was_killed for trial in trials) < n_kills:
-        number = len(trials)
+    for number in range(n_trials):
         name, weather = names[number % len(names)], WEATHERS[number // len(names) % len(WEATHERS)]
         place = folder / f"trial-{number}"
         last = try_once(server, name, seed + number, unbroken[name], place, weather)
         trials.append(last)
-        outcome = f"passed, from {last.resumed_from} ({last.damage}), {dict(last.met)}"
-        outcome = last.failure or outcome
+        outcome = last.failure or f"passed, from {last.resumed_from} ({last.damage})"
         print(f"{number + 1}, {name}, {weather}: {outcome}", flush=True)
     server.close()
     return trials
 
 
-def summarize(trials: list[Trial]) -> str:
-    def count(are: Iterable[object]) -> int:
-        return sum(map(bool, are))
-
-    lines = [
-        f"runs {len(trials)}, killed {count(t.was_killed for t in trials)}, "
-        f"with a lost or damaged disk {count(t.damage for t in trials)}",
-        f"failed {count(t.failure for t in trials)}",
-        "resumed bit for bit "
-        f"{count(t.resumed_from is not None and t.failure is None for t in trials)}, "
-        "without a whole step, began again or refused "
-        f"{count(t.resumed_from is None and t.failure is None for t in trials)}",
-    ]
-    kinds = sorted({kind for trial in trials for kind in trial.met})
-    met = (f"{kind} {count(trial.met[kind] for trial in trials)}" for kind in kinds)
-    return "\n".join([*lines, f"in which the bucket: {', '.join(met)}"])
-
-
 if __name__ == "__main__":
-    kill_anywhere.run_from_command_line(__doc__, "kills", 200, VARIANTS, run_trials, summarize)
+    kill_anywhere.run_from_command_line(__doc__, VARIANTS, run_trials, trials=250)

@@ -98,11 +98,8 @@ def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(tm
     last = newest_step(pods.volume)
     unbroken = tmp_path / "unbroken"
     files = [f"--job.config_file={tmp_path}/elastic.toml", f"--job.dump_folder={unbroken}"]
-    job = jobs.start([*files, *FLAGS], tmp_path / "one")
-    try:
+    with jobs.start([*files, *FLAGS], tmp_path / "one") as job:
         jobs.wait_until(lambda: len(jobs.logged_steps(unbroken)) > last, job, SECONDS)
-    finally:
-        job.kill()
     expected = dict(jobs.logged_steps(unbroken))
     found = jobs.logged_steps(pods.volume / "outputs")
     assert {step for step, _ in found} == set(range(1, last + 1))
