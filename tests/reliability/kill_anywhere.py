@@ -10,6 +10,9 @@ that run
 - repeats loss and gradient norm of every later step of an unbroken run, bit for bit, and
 - says so and stops, where no whole step is left but damaged ones are, instead of starting anew.
 
+A run that uploads its checkpoints to a bucket, here a folder, may also lose its disk. Of the steps that it had
+said to be uploaded, the newest three are whole there, and the second run leaves its last three steps there.
+
 Of a job whose ranks have roles, one rank is killed (`--variants "RL, generating rank"` or `"RL, training
 rank"`), and the other one has to end by itself. A server of policies (`--variants server "server, adapters"`)
 is killed while a client trains and saves its state after each step. When it is started again, every
@@ -28,8 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +69,7 @@ class Variant:
     """A kind of run that is killed."""
 
     name: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # FOLDER stands for the trial's folder
     ranks: int = 1
     module: str = "torchtitan.train"
     killed: int | None = None  # the rank that is killed; None: all of them, and files are damaged
@@ -79,6 +81,7 @@ def _variants() -> list[Variant]:
         "validation": ([*TRAIN, *VALIDATION], "torchtitan.train"),
         "data workers": ([*TRAIN, "--training.dataloader.num_workers=1"], "torchtitan.train"),
         "export": ([*TRAIN, *EXPORT], "torchtitan.train"),
+        "bucket": ([*TRAIN, "--checkpoint.folder=file://FOLDER/bucket"], "torchtitan.train"),
         "RL": (RL, "torchtitan.rl.train"),
     }
     # Only a time limit ends the wait for a rank that was killed before it met the other one.
@@ -108,20 +111,15 @@ class Trial(NamedTuple):
     damage: str | None
     resumed_from: int | None  # None: there was no whole step, and the run began or stopped
     failure: str | None
-    was_killed: bool = True
-    met: Counter[str] = Counter()  # the faults of the store that requests met
 
 
 # ---- the unbroken run ----
 
 
 def start(variant: Variant, folder: Path) -> jobs.Job:
-    return jobs.start(
-        [*variant.arguments, f"--job.dump_folder={folder}/outputs"],
-        folder / "logs",
-        module=variant.module,
-        ranks=variant.ranks,
-    )
+    arguments = [*variant.arguments, "--job.dump_folder=FOLDER/outputs"]
+    arguments = [argument.replace("FOLDER", str(folder)) for argument in arguments]
+    return jobs.start(arguments, folder / "logs", module=variant.module, ranks=variant.ranks)
 
 
 def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
@@ -144,13 +142,13 @@ def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
 Files = dict[str, bytes]  # name -> content
 
 
-def steps_in(dump_folder: Path) -> dict[int, Files]:
+def steps_in(folder: Path) -> dict[int, Files]:
     """Return step -> its files."""
     steps: dict[int, Files] = {}
-    for folder in (dump_folder / "checkpoint").glob("step-*"):
-        files = (path for path in folder.rglob("*") if path.is_file())
-        step = int(folder.name.removeprefix("step-"))
-        steps[step] = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    for own in folder.glob("step-*"):
+        files = (path for path in own.rglob("*") if path.is_file())
+        step = int(own.name.removeprefix("step-"))
+        steps[step] = {str(path.relative_to(own)): path.read_bytes() for path in files}
     return steps
 
 
@@ -179,19 +177,15 @@ def is_whole(files: Files, needs_hashes: bool = True) -> bool:
     return ".incomplete" not in files and has_weights
 
 
-def newest_whole(steps: dict[int, Files], needs_hashes: bool = True) -> int | None:
-    return max((step for step in steps if is_whole(steps[step], needs_hashes)), default=None)
-
-
-def damage_a_file(dump_folder: Path, rng: random.Random) -> str | None:
+def damage_a_file(folder: Path, rng: random.Random) -> str | None:
     """Truncate, flip a bit of, or delete a random file of one of the two newest finished steps."""
-    steps = steps_in(dump_folder)
+    steps = steps_in(folder)
     finished = sorted(step for step, files in steps.items() if is_finished(files))
     if not finished:
         return None
     step = rng.choice(finished[-2:])
     name, content = rng.choice(sorted(steps[step].items()))
-    path = dump_folder / f"checkpoint/step-{step}/{name}"
+    path = folder / f"step-{step}/{name}"
     how = rng.choice(["truncated", "bit flipped", "deleted"])
     if how == "deleted":
         path.unlink()
@@ -232,20 +226,32 @@ def try_once(
     variant, rng = VARIANTS[name], random.Random(f"{name} {seed}")
     if variant.module == "torchtitan.rl.serve":
         return kill_server(variant, expected, rng.uniform(0, seconds), folder)
-    outputs = folder / "outputs"
+    outputs, disk, bucket = folder / "outputs", folder / "outputs/checkpoint", folder / "bucket"
     first = kill(variant, start(variant, folder), folder, seconds, rng)
     damages = variant.killed is None and rng.random() < 0.4
-    damage = damage_a_file(outputs, rng) if damages else None
-    steps, before = steps_in(outputs), len(jobs.logged_steps(outputs))
-    whole = newest_whole(steps, needs_hashes=False)
+    damage = damage_a_file(disk, rng) if damages else None
+    in_bucket, has_bucket = steps_in(bucket), name.startswith("bucket")
+    if has_bucket and rng.random() < 0.3:
+        shutil.rmtree(disk, ignore_errors=True)
+        damage = "the disk was lost"
+    steps, before = steps_in(disk), len(jobs.logged_steps(outputs))
+    # What is at an address needs its hashes.
+    copies = [*steps.items(), *in_bucket.items()]
+    whole = max((n for n, files in copies if is_whole(files, has_bucket)), default=None)
     again = start(variant, folder).wait(SECONDS_TO_END)
+    uploaded = sorted(map(int, re.findall(r"/step-(\d+) was uploaded to", first.output)))[-3:]
     if None in first.exit_codes:
         failure = f"a rank hung after another was killed: {first.exit_codes}\n{first.output}"
+    elif not all(is_whole(in_bucket.get(step, {})) for step in uploaded):
+        failure = f"steps {uploaded} were said to be uploaded, and are not whole there"
     elif whole is None and any(map(is_finished, steps.values())):
         failure = not_refused(again)
     else:
         new_rows = jobs.logged_steps(outputs)[before:]
         failure = not_repeated(variant, again, new_rows, expected, whole)
+        after = steps_in(bucket)
+        if has_bucket and not all(is_whole(after.get(STEPS - n, {})) for n in range(3)):
+            failure = failure or f"of {sorted(after)} in the bucket, the last three are not whole"
     return ended(Trial(name, damage, whole, failure), folder)
 
 
@@ -376,21 +382,19 @@ def summarize(trials: list[Trial]) -> str:
         without = sum(trial.resumed_from is None for trial in group)
         passed = sum(trial.failure is None for trial in group)
         lines.append(f"| {name} | {len(group)} | {damaged} | {without} | {passed} |")
-    met = sum((trial.met for trial in trials), Counter())
-    return "\n".join([*lines, *(f"{kind}: {count} requests" for kind, count in met.items())])
+    return "\n".join(lines)
 
 
-def run_from_command_line(doc: str, variants: dict, run_trials: Callable, trials: int) -> None:
-    """Run the trials that the options ask for, and keep the files of those that fail."""
-    options = jobs.options_of(doc, trials=trials, variants=[*variants])
+def main() -> None:
+    options = jobs.options_of(__doc__, trials=500, variants=[*VARIANTS])
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
-    done = run_trials(options.variants, options.trials, options.seed, folder)
-    print(summarize(done))
-    if any(trial.failure for trial in done):
+    trials = run_trials(options.variants, options.trials, options.seed, folder)
+    print(summarize(trials))
+    if any(trial.failure for trial in trials):
         print(f"what the failed trials left is in {folder}")
         sys.exit(1)
     shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
-    run_from_command_line(__doc__, VARIANTS, run_trials, trials=500)
+    main()

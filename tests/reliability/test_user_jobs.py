@@ -11,7 +11,6 @@ tests/reference compares preference jobs with TRL, and distillation with a plain
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,27 +24,18 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def user(installed, tmp_path, monkeypatch):
-    """A user in an empty folder. write(name, text, lines) makes a file of at most so many lines; command(...)
-    returns what `torchtitan ...` printed."""
+def folder(tmp_path, monkeypatch):
+    """Where the user works: folders `student`, with a chat template, and `teacher`; texts and chats."""
     monkeypatch.chdir(tmp_path)
-
-    def write(name, text, lines):
-        assert len(text.strip().splitlines()) <= lines
-        (tmp_path / name).write_text(text)
-
-    def command(*arguments):
-        return run(["torchtitan", *arguments], tmp_path, **installed)
-
-    return SimpleNamespace(folder=tmp_path, write=write, command=command)
+    make_folders(tmp_path)
+    (tmp_path / "student/chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return tmp_path
 
 
 @pytest.fixture
-def models(user):
-    """Folders `student`, with a chat template, and `teacher`; texts.jsonl and chats.jsonl beside them."""
-    make_folders(user.folder)
-    (user.folder / "student/chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return user.folder
+def command(folder, installed):
+    """command("train", ...) returns what `torchtitan train ...` printed."""
+    return lambda *arguments: run(["torchtitan", *arguments], folder, **installed)
 
 
 def load(folder):
@@ -57,7 +47,7 @@ def logged(folder, name):
     return [line[name] for line in lines if name in line]
 
 
-def test_own_text_becomes_a_model_that_transformers_computes_alike(user, models):
+def test_own_text_becomes_a_model_that_transformers_computes_alike(folder, command):
     """The user writes a TOML of 13 lines."""
     job = """\
 [model]
@@ -74,17 +64,18 @@ lr = 1e-2
 enable = true
 initial_load_in_hf = true
 """
-    user.write("job.toml", job, lines=13)
-    user.command("tokenize", "texts.jsonl", "tokens", "--tokenizer", "student")
-    assert "training completed" in user.command("train", "job.toml")
-    losses = logged(models / "outputs", "loss_metrics/global_avg_loss")
+    assert len(job.splitlines()) == 13
+    (folder / "job.toml").write_text(job)
+    command("tokenize", "texts.jsonl", "tokens", "--tokenizer", "student")
+    assert "training completed" in command("train", "job.toml")
+    losses = logged(folder / "outputs", "loss_metrics/global_avg_loss")
     assert losses[-1] < losses[0] - 1
-    user.command("export", "outputs", "model")
-    said = user.command("compare", "model", "--tolerance", "1e-5")
+    command("export", "outputs", "model")
+    said = command("compare", "model", "--tolerance", "1e-5")
     assert "same likeliest token                    128 of 128 positions" in said
     prompt = "3 and"
     greedy = ["--max_new_tokens", "12", "--temperature", "0"]
-    continued = user.command("generate", "model", "--prompt", prompt, *greedy)
+    continued = command("generate", "model", "--prompt", prompt, *greedy)
     tokenizer = transformers.AutoTokenizer.from_pretrained("model")
     ids = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]
     expected = load("model").generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
@@ -92,7 +83,7 @@ initial_load_in_hf = true
     assert continued.startswith(f"weights: model\n{text}")
 
 
-def test_adapters_of_chats_compute_in_peft_what_ours_compute(user, models):
+def test_adapters_of_chats_compute_in_peft_what_ours_compute(folder, command):
     """The user writes a TOML of 14 lines."""
     peft = pytest.importorskip("peft")
     job = """\
@@ -111,8 +102,9 @@ enable = true
 initial_load_in_hf = true
 last_save_peft = true
 """
-    user.write("job.toml", job, lines=14)
-    user.command("train", "job.toml")
+    assert len(job.splitlines()) == 14
+    (folder / "job.toml").write_text(job)
+    command("train", "job.toml")
     base, adapters = load("student"), "outputs/checkpoint/peft-step-30"
     tokens = torch.randint(0, 2048, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -123,14 +115,14 @@ last_save_peft = true
         merged = adapted.merge_and_unload()
         assert (merged(tokens).logits - theirs).abs().max() <= 1e-5
     merged.save_pretrained("merged_by_peft")
-    said = user.command("compare", "outputs", "--with", "merged_by_peft")
+    said = command("compare", "outputs", "--with", "merged_by_peft")
     (difference,) = re.findall(r"largest difference of logits +(\S+)", said)
     assert float(difference) <= 1e-5
-    user.command("export", "outputs", "merged")
+    command("export", "outputs", "merged")
     assert (load("merged")(tokens).logits - theirs).abs().max() <= 1e-5
 
 
-def test_task_trains_a_policy_and_leaves_a_report(user, models):
+def test_task_trains_a_policy_and_leaves_a_report(folder, command):
     """The user writes a TOML of 15 lines and a reward function of 4."""
     rewards = """\
 def score(completion, answer):
@@ -155,15 +147,17 @@ reward_fn = "my_rewards:score"
 [metrics]
 log_freq = 1
 """
-    user.write("my_rewards.py", rewards, lines=4)
-    user.write("job.toml", job, lines=15)
+    assert len(rewards.splitlines()) == 4
+    (folder / "my_rewards.py").write_text(rewards)
+    assert len(job.splitlines()) == 15
+    (folder / "job.toml").write_text(job)
     questions = ({"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(20))
-    (models / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
-    user.command("rl", "job.toml")
-    assert len(logged(models / "outputs", "rl/reward/brief")) == 5
-    user.command("report", "outputs")
-    page = (models / "outputs/report.html").read_text()
+    (folder / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    command("rl", "job.toml")
+    assert len(logged(folder / "outputs", "rl/reward/brief")) == 5
+    command("report", "outputs")
+    page = (folder / "outputs/report.html").read_text()
     assert '<span class="state good">ended</span>' in page
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1)
     assert "rl/reward/brief" in data and "rl/reward/right" in data
-    user.command("compare", "outputs", "--tolerance", "1e-5")
+    command("compare", "outputs", "--tolerance", "1e-5")
