@@ -17,7 +17,6 @@ import subprocess
 import tempfile
 import types
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +52,13 @@ class Binary:
 
 
 class Kernel:
-    """Takes the place of inductor's launcher. calls: launches so far."""
+    """Takes the place of inductor's launcher."""
 
-    def __init__(self, name: str, source: str, launcher: Any, on_launch: Callable):
+    def __init__(self, name: str, source: str, launcher: Any):
         self.name, self.source, self.launcher = name, source, launcher
         self.binaries: list[Binary] = []
-        self.calls = 0
-        self._on_launch = on_launch
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        self.calls += 1
-        self._on_launch(self.name, args)
         if not any(getattr(argument, "is_cuda", False) for argument in args):
             self.launcher.run(*args, **kwargs)  # by the interpreter, on numbers
 
@@ -73,14 +68,10 @@ class Kernel:
 
 @dataclasses.dataclass
 class Target:
-    """graphs: what each compiled graph launches, in words, in the order of compilation.
-
-    on_launch: called with a kernel's name and arguments at each launch.
-    """
+    """graphs: what each compiled graph launches, in words, in the order of compilation."""
 
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     graphs: list[str] = dataclasses.field(default_factory=list)
-    on_launch: Callable[[str, tuple], None] = lambda name, args: None
 
     def forget(self) -> None:
         self.kernels.clear()
@@ -107,8 +98,7 @@ def patch_compiler(compiles: bool = True) -> Target:
 
     def make(_compiler: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
         launcher = async_compile._load_triton_kernel_from_source(name, source)
-        launch = lambda name, args: target.on_launch(name, args)  # noqa: E731
-        kernel = Kernel(name, source, launcher, launch)
+        kernel = Kernel(name, source, launcher)
         if compiles:
             kernel.binaries = [_assemble(launcher, config) for config in launcher.configs]
         target.kernels.append(kernel)

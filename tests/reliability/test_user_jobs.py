@@ -1,12 +1,6 @@
 """Jobs of a user: from a wheel, in an empty folder, by the command `torchtitan` only.
 
-| job | lines of TOML that the user writes | and |
-|---|---|---|
-| own text -> model | 13 | |
-| chats with LoRA -> PEFT folder | 14 | |
-| task -> RL -> report | 15 | 4 lines of Python |
-
-tests/reference compares preference jobs with TRL, and distillation with a plain loop.
+tests/reference compares other jobs with other programs: LoRA with PEFT, preferences with TRL.
 """
 
 import json
@@ -81,45 +75,6 @@ initial_load_in_hf = true
     expected = load("model").generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
     text = tokenizer.decode(expected, skip_special_tokens=True)
     assert continued.startswith(f"weights: model\n{text}")
-
-
-def test_adapters_of_chats_compute_in_peft_what_ours_compute(folder, command):
-    """The user writes a TOML of 14 lines."""
-    peft = pytest.importorskip("peft")
-    job = """\
-[model]
-hf_config = "student"
-hf_assets_path = "student"
-converters = ["lora"]
-[training]
-dataset = "chat"
-dataset_path = "chats.jsonl"
-seq_len = 64
-steps = 30
-mixed_precision_param = "float32"
-[checkpoint]
-enable = true
-initial_load_in_hf = true
-last_save_peft = true
-"""
-    assert len(job.splitlines()) == 14
-    (folder / "job.toml").write_text(job)
-    command("train", "job.toml")
-    base, adapters = load("student"), "outputs/checkpoint/peft-step-30"
-    tokens = torch.randint(0, 2048, (2, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        plain = base(tokens).logits
-        adapted = peft.PeftModel.from_pretrained(base, adapters)
-        theirs = adapted(tokens).logits
-        assert (theirs - plain).abs().max() > 0.1
-        merged = adapted.merge_and_unload()
-        assert (merged(tokens).logits - theirs).abs().max() <= 1e-5
-    merged.save_pretrained("merged_by_peft")
-    said = command("compare", "outputs", "--with", "merged_by_peft")
-    (difference,) = re.findall(r"largest difference of logits +(\S+)", said)
-    assert float(difference) <= 1e-5
-    command("export", "outputs", "merged")
-    assert (load("merged")(tokens).logits - theirs).abs().max() <= 1e-5
 
 
 def test_task_trains_a_policy_and_leaves_a_report(folder, command):
