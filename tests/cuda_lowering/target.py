@@ -44,8 +44,6 @@ def why_not() -> str | None:
 class Binary:
     """A kernel in one configuration. stack: bytes of local memory that a thread's spills take."""
 
-    config: str
-    registers: int = 0
     stack: int = 0
     shared: int = 0
     error: str = ""
@@ -142,7 +140,7 @@ def _assemble(launcher: Any, config: Any) -> Binary:
     import triton
     from torch._inductor.runtime.triton_heuristics import ASTSource
 
-    binary = Binary(f"{config.kwargs} warps {config.num_warps} stages {config.num_stages}")
+    binary = Binary()
     meta = launcher._create_compile_meta(config)
     source = ASTSource(launcher.fn, meta["signature"], meta["constants"], meta["configs"][0])
     options = launcher._create_compile_options(config, meta)
@@ -154,7 +152,7 @@ def _assemble(launcher: Any, config: Any) -> Binary:
     binary.shared = compiled.metadata.shared
     if binary.shared > SHARED_MEMORY:
         binary.error = f"{binary.shared} bytes of shared memory; a block can have {SHARED_MEMORY}"
-    binary.registers, binary.stack = _usage(compiled.asm["cubin"])
+    _, binary.stack = _usage(compiled.asm["cubin"])
     return binary
 
 

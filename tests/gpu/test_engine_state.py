@@ -62,22 +62,3 @@ def test_step_after_a_stay_that_a_client_arranged_itself_is_the_same(tmp_path):
     assert {s["exp_avg"].device.type for s in engine.optimizers.state.values()} == {"cpu"}
     move("cuda")
     assert [*found, step(engine, 1)] == expected
-
-
-def test_load_leaves_the_optimizer_where_it_was_put(tmp_path):
-    engine = make_engine(tmp_path)
-    step(engine, 0)
-    engine.save(str(tmp_path / "saved"))
-
-    def moments_are_on() -> set[str]:
-        return {state["exp_avg"].device.type for state in engine.optimizers.state.values()}
-
-    engine.to("cpu", model=False)
-    engine.load(str(tmp_path / "saved"))
-    assert moments_are_on() == {"cpu"}
-    engine.to("cuda")
-    engine.to("cpu", optimizer=False)
-    engine.load(str(tmp_path / "saved"))
-    assert moments_are_on() == {"cuda"}
-    engine.to("cuda")
-    step(engine, 1)
