@@ -100,7 +100,7 @@ def global_state() -> dict[str, Any]:
 
 
 def guest_leaves_what_it_found(kit: Kit) -> None:
-    """The engine uses the caller's process group, and leaves it, process state and config unchanged."""
+    """The engine uses the caller's process group; group, process state and config stay unchanged."""
     group, before = dist.group.WORLD, global_state()
     torch.manual_seed(11)
     random_state = torch.get_rng_state()

@@ -299,7 +299,8 @@ def check_recurrent_packing(
 
     problems = []
     exact = copy.deepcopy(layer).double()
-    with mock.patch.object(Tensor, "float", Tensor.double):  # routers call `float`
+    # Routers convert to fp32 by `float`; in this comparison they must not.
+    with mock.patch.object(Tensor, "float", Tensor.double):
         packed = run_layer(exact, x.double(), mask, grad_out.double())
         alone = run_layer_alone(exact, x.double(), spans, grad_out.double())
     names = ["output", "gradient of the input", *(name for name, _ in layer.named_parameters())]
