@@ -1,7 +1,7 @@
 """Access to the private parts of torch that this package uses; other modules use no private names.
 
-A part is a function, class, method, field or module of torch. Each row of the table below names a part, and
-`torch_parts.NAME` imports and returns it. A method or field becomes a function of its object, for example
+A part is a function, class, method, field or module of torch. Each row of the table below names a part; this
+module's attribute of that name imports and returns it. A method or field becomes a function of its object:
 `torch_parts.version_of(x)`. If the installed torch lacks a part, a RunError names the feature, the part, the
 torch version and a remedy. `check` raises this error at start-up for the features that a job uses.
 """
