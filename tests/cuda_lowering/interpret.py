@@ -12,7 +12,6 @@ wrong (triton 3.7.1).
 # ruff: noqa: E402 (the device has to be there before torch)
 
 import copy
-import json
 import os
 import sys
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.cuda_lowering import target
-from tests.cuda_rehearsal.records import record_of
+from tests.cuda_rehearsal.records import print_records
 from torchtitan.batch.documents import document_starts
 from torchtitan.batch.mask import DocumentMask, map_masks
 from torchtitan.protocols.train_spec import get_train_spec
@@ -42,16 +41,16 @@ BLOCKS = {
     "llama4": ("llama4", 1, {"dim": 128, **_HEADS}),
 }
 LENGTHS = [70, 1, 89]  # of documents, in two blocks of which the second is not full
-_BLOCK_MASK = [
-    f"{full}{axis}_{what}"
-    for full in ("", "full_")
-    for axis in ("kv", "q")
-    for what in ("num_blocks", "indices")
-]
+_BLOCK_MASK = """
+    kv_num_blocks kv_indices full_kv_num_blocks full_kv_indices
+    q_num_blocks q_indices full_q_num_blocks full_q_indices
+""".split()
 
 
 def differences(name: str) -> dict[str, float]:
     """Return |interpreted - eager| / |eager| of the output and of each gradient."""
+    torch._dynamo.reset()
+    target.allocate_on("cuda")
     (family, layer, sizes), seq_len = BLOCKS[name], sum(LENGTHS)
     spec = get_train_spec(family)
     args = copy.deepcopy(spec.model_args["debugmodel"])
@@ -74,8 +73,9 @@ def differences(name: str) -> dict[str, float]:
     expected = block(x, rope, real._lowered_masks(DocumentMask(starts)))
     expected.backward(grad)
 
-    graphs, twins = _compile(spec.model_cls, args, layer, x, rope, starts, grad)
-    _give_numbers(twins, real, block, x, rope, starts, grad)
+    numbers = {"x": x, "rope": rope, "starts": starts, "grad": grad}
+    graphs, twins = _compile(spec.model_cls, args, layer, numbers)
+    _give_numbers(twins, real, numbers)
     results = _run(graphs, twins, grad)
     wanted = {"output": expected, "x": x.grad} | {n: p.grad for n, p in block.named_parameters()}
     return {
@@ -115,7 +115,7 @@ class _Twins:
         return found.contiguous().as_strided(fake.size(), fake.stride())
 
 
-def _compile(model_cls, args, layer, x, rope, starts, grad) -> tuple[list, _Twins]:
+def _compile(model_cls, args, layer, numbers) -> tuple[list, _Twins]:
     """Return (forward, backward) as (code, inputs) each, and the fake tensors by name."""
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -130,8 +130,7 @@ def _compile(model_cls, args, layer, x, rope, starts, grad) -> tuple[list, _Twin
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             model = model_cls(args)
-        fakes = {k: torch.empty_like(v, device="cuda") for k, v in
-                 {"x": x, "rope": rope, "starts": starts, "grad": grad}.items()}  # fmt: skip
+        fakes = {name: torch.empty_like(v, device="cuda") for name, v in numbers.items()}
         fakes["x"] = fakes["x"].detach().requires_grad_()
         masks = model._lowered_masks(DocumentMask(fakes["starts"]))
         block = torch.compile(model.layers[str(layer)], fullgraph=True)
@@ -141,10 +140,10 @@ def _compile(model_cls, args, layer, x, rope, starts, grad) -> tuple[list, _Twin
     return graphs, twins
 
 
-def _give_numbers(twins, real, block, x, rope, starts, grad) -> None:
-    for name, value in {"x": x, "rope": rope, "starts": starts, "grad": grad}.items():
+def _give_numbers(twins, real, numbers) -> None:
+    for name, value in numbers.items():
         twins.pair(twins.fakes[name], value)
-    fake_model = twins.fakes["model"]
+    fake_model, starts = twins.fakes["model"], numbers["starts"]
     real_state = dict([*real.named_parameters(), *real.named_buffers()])
     for name, tensor in [*fake_model.named_parameters(), *fake_model.named_buffers()]:
         twins.pair(tensor, real_state[name])
@@ -169,7 +168,8 @@ def _run(graphs: list, twins: _Twins, grad: Tensor) -> dict[str, Tensor]:
     for value, fake in zip(given, backward_inputs, strict=True):
         assert not isinstance(fake, Tensor) or value.shape == fake.shape, "saved in another order"
     results = {"output": output}
-    names = {p.untyped_storage()._cdata: name for name, p in _block_parameters(twins)}
+    block = [*twins.fakes["model"].layers.values()][-1]
+    names = {p.untyped_storage()._cdata: name for name, p in block.named_parameters()}
     names[twins.fakes["x"].untyped_storage()._cdata] = "x"
     for fake, gradient in zip(inputs, backward(given), strict=False):
         if isinstance(gradient, Tensor):
@@ -177,19 +177,11 @@ def _run(graphs: list, twins: _Twins, grad: Tensor) -> dict[str, Tensor]:
     return results
 
 
-def _block_parameters(twins: _Twins):
-    return list(twins.fakes["model"].layers.values())[-1].named_parameters()
-
-
 def main() -> None:
     patch_cuda()
     target.patch_compiler(compiles=False)
     target.let_interpreter_compute()
-    for name in sys.argv[1:] or BLOCKS:
-        torch._dynamo.reset()
-        target.allocate_on("cuda")
-        record = record_of(name, lambda name: {"differences": differences(name)})
-        print(json.dumps(record), flush=True)
+    print_records(sys.argv[1:] or BLOCKS, lambda name: {"differences": differences(name)})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Lowered:
     graphs: what each graph launches, in the order of compilation, of the first step.
     recompiled: graphs that later steps compiled. breaks: of graphs. problems: kernels that do not
     fit the card, or compute in fp64. spills: kernel -> bytes of stack in its best configuration.
-    shared: the most bytes of shared memory. waits: of the last step, as in the rehearsal.
+    shared: the most bytes of shared memory.
     """
 
     graphs: list[str]
@@ -34,7 +34,6 @@ class Lowered:
     problems: list[str]
     spills: dict[str, int]
     shared: int
-    waits: dict[str, int]
 
 
 def add_small_model() -> None:
@@ -60,17 +59,15 @@ def lower(name: str, target: Target) -> Lowered:
     flags = *flags, *sizes, *case.compile.split()
     with (
         mock.patch.object(FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(_TUNED_FLEX)),
-        jobs.engine_of(case.ranks, *flags) as (engine, rehearsal),
+        jobs.engine_of(case.ranks, *flags) as (engine, _),
     ):
         n_graphs = 0
         for step, tokens in enumerate(batches(case.rows, case.seq_lens)):
-            rehearsal.forget()
             engine.forward_backward_step(
                 input_dict={"input": tokens}, labels=tokens, global_valid_tokens=tokens.numel()
             )
             engine.optim_step()
             n_graphs = n_graphs if step else len(target.graphs)
-        waits = dict(rehearsal.waits + rehearsal.races)
     return Lowered(
         graphs=target.graphs[:n_graphs],
         recompiled=len(target.graphs) - n_graphs,
@@ -78,7 +75,6 @@ def lower(name: str, target: Target) -> Lowered:
         problems=[*_problems(target)],
         spills=_spills(target),
         shared=max(b.shared for kernel in target.kernels for b in kernel.binaries),
-        waits=waits,
     )
 
 
@@ -102,6 +98,5 @@ def _problems(target: Target) -> Iterator[str]:
 
 
 def _spills(target: Target) -> dict[str, int]:
-    least = {k.name: min(b.stack for b in k.binaries if not b.error) for k in target.kernels
-             if any(not b.error for b in k.binaries)}  # fmt: skip
-    return {name: stack for name, stack in least.items() if stack}
+    stacks = {k.name: [b.stack for b in k.binaries if not b.error] for k in target.kernels}
+    return {name: min(of_kernel) for name, of_kernel in stacks.items() if min(of_kernel, default=0)}

@@ -17,7 +17,6 @@ import subprocess
 import tempfile
 import types
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +44,19 @@ def why_not() -> str | None:
 class Binary:
     """A kernel in one configuration. stack: bytes of local memory that a thread's spills take."""
 
-    config: str
-    registers: int = 0
     stack: int = 0
     shared: int = 0
     error: str = ""
 
 
 class Kernel:
-    """Takes the place of inductor's launcher. calls: launches so far."""
+    """Takes the place of inductor's launcher."""
 
-    def __init__(self, name: str, source: str, launcher: Any, on_launch: Callable):
+    def __init__(self, name: str, source: str, launcher: Any):
         self.name, self.source, self.launcher = name, source, launcher
         self.binaries: list[Binary] = []
-        self.calls = 0
-        self._on_launch = on_launch
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        self.calls += 1
-        self._on_launch(self.name, args)
         if not any(getattr(argument, "is_cuda", False) for argument in args):
             self.launcher.run(*args, **kwargs)  # by the interpreter, on numbers
 
@@ -73,14 +66,10 @@ class Kernel:
 
 @dataclasses.dataclass
 class Target:
-    """graphs: what each compiled graph launches, in words, in the order of compilation.
-
-    on_launch: called with a kernel's name and arguments at each launch.
-    """
+    """graphs: what each compiled graph launches, in words, in the order of compilation."""
 
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     graphs: list[str] = dataclasses.field(default_factory=list)
-    on_launch: Callable[[str, tuple], None] = lambda name, args: None
 
     def forget(self) -> None:
         self.kernels.clear()
@@ -107,8 +96,7 @@ def patch_compiler(compiles: bool = True) -> Target:
 
     def make(_compiler: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
         launcher = async_compile._load_triton_kernel_from_source(name, source)
-        launch = lambda name, args: target.on_launch(name, args)  # noqa: E731
-        kernel = Kernel(name, source, launcher, launch)
+        kernel = Kernel(name, source, launcher)
         if compiles:
             kernel.binaries = [_assemble(launcher, config) for config in launcher.configs]
         target.kernels.append(kernel)
@@ -152,7 +140,7 @@ def _assemble(launcher: Any, config: Any) -> Binary:
     import triton
     from torch._inductor.runtime.triton_heuristics import ASTSource
 
-    binary = Binary(f"{config.kwargs} warps {config.num_warps} stages {config.num_stages}")
+    binary = Binary()
     meta = launcher._create_compile_meta(config)
     source = ASTSource(launcher.fn, meta["signature"], meta["constants"], meta["configs"][0])
     options = launcher._create_compile_options(config, meta)
@@ -164,7 +152,7 @@ def _assemble(launcher: Any, config: Any) -> Binary:
     binary.shared = compiled.metadata.shared
     if binary.shared > SHARED_MEMORY:
         binary.error = f"{binary.shared} bytes of shared memory; a block can have {SHARED_MEMORY}"
-    binary.registers, binary.stack = _usage(compiled.asm["cubin"])
+    _, binary.stack = _usage(compiled.asm["cubin"])
     return binary
 
 

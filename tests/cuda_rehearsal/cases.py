@@ -2,10 +2,9 @@
 
 TP, CP = "--parallelism.tensor_parallel_degree=", "--parallelism.context_parallel_degree="
 EP, ETP = "--parallelism.expert_parallel_degree=", "--parallelism.expert_tensor_parallel_degree="
-PP, HSDP = (
-    "--parallelism.pipeline_parallel_degree=",
-    "--parallelism.data_parallel_replicate_degree=",
-)
+PP = "--parallelism.pipeline_parallel_degree="
+HSDP = "--parallelism.data_parallel_replicate_degree="
+ZERO_BUBBLE = "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"
 ROTATE = "--parallelism.context_parallel_rotate_method="
 FLEX = "--model.attn_type=flex --model.attn_mask_type=block_causal"
 VARLEN = "--model.attn_type=varlen --model.attn_mask_type=block_causal"
@@ -45,10 +44,7 @@ CASES = {
     "qwen3 moe compile": (2, f"{MOE} {COMPILE}"),
     "qwen3 moe ep": (8, f"{MOE} {EP}4"),
     "qwen3 moe ep full compile": (4, f"{MOE} {EP}2 {FULL} {COMPILE}"),
-    "qwen3 moe ep pp": (
-        8,
-        f"{MOE} {EP}2 {PP}2 --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
-    ),
+    "qwen3 moe ep pp": (8, f"{MOE} {EP}2 {PP}2 {ZERO_BUBBLE}"),
     "qwen3 moe ep op compile": (4, f"{MOE} {EP}2 {OP} {COMPILE}"),
     "deepseek_v3 compile": (1, COMPILE),
     "deepseek_v3 ep op flex": (8, f"{EP}4 {OP} {FLEX}"),
@@ -57,11 +53,7 @@ CASES = {
     "llama4 etp varlen": (8, f"{TP}2 {EP}2 {ETP}2 {VARLEN}"),
     "llama3 lora hsdp tp op compile": (8, f"{LORA} {HSDP}2 {TP}2 {OP} {COMPILE}"),
     "llama3 lora float8 tp fsdp full compile": (8, f"{FLOAT8_LORA} {TP}2 {FULL} {COMPILE}"),
-    "qwen3 lora moe ep pp": (
-        8,
-        f"{LORA} --lora.dropout=0.1 {MOE} {EP}2 {PP}2"
-        " --parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
-    ),
+    "qwen3 lora moe ep pp": (8, f"{LORA} --lora.dropout=0.1 {MOE} {EP}2 {PP}2 {ZERO_BUBBLE}"),
     "llama3 muon hsdp tp": (8, f"{MUON} --optimizer.state_dtype=bfloat16 {HSDP}2 {TP}2"),
     "qwen3 muon moe ep offload": (8, f"{MUON} {MOE} {EP}4 --training.enable_cpu_offload"),
     "gpt_oss op flex": (8, f"{OP} {FLEX}"),
@@ -110,23 +102,6 @@ _WRITE = {
     "copy to host in checkpoint/folder.py write": 21,
 }
 _STAGE = "copy to host in checkpoint/saver.py stage"
-# A rollout asks for each token whether rows go on; a step returns numbers.
-_RL_STEPS = {
-    # A push asks whether any rank failed.
-    "copy of a number in rl/weight_sync.py push_weights": 3,
-    "aten::_local_scalar_dense in rl/weight_sync.py push_weights": 3,
-    "aten::_local_scalar_dense in rl/learner.py optim_step": 2,
-    "copy of pageable in generation/kv_cache.py __call__": 2,
-    "copy of pageable in generation/kv_cache.py put_rows": 2,
-    "copy of pageable in rl/decoding.py _read_prompts": 2,
-    "copy of pageable in rl/decoding.py continue_prompts": 2,
-    "copy of pageable in rl/decoding.py _draw": 2,
-    "copy to host in rl/decoding.py continue_prompts": 2,
-    "copy to host in rl/decoding.py _draw": 2,
-    "copy to host in rl/learner.py forward_backward": 2,
-    "event.synchronize, late in tools/host_copy.py read": 4,
-}
-
 # name -> part -> waits; a case that is missing has the norm alone
 ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} | {
     # Gradients and weights live in host memory, where the norm is taken.
@@ -161,34 +136,34 @@ ALLOWED: dict[str, dict[str, Waits]] = {name: {"step": NORM} for name in CASES} 
     "trainer accumulates": _LOGGED_AND_BEFORE,
     "trainer validates": _LOGGED_AND_BEFORE,
     # Blocking copies, one per tensor, before training goes on: that is what this mode is.
-    "checkpoint async": {
-        "save 1": {_STAGE: 147},
-        "save 2": {_STAGE: 84},
-        "save 3": _WRITE,
-    }
-    | _LOGGED_AFTER_SAVE,
+    "checkpoint async": _LOGGED_AFTER_SAVE
+    | {"save 1": {_STAGE: 147}, "save 2": {_STAGE: 84}, "save 3": _WRITE},
     "checkpoint pinned": {"save 3": _WRITE} | _LOGGED_AFTER_SAVE,
-    "scores lists": {
-        # How many microbatches other ranks have, while one's own run.
-        "forward_step": NORM,
-        "forward_backward_step": NORM,
-        "optim_step": NORM,
-    },
+    # How many microbatches other ranks have, while one's own run.
+    "scores lists": dict.fromkeys(("forward_step", "forward_backward_step", "optim_step"), NORM),
     "to host and back": {"to host": {"stream.synchronize in optim/offload.py _pinned_copies": 1}},
     # Whether the logits are finite.
     "generation": {
         family: {"aten::_local_scalar_dense in generation/sampling.py stream": 2}
         for family in ("llama3", "deepseek_v3", "gpt_oss")
     },
-    "weight stream": {
-        "whole": {"copy to host in checkpoint/stream.py hexdigest": 1},
-        "sharded": {"copy to host in checkpoint/stream.py hexdigest": 1},
-    },
-    # Both engines say what they did, and values come to the host.
+    "weight stream": dict.fromkeys(
+        ("whole", "sharded"), {"copy to host in checkpoint/stream.py hexdigest": 1}
+    ),
+    # A rollout asks for each token whether rows go on, a push whether any rank failed; both engines say
+    # what they did, and values come to the host.
     "rl step with critic": {
-        "two steps": _RL_STEPS
-        | {
+        "two steps": {
+            "copy of a number in rl/weight_sync.py push_weights": 3,
+            "aten::_local_scalar_dense in rl/weight_sync.py push_weights": 3,
             "aten::_local_scalar_dense in rl/learner.py optim_step": 4,
+            "copy of pageable in generation/kv_cache.py __call__": 2,
+            "copy of pageable in generation/kv_cache.py put_rows": 2,
+            "copy of pageable in rl/decoding.py _read_prompts": 2,
+            "copy of pageable in rl/decoding.py continue_prompts": 2,
+            "copy of pageable in rl/decoding.py _draw": 2,
+            "copy to host in rl/decoding.py continue_prompts": 2,
+            "copy to host in rl/decoding.py _draw": 2,
             "copy to host in rl/learner.py forward_backward": 4,
             "copy to host in rl/learner.py _per_sample": 2,
             "event.synchronize, late in tools/host_copy.py read": 8,

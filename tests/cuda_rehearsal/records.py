@@ -6,23 +6,27 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def record_of(name: str, function: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """Return name, cpu_seconds, error (a text, or None), and what the function of the name returns."""
-    started = time.process_time()
-    found, error = {}, None
-    try:
-        found = function(name)
-    except Exception:
-        error = traceback.format_exc(limit=-8, chain=False)
-    seconds = round(time.process_time() - started, 1)
-    return {"name": name, "cpu_seconds": seconds, "error": error} | found
+def print_records(names: Iterable[str], function: Callable[[str], dict[str, Any]]) -> NoReturn:
+    """Print a line of JSON per name: name, cpu_seconds, error (a text, or None), and what the function
+    returns. The exit code is the number of errors."""
+    failed = 0
+    for name in names:
+        started, found, error = time.process_time(), {}, None
+        try:
+            found = function(name)
+        except Exception:
+            failed, error = failed + 1, traceback.format_exc(limit=-8, chain=False)
+        seconds = round(time.process_time() - started, 1)
+        record = {"name": name, "cpu_seconds": seconds, "error": error} | found
+        print(json.dumps(record), flush=True)
+    raise SystemExit(failed)
 
 
 def records(module: str, *arguments: str) -> dict[str, dict[str, Any]]:

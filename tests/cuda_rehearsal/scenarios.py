@@ -57,29 +57,19 @@ def _train(world_size: int, *flags: str) -> Notes:
     return {part: noted for part, noted in notes.items() if part != "first step"}
 
 
-@scenario
-def trainer_accumulates(_name: str) -> Notes:
-    return _train(8, "--training.global_batch_size=64")
-
-
-@scenario
-def trainer_validates(_name: str) -> Notes:
-    validation = "enable freq=2 steps=2 dataset=c4_test seq_len=256".split()
-    others = "model.attn_type=flex model.attn_mask_type=block_causal debug.check_document_isolation_freq=3"
-    return _train(4, *(f"--validation.{flag}" for flag in validation), *flags_in(others))
-
-
-CHECKPOINTS = "--checkpoint.enable", "--checkpoint.interval=1", "--parallelism.always_fsdp=True"
-
-
-@scenario
-def checkpoint_async(_name: str) -> Notes:
-    return _train(1, *CHECKPOINTS, "--checkpoint.async_mode=async")
-
-
-@scenario
-def checkpoint_pinned(_name: str) -> Notes:
-    return _train(1, *CHECKPOINTS, "--checkpoint.async_mode=async_with_pinned_mem")
+CHECKPOINTS = ["--checkpoint.enable", "--checkpoint.interval=1", "--parallelism.always_fsdp=True"]
+VALIDATION = flags_in("""
+    validation.enable validation.freq=2 validation.steps=2 validation.dataset=c4_test
+    validation.seq_len=256 model.attn_type=flex model.attn_mask_type=block_causal
+    debug.check_document_isolation_freq=3
+""")
+for _name, _ranks, _flags in (
+    ("trainer accumulates", 8, ["--training.global_batch_size=64"]),
+    ("trainer validates", 4, VALIDATION),
+    ("checkpoint async", 1, [*CHECKPOINTS, "--checkpoint.async_mode=async"]),
+    ("checkpoint pinned", 1, [*CHECKPOINTS, "--checkpoint.async_mode=async_with_pinned_mem"]),
+):
+    SCENARIOS[_name] = lambda _, ranks=_ranks, flags=_flags: _train(ranks, *flags)
 
 
 @scenario

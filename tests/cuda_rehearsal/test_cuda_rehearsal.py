@@ -16,7 +16,7 @@ def recorded(request):
     """Name -> record, of all selected cases, in one process: to start costs 10 seconds."""
     test = test_host_waits_for_the_device_only_where_the_table_says
     cases = [i.callspec.params["name"] for i in request.session.items if i.function is test]
-    return records("tests.cuda_rehearsal.run", "--json", *cases)
+    return records("tests.cuda_rehearsal.run", *cases)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ are of order 1, gradients up to 10.
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 from tests.gpu.waits import counting_waits, num_graphs
 from torchtitan.batch.documents import document_starts
@@ -24,28 +25,18 @@ LAYOUTS = [[200, 312], [1] * 512, [512], [5, 130, 377], [128] * 4, [300, 1, 1, 2
 
 def ids_of(*rows):
     """Document ids [B, T] of rows given by lengths; a negative length is padding."""
-    ids = []
-    for lengths in rows:
-        row = []
-        for i, length in enumerate(lengths):
-            row += [i if length > 0 else -1] * abs(length)
-        ids.append(row)
+    ids = [
+        [i if length > 0 else -1 for i, length in enumerate(lengths) for _ in range(abs(length))]
+        for lengths in rows
+    ]
     return torch.tensor(ids, dtype=torch.int32, device="cuda")
 
 
-def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=64, value_dim=None):
+def tensors(n_rows, seq_len, n_heads, n_kv_heads, head_dim=64, value_dim=64):
     generator = torch.Generator().manual_seed(0)
-    return tuple(
-        torch.randn(n_rows, seq_len, heads, size, generator=generator)
-        .to("cuda", torch.bfloat16)
-        .transpose(1, 2)
-        .requires_grad_()
-        for heads, size in (
-            (n_heads, head_dim),
-            (n_kv_heads, head_dim),
-            (n_kv_heads, value_dim or head_dim),
-        )
-    )
+    sizes = (n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, value_dim)
+    values = (torch.randn(n_rows, seq_len, *size, generator=generator) for size in sizes)
+    return tuple(x.to("cuda", torch.bfloat16).transpose(1, 2).requires_grad_() for x in values)
 
 
 def dense(q, k, v, allowed):
@@ -71,26 +62,17 @@ def assert_same(actual, expected, inputs):
         torch.testing.assert_close(got.double(), want.double(), **BF16)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (4, 4, 192, 128)])
 @pytest.mark.parametrize("attn_type", ["flex", "varlen"])
 def test_packed_rows_agree_with_dense_attention_forward_and_backward(attn_type, heads):
+    """heads: numbers of query and key heads; in the last case values are smaller than keys."""
     ids = ids_of([200, 1, 100, -50, 161], [512])
     inputs = tensors(2, 512, *heads)
     out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.from_documents(ids))
     assert_same(out, dense(*inputs, allowed_pairs(ids)), inputs)
 
 
-@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-def test_values_may_be_smaller_than_keys(attn_type):
-    ids = ids_of([200, 1, 100, -50, 161], [512])
-    inputs = tensors(2, 512, 4, 4, head_dim=192, value_dim=128)
-    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.from_documents(ids))
-    assert_same(out, dense(*inputs, allowed_pairs(ids)), inputs)
-
-
 def test_document_mask_composes_with_a_sliding_window():
-    from torch.nn.attention.flex_attention import and_masks
-
     ids = ids_of([200, 312])
     mask_mod = and_masks(get_document_mask_mod(document_ids=ids), get_sliding_window_mask_mod(40))
     mask = create_attention_mask(mask_mod, 1, None, 512, 512, device="cuda")
@@ -124,8 +106,6 @@ def test_changing_layouts_neither_recompile_nor_wait_for_the_device(attn_type):
 
 def test_mask_of_every_other_length_compiles_nothing_after_warm_up():
     """A new closure, which holds a new tensor, and a new length per call, as clients have them."""
-    from torch.nn.attention.flex_attention import and_masks
-
     counts = []
     for seq_len in range(300, 780, 40):
         mask_mod = and_masks(

@@ -46,10 +46,10 @@ def train(engine, n_steps: int, length: int = 128) -> list[float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_family_learns_as_the_eager_one_does(family, mode, tmp_path):
     """Not bit by bit: fused kernels keep in fp32 what eager ones round to bf16 in between."""
-    checkpointing = [f"--activation_checkpoint.mode={'selective' if mode == 'op' else mode}"]
-    if mode == "op":
-        checkpointing.append("--activation_checkpoint.selective_ac_option=op")
-    flags = (*FAMILIES[family], BF16, "--optimizer.lr=1e-3", *checkpointing)
+    checkpointing = f"--activation_checkpoint.mode={mode}".replace(
+        "mode=op", "mode=selective --activation_checkpoint.selective_ac_option=op"
+    )
+    flags = (*FAMILIES[family], BF16, "--optimizer.lr=1e-3", *checkpointing.split())
     eager = train(make_engine(tmp_path / "a", *flags), 4)
     compiled = train(make_engine(tmp_path / "b", *flags, "--compile.enable"), 4)
     assert all(math.isfinite(loss) for loss in compiled)
@@ -106,16 +106,15 @@ def test_dense_step_neither_waits_nor_recompiles_after_warm_up(layout, tmp_path)
     batch["input"], labels = batch["input"].pin_memory(), labels.pin_memory()
     n_valid = num_valid(labels)
 
-    def step() -> None:
-        run_backward(engine, batch, labels, n_valid)
-        engine.optim_step()
+    def steps(n: int) -> None:
+        for _ in range(n):
+            run_backward(engine, batch, labels, n_valid)
+            engine.optim_step()
 
-    for _ in range(3):
-        step()
+    steps(3)
     graphs = num_graphs()
     with counting_waits() as waits:
-        for _ in range(5):
-            step()
+        steps(5)
     assert num_graphs() == graphs
     assert not waits
 

@@ -212,17 +212,14 @@ def separators_that_disagree():
     found = {}
     for kind in ("block_causal", "position_block_causal"):
         trainer = make_trainer(args={"attn_type": "flex", "attn_mask_type": kind})
+        prepare = functools.partial(trainer.post_dataloading_process, batch, batch["input"])
         trainer.tokenizer = TOKENIZER
-        with warnings_logged() as lines:
-            for _ in range(2):
-                prepared = outcome(trainer.post_dataloading_process, batch, batch["input"])
-        found[kind] = lines
+        with warnings_logged() as found[kind]:
+            outcome(prepare), outcome(prepare)
         trainer.tokenizer = None
         found[f"{kind} without a tokenizer"] = outcome(
-            lambda trainer: sorted(trainer.post_dataloading_process(batch, batch["input"])[3]),
-            trainer,
+            lambda prepare: sorted(prepare()[3]), prepare
         )
-        found[f"{kind} prepared"] = prepared if isinstance(prepared, str) else len(prepared)
     return found
 
 
@@ -270,12 +267,11 @@ def forward():
 
 def oracle_of(trainer, rows, labels, loss_of):
     """Return the gradients of the loss as one process computes them, by name."""
-    weights: dict = {}
-    for part in trainer.model_parts:
-        weights |= {
-            name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().clone()
-            for name, w in part.state_dict().items()
-        }
+    weights = {
+        name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().clone()
+        for part in trainer.model_parts
+        for name, w in part.state_dict().items()
+    }
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, weights)
     model = trainer.train_spec.model_cls(trainer.model_args)
@@ -338,6 +334,15 @@ def lists():
     return found
 
 
+def compare_step(trainer, labels, loss_of, own):
+    """Train on eight rows, `own` of them here; return norm and loss over those of one process."""
+    rows = tokens(8, 32)
+    loss, gradients = oracle_of(trainer, rows[:, None], labels, loss_of)
+    logged = step(trainer, rows[own], labels[own])
+    norm = torch.cat([g.flatten().double() for g in gradients.values()]).norm().item()
+    return [logged["grad_norm"] / norm, logged["loss"] / loss]
+
+
 def layouts():
     """Gradient norm and loss of a step, over those of one process, in each layout of two ranks."""
     found = {}
@@ -347,24 +352,18 @@ def layouts():
         {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2},
     ):
         trainer = make_trainer(parallelism=layout, training={"global_batch_size": 8})
-        rows = tokens(8, 32)
-        labels = rows.roll(-1, 1)
+        labels = tokens(8, 32).roll(-1, 1)
         labels[:3, 5:] = -100  # the ranks have unequal numbers of tokens
-        rank = dist.get_rank()
-        own = slice(0, 8) if "pipeline_parallel_degree" in layout else slice(4 * rank, 4 * rank + 4)
-        loss, gradients = oracle_of(
-            trainer, rows[:, None], labels, lambda losses: torch.cat(losses).mean()
-        )
-        logged = step(trainer, rows[own], labels[own])
-        values = [logged["grad_norm"] / norm_of(gradients), logged["loss"] / loss]
+        own = slice(0, 8) if "pipeline_parallel_degree" in layout else own_half()
+        values = compare_step(trainer, labels, AGGREGATIONS["token-mean"], own)
         ratios = torch.tensor(values).clamp(min=0)  # the loss is -1 without the last stage
         dist.all_reduce(ratios, op=dist.ReduceOp.MAX)
         found[next(iter(layout))] = ratios.tolist()
     return found
 
 
-def norm_of(gradients):
-    return torch.cat([g.flatten().double() for g in gradients.values()]).norm().item()
+def own_half():
+    return slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
 
 
 AGGREGATIONS = {
@@ -382,27 +381,16 @@ def aggregation():
         for size in (1, 4):
             trainer = outcome(
                 make_trainer,
-                training={
-                    "local_batch_size": size,
-                    "global_batch_size": 8,
-                    "loss_aggregation": mode,
-                },
+                training=dict(local_batch_size=size, global_batch_size=8, loss_aggregation=mode),
                 parallelism={"data_parallel_shard_degree": 2},
             )
             if isinstance(trainer, str):
                 found[mode] = trainer
                 continue
-            rows = tokens(8, 32)
-            labels = rows.roll(-1, 1)
+            labels = tokens(8, 32).roll(-1, 1)
             for row in range(8):
                 labels[row, 4 * row + 1 :] = -100
-            loss, gradients = oracle_of(trainer, rows[:, None], labels, loss_of)
-            own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-            logged = step(trainer, rows[own], labels[own])
-            found[f"{mode} {size}"] = [
-                logged["grad_norm"] / norm_of(gradients),
-                logged["loss"] / loss,
-            ]
+            found[f"{mode} {size}"] = compare_step(trainer, labels, loss_of, own_half())
     return found
 
 

@@ -58,32 +58,26 @@ def free_port() -> int:
 
 def run(job: dict) -> None:
     """Run a job, again if another program took one of its ports in the meantime."""
-    for _ in range(3):
-        run_once(job)
-        result = Path(job["result"])
-        if not (result.exists() and "EADDRINUSE" in result.read_text()):
-            return
-        result.unlink()
-
-
-def run_once(job: dict) -> None:
-    port = free_port()
     folder, checks, ranks, result = (job[key] for key in ("folder", "checks", "ranks", "result"))
-    context = mp.get_context("fork")
-    processes = [
-        context.Process(target=run_rank, args=(folder, checks, rank, ranks, port, result))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + 500
-    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-        wait([p.sentinel for p in processes if p.is_alive()], timeout=5)
-        if Path(result).exists() and "error" in json.loads(Path(result).read_text()):
-            break  # the other rank would wait for this one
-    for process in processes:
-        process.kill()
-        process.join()
+    context, file = mp.get_context("fork"), Path(result)
+    for _ in range(3):
+        file.unlink(missing_ok=True)
+        port, deadline = free_port(), time.monotonic() + 500
+        processes = [
+            context.Process(target=run_rank, args=(folder, checks, rank, ranks, port, result))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+            wait([p.sentinel for p in processes if p.is_alive()], timeout=5)
+            if file.exists() and "error" in json.loads(file.read_text()):
+                break  # the other rank would wait for this one
+        for process in processes:
+            process.kill()
+            process.join()
+        if not (file.exists() and "EADDRINUSE" in file.read_text()):
+            return
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Needs torch, pytest and what 0.2.2 itself imports: `pytest --confcutdir tests/pa
 0.2.2 is a black box here: it is downloaded, and run in processes of its own (rehearse.py).
 """
 
+import functools
 import json
 import os
 import re
@@ -87,11 +88,10 @@ def test_diff_is_what_apply_does(copy):
         Target(copy).apply([number])
         applied = {path: text for path, text in texts(copy).items() if ".patches" not in str(path)}
         Target(copy).undo()
-        subprocess.run(["patch", "-p1", "-s"], input=diff, text=True, cwd=copy, check=True)
+        patch = functools.partial(subprocess.run, input=diff, text=True, cwd=copy, check=True)
+        patch(["patch", "-p1", "-s"])
         assert texts(copy) == applied
-        subprocess.run(
-            ["patch", "-p1", "-s", "-R", "-E"], input=diff, text=True, cwd=copy, check=True
-        )
+        patch(["patch", "-p1", "-s", "-R", "-E"])
 
 
 def test_sizes_on_the_page_are_those_of_the_diffs(copy):
@@ -102,9 +102,7 @@ def test_sizes_on_the_page_are_those_of_the_diffs(copy):
         plus, minus = (len(re.findall(rf"^\{sign}", edits, re.M)) for sign in "+-")
         added = sum(len(text.splitlines()) for text in unit.new.values())
         changed = len(files) - len(unit.new)
-        rows.append(
-            f"| {number} | +{plus} −{minus} | {changed} | {added or ''} |".replace("|  |", "| |")
-        )
+        rows.append(f"| {number} | +{plus} −{minus} | {changed} |{f' {added}' if added else ''} |")
     page = (HERE.parents[1] / "docs/patch-set.md").read_text()
     assert re.findall(r"^\| \d \| \+.*$", page, re.M) == rows
 
@@ -128,14 +126,11 @@ def found(wheel, tmp_path_factory):
                 job = {"folder": str(folder), "checks": own, "ranks": ranks, "result": result}
                 jobs.append(job | {"state": state})
     (root / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, HERE / "rehearse.py", root / "jobs.json"]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that imports leave CUDA to the forks
     subprocess.run(
-        [sys.executable, HERE / "rehearse.py", root / "jobs.json"],
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
-        | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # so that imports leave CUDA to the forks
-        cwd=root,
-        timeout=600,
-        capture_output=True,
+        command, env=os.environ | environment, cwd=root, timeout=600, capture_output=True
     )
     values: dict = {state: {} for state in states}
     for job in jobs:

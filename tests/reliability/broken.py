@@ -6,6 +6,7 @@ logged (default: at once, on import).
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -13,6 +14,12 @@ import time
 import torch
 
 import tests.reliability.tiny_flavor  # noqa: F401
+from torchtitan.checkpoint import folder
+
+
+def open_on_full_disk(path, flags, open_descriptor=folder.open_descriptor):
+    is_last = str(path).endswith(".metadata.tmp")  # of the files of a checkpoint
+    return os.open("/dev/full", flags) if is_last else open_descriptor(path, flags)
 
 
 def break_down() -> None:
@@ -27,6 +34,10 @@ def break_down() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ...")
     if action.startswith("hang"):  # "hang", or "hang SECONDS"
         time.sleep(float(action.partition(" ")[2] or 60))
+    elif action == "fill the disk":
+        folder.open_descriptor = open_on_full_disk
+    elif action == "limit files":  # as `ulimit -f` does, for any user
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, resource.RLIM_INFINITY))
     elif action == "kill data worker":
         multiprocessing.active_children()[0].kill()
     else:

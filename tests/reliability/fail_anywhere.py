@@ -5,8 +5,9 @@ Per layout two ranks step a tiny engine. In each trial one of them, drawn at ran
 - loss_fn, output_fn, head: a function of the caller, in one of the microbatches. Both ranks raise at
   the end of the call, and the engine goes on: the next gradients are those of an engine to which
   nothing happened, bit for bit.
-- inside: a layer, in forward or backward; also the head under tensor parallelism. Both ranks raise within 5 s, say "build a new engine", and
-  refuse further steps; a new engine in the same processes has the expected gradients.
+- inside: a layer, in forward or backward; also the head under tensor parallelism. Both ranks raise
+  within 5 s, say "build a new engine", and refuse further steps; a new engine in the same processes
+  has the expected gradients.
 - interrupt: KeyboardInterrupt, as from Ctrl-C on one rank, at any instant of a loop of steps. Both
   ranks raise within 5 s, in one of the two ways.
 
@@ -15,7 +16,6 @@ if one fails.
 """
 
 import _thread
-import argparse
 import contextlib
 import random
 import sys
@@ -27,15 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.reliability.jobs import options_of
 from torchtitan.engine import TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs
 from torchtitan.testing import tiny_jobs
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError
 
-LAYOUTS = ("fsdp", "ddp", "tp", "pp", "cp")
-FUNCTIONS = ("loss_fn", "output_fn", "head")
-KINDS = (*FUNCTIONS, "inside", "interrupt")
+LAYOUTS = ["fsdp", "ddp", "tp", "pp", "cp"]
+FUNCTIONS = ["loss_fn", "output_fn", "head"]
+KINDS = [*FUNCTIONS, "inside", "interrupt"]
 LIMIT_SECONDS = 5
 N_MICROBATCHES = 3
 
@@ -113,18 +114,17 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
 
 
 def step(engine: TrainingEngine, is_single: bool = False, **options: Any) -> None:
-    packed = [tiny_jobs.pack(documents) for documents in DOCUMENTS]
-    batches, labels = [batch for batch, _ in packed], [labels for _, labels in packed]
+    batches, labels = zip(*map(tiny_jobs.pack, DOCUMENTS), strict=True)
     engine.forward_backward_step(
-        input_dict=batches[0] if is_single else batches,
-        labels=labels[0] if is_single else labels,
+        input_dict=batches[0] if is_single else [*batches],
+        labels=labels[0] if is_single else [*labels],
         global_valid_tokens=10.0,
         **{"loss_fn": loss_of} | options,
     )
 
 
 def score(engine: TrainingEngine, **options: Any) -> None:
-    packed = [tiny_jobs.pack(documents) for documents in DOCUMENTS]
+    packed = map(tiny_jobs.pack, DOCUMENTS)
     engine.forward_step([batch | {"labels": labels} for batch, labels in packed], **options)
 
 
@@ -133,8 +133,7 @@ def gradients(engine: TrainingEngine) -> list[torch.Tensor]:
     engine.optimizers.zero_grad()
     step(engine)
     grads = [p.grad for part in engine.model_parts for p in part.parameters()]
-    grads = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
-    grads = [g.clone() for g in grads]
+    grads = [(g.to_local() if hasattr(g, "to_local") else g).clone() for g in grads]
     engine.optimizers.zero_grad()
     return grads
 
@@ -215,17 +214,11 @@ def run(layout: str, kinds: list[str], seed: int = 0, is_guest: bool = False) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=30, help="per layout")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--guest", action="store_true", help="the process group is the host's")
-    arguments = parser.parse_args()
+    options = options_of(__doc__, trials=30, layouts=LAYOUTS, kinds=KINDS, guest=False)
     slowest = 0.0
-    for layout in arguments.layouts:
-        kinds = [arguments.kinds[i % len(arguments.kinds)] for i in range(arguments.trials)]
-        slowest = max(slowest, *run(layout, kinds, arguments.seed, arguments.guest))
+    for layout in options.layouts:
+        kinds = [options.kinds[i % len(options.kinds)] for i in range(options.trials)]
+        slowest = max(slowest, *run(layout, kinds, options.seed, options.guest))
     print(f"the slowest took {slowest:.2f} s")
     sys.exit(1 if slowest > LIMIT_SECONDS else 0)
 

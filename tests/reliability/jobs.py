@@ -4,6 +4,7 @@ more ranks, forked from a server that has torch and this package loaded.
 For tests that need many runs, and for those that kill them.
 """
 
+import argparse
 import dataclasses
 import gc
 import json
@@ -81,11 +82,17 @@ def _exit_code(process: BaseProcess, timeout_seconds: float | None = 0) -> int |
 
 
 class Job:
-    """A job that was started; end it with `wait` or `kill`."""
+    """A job that was started; end it with `wait` or `kill`, or use it in a `with` statement."""
 
     def __init__(self, processes: list[BaseProcess], logs: list[Path]) -> None:
         self.processes, self.logs = processes, logs
         self._started = time.monotonic()
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.kill()
 
     def send(self, signal_number: int, rank: int = 0) -> None:
         process = self.processes[rank]
@@ -188,6 +195,17 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
         runpy.run_path(str(ROOT / module), run_name="__main__")
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def options_of(doc: str, **defaults: int | bool | list[str]) -> argparse.Namespace:
+    """Parse the options of a program of trials. A list has the choices, all of which are the default."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    for name, default in {**defaults, "seed": 0}.items():
+        kind = {"type": int} if not isinstance(default, bool) else {"action": "store_true"}
+        if isinstance(default, list):
+            kind = {"nargs": "+", "choices": default}
+        parser.add_argument(f"--{name}", default=default, **kind)
+    return parser.parse_args()
 
 
 def wait_until(is_true: Callable[[], object], job: Job | None, seconds: float) -> None:

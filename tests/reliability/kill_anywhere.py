@@ -10,6 +10,9 @@ that run
 - repeats loss and gradient norm of every later step of an unbroken run, bit for bit, and
 - says so and stops, where no whole step is left but damaged ones are, instead of starting anew.
 
+A run that uploads its checkpoints to a bucket, here a folder, may also lose its disk. Of the steps that it had
+said to be uploaded, the newest three are whole there, and the second run leaves its last three steps there.
+
 Of a job whose ranks have roles, one rank is killed (`--variants "RL, generating rank"` or `"RL, training
 rank"`), and the other one has to end by itself. A server of policies (`--variants server "server, adapters"`)
 is killed while a client trains and saves its state after each step. When it is started again, every
@@ -18,7 +21,6 @@ state that it had said to be saved continues as in the unbroken run.
 Exit code 1 if a trial fails. Its folder is kept then.
 """
 
-import argparse
 import dataclasses
 import http.client
 import random
@@ -29,8 +31,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from xxhash import xxh3_128
 
@@ -67,7 +70,7 @@ class Variant:
     """A kind of run that is killed."""
 
     name: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # FOLDER stands for the trial's folder
     ranks: int = 1
     module: str = "torchtitan.train"
     killed: int | None = None  # the rank that is killed; None: all of them, and files are damaged
@@ -79,6 +82,7 @@ def _variants() -> list[Variant]:
         "validation": ([*TRAIN, *VALIDATION], "torchtitan.train"),
         "data workers": ([*TRAIN, "--training.dataloader.num_workers=1"], "torchtitan.train"),
         "export": ([*TRAIN, *EXPORT], "torchtitan.train"),
+        "bucket": ([*TRAIN, "--checkpoint.folder=file://FOLDER/bucket"], "torchtitan.train"),
         "RL": (RL, "torchtitan.rl.train"),
     }
     # Only a time limit ends the wait for a rank that was killed before it met the other one.
@@ -101,13 +105,10 @@ def _variants() -> list[Variant]:
 VARIANTS = {variant.name: variant for variant in _variants()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """What was done to one run, and `failure`: what went wrong afterwards, if anything."""
 
     variant: str
-    seed: int
-    killed_after_seconds: float
     damage: str | None
     resumed_from: int | None  # None: there was no whole step, and the run began or stopped
     failure: str | None
@@ -117,12 +118,9 @@ class Trial:
 
 
 def start(variant: Variant, folder: Path) -> jobs.Job:
-    return jobs.start(
-        [*variant.arguments, f"--job.dump_folder={folder}/outputs"],
-        folder / "logs",
-        module=variant.module,
-        ranks=variant.ranks,
-    )
+    arguments = [*variant.arguments, "--job.dump_folder=FOLDER/outputs"]
+    arguments = [argument.replace("FOLDER", str(folder)) for argument in arguments]
+    return jobs.start(arguments, folder / "logs", module=variant.module, ranks=variant.ranks)
 
 
 def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
@@ -142,23 +140,25 @@ def unbroken(variant: Variant, folder: Path) -> tuple[dict[int, tuple], float]:
 
 # ---- what is on disk, judged without the package ----
 
-
-def step_folders(folder: Path) -> list[Path]:
-    """Newest first."""
-    found = (folder / "outputs/checkpoint").glob("step-*")
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+Files = dict[str, bytes]  # name -> content
 
 
-def is_finished(step: Path) -> bool:
+def steps_in(folder: Path) -> dict[int, Files]:
+    """Return step -> its files."""
+    steps: dict[int, Files] = {}
+    for own in folder.glob("step-*"):
+        files = (path for path in own.rglob("*") if path.is_file())
+        step = int(own.name.removeprefix("step-"))
+        steps[step] = {str(path.relative_to(own)): path.read_bytes() for path in files}
+    return steps
+
+
+def is_finished(files: Files) -> bool:
     """Whether the save ended, whatever became of the files since."""
-    return not (step / ".incomplete").exists() and any(step.iterdir())
+    return bool(files) and ".incomplete" not in files
 
 
-def files_in(step: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in step.iterdir() if path.is_file()}
-
-
-def hashes_in(files: dict[str, bytes]) -> dict[str, str]:
+def hashes_in(files: Files) -> dict[str, str]:
     """Return file name -> hash; empty if there is no whole file of hashes."""
     text = files.get(".xxh128sums", b"").decode(errors="replace")
     entries = re.findall(r"^([0-9a-f]{32})  (.+)$", text, re.MULTILINE)
@@ -167,8 +167,8 @@ def hashes_in(files: dict[str, bytes]) -> dict[str, str]:
     return {name: digest for digest, name in entries}
 
 
-def is_whole(files: dict[str, bytes], needs_hashes: bool = True) -> bool:
-    """files: of a step. needs_hashes: False for a step as other tools write it, too."""
+def is_whole(files: Files, needs_hashes: bool = True) -> bool:
+    """needs_hashes: False for a step as other tools write it, too."""
     hashes = hashes_in(files)
     if not needs_hashes and ".xxh128sums" not in files:
         hashes = dict.fromkeys(files, "")  # nothing else is damaged then
@@ -178,20 +178,16 @@ def is_whole(files: dict[str, bytes], needs_hashes: bool = True) -> bool:
     return ".incomplete" not in files and has_weights
 
 
-def newest_whole_step(folder: Path) -> int | None:
-    steps = (s for s in step_folders(folder) if is_whole(files_in(s), needs_hashes=False))
-    return next((int(step.name.removeprefix("step-")) for step in steps), None)
-
-
 def damage_a_file(folder: Path, rng: random.Random) -> str | None:
-    """Truncate, flip a bit of, or delete a random file of a random finished step."""
-    finished = [step for step in step_folders(folder) if is_finished(step)]
+    """Truncate, flip a bit of, or delete a random file of one of the two newest finished steps."""
+    steps = steps_in(folder)
+    finished = sorted(step for step, files in steps.items() if is_finished(files))
     if not finished:
         return None
-    step = rng.choice(finished[:2])
-    path = rng.choice(sorted(p for p in step.rglob("*") if p.is_file()))
+    step = rng.choice(finished[-2:])
+    name, content = rng.choice(sorted(steps[step].items()))
+    path = folder / f"step-{step}/{name}"
     how = rng.choice(["truncated", "bit flipped", "deleted"])
-    content = path.read_bytes()
     if how == "deleted":
         path.unlink()
     elif how == "truncated":
@@ -200,26 +196,29 @@ def damage_a_file(folder: Path, rng: random.Random) -> str | None:
         place = rng.randrange(len(content))
         flipped = bytes([content[place] ^ 1 << rng.randrange(8)])
         path.write_bytes(content[:place] + flipped + content[place + 1 :])
-    return f"{step.name}/{path.name} {how}"
+    return f"step {step}: {name} {how}"
 
 
 # ---- a trial ----
 
 
-def sleep_until_an_instant(
-    job: jobs.Job, folder: Path, seconds: float, rng: random.Random
-) -> float:
-    """Wait for a random step's folder, and then for a part of a step; returns the seconds waited.
+def kill(variant: Variant, job: jobs.Job, folder: Path, seconds: float, rng: random.Random):
+    """Kill a run of so many seconds at a random instant; return its outcome.
 
-    By steps and not by the clock: on a busy machine most runs would be killed before their first
-    save. One in nine is.
+    The instant is in a random step and not drawn by the clock: on a busy machine most runs would be
+    killed before their first save. One in nine is.
     """
-    started, step = time.monotonic(), rng.randrange(STEPS + 1)
+    step = rng.randrange(STEPS + 1)
     awaited = folder / f"outputs/checkpoint/step-{step}"
     while step and job.is_running() and not awaited.exists():
         time.sleep(0.002)
     time.sleep(rng.uniform(0, 1.5) * seconds / (2 * STEPS if step else 3))
-    return time.monotonic() - started
+    at_once = rng.random() < 0.5
+    ranks = range(variant.ranks) if variant.killed is None else [variant.killed]
+    for rank in rng.sample(ranks, len(ranks)):
+        job.send(signal.SIGKILL, rank)
+        time.sleep(0 if at_once else rng.uniform(0, 0.5))
+    return job.wait(SECONDS_TO_END)
 
 
 def try_once(
@@ -227,32 +226,37 @@ def try_once(
 ) -> Trial:
     variant, rng = VARIANTS[name], random.Random(f"{name} {seed}")
     if variant.module == "torchtitan.rl.serve":
-        return kill_server(variant, seed, expected, rng.uniform(0, seconds), folder)
-    job = start(variant, folder)
-    instant = sleep_until_an_instant(job, folder, seconds, rng)
-    at_once = rng.random() < 0.5
-    ranks = range(variant.ranks) if variant.killed is None else [variant.killed]
-    for rank in rng.sample(ranks, len(ranks)):
-        job.send(signal.SIGKILL, rank)
-        time.sleep(0 if at_once else rng.uniform(0, 0.5))
-    first = job.wait(SECONDS_TO_END)
+        return kill_server(variant, expected, rng.uniform(0, seconds), folder)
+    outputs, disk, bucket = folder / "outputs", folder / "outputs/checkpoint", folder / "bucket"
+    first = kill(variant, start(variant, folder), folder, seconds, rng)
     damages = variant.killed is None and rng.random() < 0.4
-    damage = damage_a_file(folder, rng) if damages else None
-    whole = newest_whole_step(folder)
-    only_damaged = whole is None and any(map(is_finished, step_folders(folder)))
-    before = len(jobs.logged_steps(folder / "outputs"))
+    damage = damage_a_file(disk, rng) if damages else None
+    in_bucket, has_bucket = steps_in(bucket), name.startswith("bucket")
+    if has_bucket and rng.random() < 0.3:
+        shutil.rmtree(disk, ignore_errors=True)
+        damage = "the disk was lost"
+    steps, before = steps_in(disk), len(jobs.logged_steps(outputs))
+    # What is at an address needs its hashes.
+    copies = [*steps.items(), *in_bucket.items()]
+    whole = max((n for n, files in copies if is_whole(files, has_bucket)), default=None)
     again = start(variant, folder).wait(SECONDS_TO_END)
+    uploaded = sorted(map(int, re.findall(r"/step-(\d+) was uploaded to", first.output)))[-3:]
     if None in first.exit_codes:
         failure = f"a rank hung after another was killed: {first.exit_codes}\n{first.output}"
-    elif only_damaged:
-        failure = _not_refused(again)
+    elif not all(is_whole(in_bucket.get(step, {})) for step in uploaded):
+        failure = f"steps {uploaded} were said to be uploaded, and are not whole there"
+    elif whole is None and any(map(is_finished, steps.values())):
+        failure = not_refused(again)
     else:
-        new_rows = jobs.logged_steps(folder / "outputs")[before:]
-        failure = _not_repeated(variant, again, new_rows, expected, whole)
-    return _ended(Trial(name, seed, instant, damage, whole, failure), folder)
+        new_rows = jobs.logged_steps(outputs)[before:]
+        failure = not_repeated(variant, again, new_rows, expected, whole)
+        after = steps_in(bucket)
+        if has_bucket and not all(is_whole(after.get(STEPS - n, {})) for n in range(3)):
+            failure = failure or f"of {sorted(after)} in the bucket, the last three are not whole"
+    return ended(Trial(name, damage, whole, failure), folder)
 
 
-def _ended(trial: Trial, folder: Path) -> Trial:
+def ended(trial: Trial, folder: Path) -> Trial:
     if trial.failure is None:
         shutil.rmtree(folder)
     else:
@@ -260,13 +264,13 @@ def _ended(trial: Trial, folder: Path) -> Trial:
     return trial
 
 
-def _not_refused(again: jobs.Outcome) -> str | None:
+def not_refused(again: jobs.Outcome) -> str | None:
     if all(again.exit_codes) and "damaged" in again.output and "Traceback" not in again.output:
         return None
     return f"every checkpoint is damaged, and the run went on: {again.exit_codes}\n{again.output}"
 
 
-def _not_repeated(
+def not_repeated(
     variant: Variant,
     again: jobs.Outcome,
     new_rows: list[tuple[int, tuple]],
@@ -324,7 +328,7 @@ def serve(variant: Variant, folder: Path) -> tuple[jobs.Job, str]:
 
 
 def kill_server(
-    variant: Variant, seed: int, expected: dict[int, tuple], after_seconds: float, folder: Path
+    variant: Variant, expected: dict[int, tuple], after_seconds: float, folder: Path
 ) -> Trial:
     job, url = serve(variant, folder)
     timer = threading.Timer(after_seconds, job.send, (signal.SIGKILL,))
@@ -350,7 +354,7 @@ def kill_server(
         failure = f"a saved state of {saved} cannot be used: {error}"
     job.kill()
     last = max(saved, default=None)
-    return _ended(Trial(variant.name, seed, after_seconds, None, last, failure), folder)
+    return ended(Trial(variant.name, None, last, failure), folder)
 
 
 # ---- all trials ----
@@ -382,17 +386,10 @@ def summarize(trials: list[Trial]) -> str:
     return "\n".join(lines)
 
 
-def run_from_command_line(
-    doc: str, unit: str, default: int, variants: dict, run_trials: Callable, summarize: Callable
-) -> None:
-    """Run so many trials or kills (`unit`) as the options say, and keep the files of failed trials."""
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument(f"--{unit}", dest="number", type=int, default=default)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", nargs="*", default=list(variants), choices=list(variants))
-    options = parser.parse_args()
+def main() -> None:
+    options = jobs.options_of(__doc__, trials=500, variants=[*VARIANTS])
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
-    trials = run_trials(options.variants, options.number, options.seed, folder)
+    trials = run_trials(options.variants, options.trials, options.seed, folder)
     print(summarize(trials))
     if any(trial.failure for trial in trials):
         print(f"what the failed trials left is in {folder}")
@@ -401,4 +398,4 @@ def run_from_command_line(
 
 
 if __name__ == "__main__":
-    run_from_command_line(__doc__, "trials", 500, VARIANTS, run_trials, summarize)
+    main()

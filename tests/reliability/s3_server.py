@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +28,7 @@ class Server:
     """Serves `BUCKET` until `close`, from a thread.
 
     fault: called with each request's method and path; returns a key of `ANSWERS`, "hangs up" (closes the
-    connection without an answer, or in the middle of a GET's), "hangs up late" (does the work first), seconds
-    to wait before the answer, or None. met: how often each fault happened; "slow" for seconds.
+    connection without an answer, or in the middle of a GET's), seconds to wait before the answer, or None.
     """
 
     def __init__(self) -> None:
@@ -39,8 +37,6 @@ class Server:
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.fault: Callable[[str, str], str | float | None] = lambda method, path: None
-        self.met: Counter[str] = Counter()
-        self._open_requests, self._lock = 0, threading.Lock()
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -51,33 +47,13 @@ class Server:
         self.client().create_bucket(Bucket=BUCKET)
 
     def _answer(self, environ: dict[str, Any], start_response: Callable) -> Any:
-        with self._lock:
-            self._open_requests += 1
-        try:
-            return self._answer_or_fault(environ, start_response)
-        finally:
-            with self._lock:
-                self._open_requests -= 1
-
-    def wait_until_idle(self) -> None:
-        """Wait until the requests of killed clients have had their effect."""
-        quiet = 0
-        while quiet < 5:
-            time.sleep(0.1)
-            quiet = 0 if self._open_requests else quiet + 1
-
-    def _answer_or_fault(self, environ: dict[str, Any], start_response: Callable) -> Any:
         fault = self.fault(environ["REQUEST_METHOD"], environ["PATH_INFO"])
-        if fault:
-            self.met[fault if isinstance(fault, str) else "slow"] += 1
-        if fault == "hangs up late":
-            self._app(environ, lambda *arguments: None)
-        elif isinstance(fault, str):
+        if isinstance(fault, str):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         if fault == "hangs up" and environ["REQUEST_METHOD"] == "GET":
             start_response("200 OK", [("Content-Length", "1000000")])
             return [b"half"]
-        if fault in ("hangs up", "hangs up late"):
+        if fault == "hangs up":
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionError
         if fault in ANSWERS:
@@ -94,17 +70,6 @@ class Server:
         names = ("aws_access_key_id", "aws_secret_access_key", "region_name")
         keys = dict(zip(names, ENVIRONMENT.values(), strict=False))
         return boto3.client("s3", endpoint_url=self.url, **keys)
-
-    def objects(self, prefix: str) -> dict[str, bytes]:
-        """Return name below `prefix` -> content."""
-        client, found, fault = self.client(), {}, self.fault
-        self.fault = lambda method, path: None
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
-        for about in (about for page in pages for about in page.get("Contents", ())):
-            body = client.get_object(Bucket=BUCKET, Key=about["Key"])["Body"]
-            found[about["Key"].removeprefix(prefix)] = body.read()
-        self.fault = fault
-        return found
 
     def close(self) -> None:
         self._server.shutdown()

@@ -1,18 +1,16 @@
 """Signals and lost ranks at random instants of small runs: `python -m tests.reliability.stop_anywhere`.
 
-Four kinds of trial:
+Three kinds of trial:
 
 - stop: SIGTERM to one rank; all ranks save and exit with 0, and the run goes on to the losses of an
   unbroken one.
 - kill: SIGKILL to one rank; the others are gone within 30 s, and the first message is about it.
-- freeze: SIGSTOP to one rank; the others end in time, and it ends when it is continued afterwards.
 - restart: SIGKILL to one rank under `torchrun --max-restarts 1`; the run ends with the losses of an
   unbroken one.
 
 Prints a line per trial, and ends with exit code 1 if one fails.
 """
 
-import argparse
 import os
 import random
 import shutil
@@ -28,7 +26,6 @@ from tests.reliability import jobs
 
 STEPS = 12
 LIMIT_SECONDS = 30
-FREEZE_LIMIT_SECONDS = 90  # a rank may be silent for a minute
 START_SECONDS = 120
 JOB = jobs.TINY_JOB + jobs.flags_in(f"""
     training.steps={STEPS} metrics.enable_jsonl checkpoint.enable checkpoint.interval=5
@@ -74,15 +71,12 @@ def wait_for(text: str, job: jobs.Job) -> None:
 
 def stop(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     rank = draw.randrange(ranks)
-    job = start(folder, ranks)
-    try:
+    with start(folder, ranks) as job:
         wait_for(TRAINS, job)
         time.sleep(draw.uniform(0, 3))
         steps_before = len(losses(folder))
         job.send(signal.SIGTERM, rank)
         outcome = job.wait(LIMIT_SECONDS)
-    finally:
-        job.kill()
     assert outcome.exit_codes == [0] * ranks, outcome.output
     last = max(losses(folder))
     assert whole_steps(folder)[-1] == last, f"step {last} is not saved"
@@ -98,46 +92,17 @@ def stop(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
 
 def kill(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
     rank = draw.randrange(ranks)
-    job = start(folder, ranks, flags=["--training.steps=1000"])
-    try:
+    with start(folder, ranks, flags=["--training.steps=1000"]) as job:
         wait_for(draw.choice([MET, TRAINS, TRAINS]), job)
         time.sleep(draw.uniform(0, 2))
         steps_before, sent_at = len(losses(folder)), time.monotonic()
         job.send(signal.SIGKILL, rank)
         outcome = job.wait(LIMIT_SECONDS)
         seconds = time.monotonic() - sent_at
-    finally:
-        job.kill()
     assert outcome.exit_codes == [-9 if r == rank else 1 for r in range(ranks)], outcome.output
     for other, output in enumerate(outcome.outputs):
         assert "Traceback" not in output and (other == rank or "error: rank" in output), output
     return f"SIGKILL to rank {rank} after step {steps_before}: the others gone in {seconds:.1f} s"
-
-
-def freeze(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
-    rank = draw.randrange(ranks)
-    flags = ["--training.steps=1000", "--comm.train_timeout_seconds=3"]
-    job = start(folder, ranks, flags=[*flags, "--comm.init_timeout_seconds=20"])
-    try:
-        wait_for(draw.choice([MET, TRAINS, TRAINS]), job)
-        time.sleep(draw.uniform(0, 1))
-        steps_before, sent_at = len(losses(folder)), time.monotonic()
-        job.send(signal.SIGSTOP, rank)
-        others = [process for r, process in enumerate(job.processes) if r != rank]
-        seconds = 0.0
-        while any(process.is_alive() for process in others):
-            seconds = time.monotonic() - sent_at
-            assert seconds < FREEZE_LIMIT_SECONDS, job.output(rank)
-            time.sleep(0.1)
-        time.sleep(draw.uniform(0, 5))
-        job.send(signal.SIGCONT, rank)
-        outcome = job.wait(LIMIT_SECONDS)
-    finally:
-        job.send(signal.SIGCONT, rank)
-        job.kill()
-    assert outcome.exit_codes == [1] * ranks, f"{outcome.exit_codes}\n{outcome.output}"
-    assert all("error: " in output for output in outcome.outputs), outcome.output
-    return f"SIGSTOP to rank {rank} after step {steps_before}: the others gone in {seconds:.1f} s"
 
 
 def restart(folder: Path, ranks: int, draw: random.Random, expected: dict) -> str:
@@ -174,15 +139,12 @@ def children(pid: int) -> list[int]:
 
 
 KINDS: dict[str, Callable[[Path, int, random.Random, dict], str]] = {
-    "stop": stop,
-    "kill": kill,
-    "freeze": freeze,
-    "restart": restart,
+    function.__name__: function for function in (stop, kill, restart)
 }
 
 
 def run(kind: str, trials: int, ranks: int, seed: int, folder: Path) -> int:
-    """Run so many trials of a kind; returns how many failed."""
+    """Run trials of a kind; return how many failed, whose folders are kept."""
     expected = unbroken(folder / kind, ranks)
     failed = 0
     for trial in range(trials):
@@ -200,15 +162,10 @@ def run(kind: str, trials: int, ranks: int, seed: int, folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=3, help="of each kind")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--folder", type=Path, help="keeps what failed; default a new one")
-    args = parser.parse_args()
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="stop_anywhere_"))
-    failed = sum(run(kind, args.trials, args.ranks, args.seed, folder) for kind in args.kinds)
+    options = jobs.options_of(__doc__, trials=3, ranks=4, kinds=[*KINDS])
+    folder = Path(tempfile.mkdtemp(prefix="stop_anywhere_"))
+    numbers = options.trials, options.ranks, options.seed
+    failed = sum(run(kind, *numbers, folder) for kind in options.kinds)
     if not failed:
         shutil.rmtree(folder)
     sys.exit(1 if failed else 0)

@@ -4,14 +4,11 @@ Needs moto[server] and s3fs; left out in CI, where tests/unit/checkpoint/test_bu
 """
 
 import itertools
-import os
 import random
 
-import numpy as np
 import pytest
 
-from tests.unit.checkpoint.test_checkpoint import NetAdapter, Run, assert_same, assert_same_weights
-from torchtitan.data.token_files import TokenDocuments, write_pair
+from tests.unit.checkpoint.test_checkpoint import Run, assert_same
 from torchtitan.tools import storage
 from torchtitan.tools.errors import RunError
 
@@ -42,6 +39,14 @@ def run_at(disk, seed=0, **config) -> Run:
     return Run(disk, seed=seed, folder="s3://bucket/run", **config)
 
 
+def assert_loads(disk, run: Run) -> None:
+    """A run on another disk starts with all that `run` has."""
+    other = run_at(disk, seed=1)
+    assert other.manager.load()
+    assert_same(run.everything(), other.everything())
+    other.manager.close()
+
+
 @pytest.mark.parametrize(
     ("fault", "async_mode"), [("throttles", "async"), ("fails", "disabled"), (0.2, "async")]
 )
@@ -50,9 +55,7 @@ def test_bucket_that_often_fails_gets_whole_steps(server, tmp_path, fault, async
     server.fault = lambda method, path: fault if rng.random() < 0.4 else None
     run = run_at(tmp_path / "a", async_mode=async_mode)
     run.train_and_save(1, 2)
-    other = run_at(tmp_path / "b", seed=1)
-    assert other.manager.load()
-    assert_same(run.everything(), other.everything())
+    assert_loads(tmp_path / "b", run)
 
 
 def test_connection_lost_while_reading_is_made_again(server, tmp_path):
@@ -62,9 +65,7 @@ def test_connection_lost_while_reading_is_made_again(server, tmp_path):
     server.fault = lambda method, path: (
         "hangs up" if method == "GET" and "step-1" in path and next(count) % 2 else None
     )
-    other = run_at(tmp_path / "b", seed=1)
-    assert other.manager.load()
-    assert_same(run.everything(), other.everything())
+    assert_loads(tmp_path / "b", run)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +88,8 @@ def test_bucket_that_takes_no_more_ends_the_run_with_one_error_and_nothing_damag
     other = run_at(tmp_path / "b", seed=1)
     assert other.manager.load() and other.counter.step == 1
     server.fault = lambda method, path: None
-    again = run_at(tmp_path / "a", seed=1)
-    assert again.manager.load()
-    again.manager.close()
-    assert_same(run.everything(), again.everything())
-    other = run_at(tmp_path / "c", seed=1)
-    assert other.manager.load()
-    assert_same(run.everything(), other.everything())
+    assert_loads(tmp_path / "a", run)
+    assert_loads(tmp_path / "c", run)
 
 
 def test_server_that_is_gone_ends_load_and_save_with_one_error(server, tmp_path):
@@ -114,22 +110,3 @@ def test_uploads_in_parts_that_a_kill_left_are_swept(server, tmp_path):
     run_at(tmp_path / "a").train_and_save(1)
     left = client.list_multipart_uploads(Bucket="bucket")["Uploads"]
     assert [upload["Key"] for upload in left] == ["run/step-10/__0_0.distcp"]
-
-
-def test_weights_and_tokens_are_written_to_and_read_from_the_bucket(server, tmp_path):
-    run = Run(tmp_path / "a", adapter=NetAdapter(None, None))
-    run.manager.save_hf("s3://bucket/hf")
-    config = dict(initial_load_path="s3://bucket/hf", initial_load_in_hf=True)
-    other = Run(tmp_path / "b", seed=1, adapter=NetAdapter(None, None), **config)
-    assert other.manager.load()
-    assert_same_weights(run, other)
-    documents = [np.arange(n) for n in range(1, 2000)]
-    write_pair(str(tmp_path / "t"), documents, np.dtype("<u2"))
-    for ending in (".bin", ".idx"):
-        storage.upload(f"{tmp_path}/t{ending}", f"s3://bucket/tokens/t{ending}")
-    size, requests = os.path.getsize(f"{tmp_path}/t.bin"), []
-    server.fault = lambda method, path: requests.append(path)
-    tokens = TokenDocuments("s3://bucket/tokens")
-    assert all(np.array_equal(tokens[i], documents[i]) for i in range(len(documents)))
-    n_blocks = -(-size // 2**20)
-    assert n_blocks <= sum("t.bin" in path for path in requests) <= n_blocks + 4

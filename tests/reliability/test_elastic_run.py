@@ -11,25 +11,19 @@ from tests.reliability.pods import Pods
 from tests.unit.cluster.printed import documents
 from torchtitan.cluster.engines import STOPPED
 
+pytestmark = pytest.mark.slow
 SECONDS = 240  # to wait for anything, on a busy machine
 SETTINGS = """
 [training]
 dataset = "local"
-steps = 5000
-seq_len = 256
-local_batch_size = 1
 global_batch_size = 6
-
 [metrics]
 enable_jsonl = true
-
 [checkpoint]
 enable = true
 interval = 5
 keep_latest_k = 3
 """
-
-
 FLAGS = [*jobs.TINY_JOB, "--training.steps=5000", "--training.seq_len=256"]  # the last one counts
 
 
@@ -45,6 +39,12 @@ def started_pods(tmp_path, engine, nodes, *more):
     for index in range(spec["replicatedJobs"][0]["template"]["spec"]["completions"]):
         pods.start(index)
     return pods
+
+
+def stop(pods):
+    for process in pods.processes.values():
+        process.send_signal(signal.SIGTERM)  # as the kubelet does when the machine is drained
+    assert {process.wait(SECONDS) for process in pods.processes.values()} == {STOPPED}
 
 
 def wait_for(is_true, pods):
@@ -66,7 +66,6 @@ def newest_step(folder):
     return max((step for step, _ in jobs.logged_steps(folder / "outputs")), default=0)
 
 
-@pytest.mark.slow
 def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(tmp_path):
     pods = started_pods(tmp_path, "jobset", "2:3")
 
@@ -86,9 +85,7 @@ def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(tm
         after_loss = steps_on(2, 12)
         pods.start(2)
         after_return = steps_on(3, 12)
-        for process in pods.processes.values():
-            process.send_signal(signal.SIGTERM)
-        assert [p.wait(SECONDS) for p in pods.processes.values()] == [STOPPED] * 3
+        stop(pods)
     finally:
         pods.kill_all()
     assert starts(pods.volume) == [3, 2, 3]
@@ -98,11 +95,8 @@ def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(tm
     last = newest_step(pods.volume)
     unbroken = tmp_path / "unbroken"
     files = [f"--job.config_file={tmp_path}/elastic.toml", f"--job.dump_folder={unbroken}"]
-    job = jobs.start([*files, *FLAGS], tmp_path / "one")
-    try:
+    with jobs.start([*files, *FLAGS], tmp_path / "one") as job:
         jobs.wait_until(lambda: len(jobs.logged_steps(unbroken)) > last, job, SECONDS)
-    finally:
-        job.kill()
     expected = dict(jobs.logged_steps(unbroken))
     found = jobs.logged_steps(pods.volume / "outputs")
     assert {step for step, _ in found} == set(range(1, last + 1))
@@ -112,21 +106,18 @@ def test_three_agents_then_two_then_three_have_the_losses_of_the_unbroken_run(tm
         assert norm == pytest.approx(expected[step][1], rel=1e-3), step
 
 
-@pytest.mark.slow
 def test_two_pods_of_a_train_job_wait_for_the_one_that_leaves_and_end_with_codes(tmp_path):
     pods = started_pods(tmp_path, "kubernetes", 2)
     try:
         wait_for(lambda: newest_step(pods.volume) > 5, pods)
         leaves = pods.processes.pop(1)
-        leaves.send_signal(signal.SIGTERM)  # as the kubelet does when the machine is drained
+        leaves.send_signal(signal.SIGTERM)
         assert leaves.wait(SECONDS) == STOPPED
         saved = newest_step(pods.volume)
         assert pods.are_running()
         pods.start(1)
         wait_for(lambda: newest_step(pods.volume) > saved + 5, pods)
-        for process in pods.processes.values():
-            process.send_signal(signal.SIGTERM)
-        assert [p.wait(SECONDS) for p in pods.processes.values()] == [STOPPED] * 2
+        stop(pods)
     finally:
         pods.kill_all()
     steps = [step for step, _ in jobs.logged_steps(pods.volume / "outputs")]
@@ -134,7 +125,6 @@ def test_two_pods_of_a_train_job_wait_for_the_one_that_leaves_and_end_with_codes
     assert starts(pods.volume) == [2, 2]
 
 
-@pytest.mark.slow
 def test_pods_whose_data_are_missing_end_with_the_code_that_fails_the_job(tmp_path):
     missing = "--training.dataset_path=/none.json"
     pods = started_pods(tmp_path, "kubernetes", 2, missing)

@@ -18,7 +18,7 @@ RL_JOB = jobs.flags_in("""
 LONG_JOB = [*stop_anywhere.JOB, "--training.steps=1000", "--checkpoint.interval=1000"]
 
 
-def start_process(arguments, module="torchtitan.train", **options):
+def start_process(arguments, module="torchtitan.train"):
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=jobs.ROOT,
@@ -26,7 +26,6 @@ def start_process(arguments, module="torchtitan.train", **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        **options,
     )
 
 
@@ -35,20 +34,15 @@ def test_run_of_two_ranks_survives_an_instant_drawn_at_random(kind, tmp_path):
     assert stop_anywhere.run(kind, trials=1, ranks=2, seed=1, folder=tmp_path) == 0
 
 
-def start_under_torchrun(dump_folder):
+@pytest.mark.slow
+def test_ranks_of_torchrun_save_when_it_is_told_to_end_though_data_workers_hear_it_too(tmp_path):
     launcher = start_process(
         ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        + ["-m", "torchtitan.train", *LONG_JOB, f"--job.dump_folder={dump_folder}"]
+        + ["-m", "torchtitan.train", *LONG_JOB, f"--job.dump_folder={tmp_path}"]
         + ["--training.dataloader.num_workers=1"],
         "torch.distributed.run",
     )
-    jobs.wait_until(lambda: len(stop_anywhere.losses(dump_folder)) >= 2, None, TIMEOUT_SECONDS)
-    return launcher
-
-
-@pytest.mark.slow
-def test_ranks_of_torchrun_save_when_it_is_told_to_end_though_data_workers_hear_it_too(tmp_path):
-    launcher = start_under_torchrun(tmp_path)
+    jobs.wait_until(lambda: len(stop_anywhere.losses(tmp_path)) >= 2, None, TIMEOUT_SECONDS)
     launcher.terminate()
     output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)
     assert stop_anywhere.whole_steps(tmp_path) == [max(stop_anywhere.losses(tmp_path))], output
@@ -57,13 +51,10 @@ def test_ranks_of_torchrun_save_when_it_is_told_to_end_though_data_workers_hear_
 
 def test_rl_run_saves_and_ends_when_told_to(tmp_path):
     arguments = [*RL_JOB, f"--job.dump_folder={tmp_path}"]
-    job = jobs.start(arguments, tmp_path / "logs", module="torchtitan.rl.train", ranks=2)
-    try:
+    with jobs.start(arguments, tmp_path / "logs", module="torchtitan.rl.train", ranks=2) as job:
         jobs.wait_until(lambda: "step:  1/" in job.output(), job, TIMEOUT_SECONDS)
         job.send(signal.SIGTERM, rank=1)
         outcome = job.wait()
-    finally:
-        job.kill()
     assert outcome.exit_codes == [0, 0], outcome.output
     assert "SIGTERM came to rank 1" in outcome.output
     assert len(stop_anywhere.whole_steps(tmp_path)) == 1
@@ -80,13 +71,10 @@ def last_step(output):
     return max(map(int, re.findall(r"step: +(\d+)/", output)), default=0)
 
 
-@pytest.mark.parametrize(
-    "is_told_to_end",
-    [
-        pytest.param(False, id="killed", marks=pytest.mark.slow),
-        pytest.param(True, id="told to end"),
-    ],
-)
+KILLED = pytest.param(False, id="killed", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("is_told_to_end", [KILLED, pytest.param(True, id="told to end")])
 def test_rl_run_with_ranks_that_generate_saves_its_last_step(is_told_to_end, tmp_path):
     """Whether one of them is killed, or the whole job is told to end; and the run goes on.
 
@@ -97,8 +85,7 @@ def test_rl_run_with_ranks_that_generate_saves_its_last_step(is_told_to_end, tmp
         f"rl.async_steps={2 if is_told_to_end else 0}"
     )
     options = {"module": "torchtitan.rl.train", "ranks": 4}
-    job = jobs.start(arguments, tmp_path / "logs", **options)
-    try:
+    with jobs.start(arguments, tmp_path / "logs", **options) as job:
         jobs.wait_until(lambda: last_step(job.output()) >= 4, job, TIMEOUT_SECONDS)
         for rank in range(4) if is_told_to_end else [3]:
             job.send(signal.SIGTERM if is_told_to_end else signal.SIGKILL, rank=rank)
@@ -112,8 +99,6 @@ def test_rl_run_with_ranks_that_generate_saves_its_last_step(is_told_to_end, tmp
             for rank, output in enumerate(outcome.outputs[:3]):
                 (line,) = [line for line in output.splitlines() if "error:" in line]
                 assert f"rank {rank} ends because rank 3 ended without a message" in line
-        job = jobs.start(arguments, tmp_path / "logs", **options)
+    with jobs.start(arguments, tmp_path / "logs", **options) as job:
         jobs.wait_until(lambda: last_step(job.output()) >= last + 4, job, TIMEOUT_SECONDS)
         assert f"training starts at step {last + 1}" in job.output()
-    finally:
-        job.kill()

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from typing import Any
 
-# Mesh axes whose collectives block the next operator; those of other axes can overlap computation.
+# Mesh axes whose collectives block the next operator; other axes' collectives can overlap computation.
 IN_LINE = ("tp", "cp", "ep", "etp")
 
 
@@ -68,8 +68,8 @@ def bound_of(estimate: Any, machine: Machine) -> Bound:
 
 
 def depths_of(config: Any) -> tuple[int, int] | None:
-    """Return two numbers of layers: a step is estimated at both, and extrapolated linearly to the model's number.
-    Both numbers fill the stages of a pipeline evenly, and keep the model's proportions of the kinds of layers.
+    """Return two depths (numbers of layers) from which a step is extrapolated linearly to the model's depth.
+    Both depths fill the stages of a pipeline evenly, and have the kinds of layers in the model's proportions.
     None if the config itself assigns the layers to stages, or if the kinds of layers do not repeat.
     """
     # Imported here, because these modules import torch, which has to wait for `prepare_device`.
@@ -85,10 +85,10 @@ def depths_of(config: Any) -> tuple[int, int] | None:
     pp = parallelism.pipeline_parallel_degree
     option = config.activation_checkpoint.selective_ac_option
     is_by_layers = config.activation_checkpoint.mode == "selective" and option.isdigit()
-    # Recomputation and kinds of layers repeat every `period` layers.
+    # The pattern of recomputed layers and of kinds of layers repeats every `period` layers.
     period = math.lcm(int(option) if is_by_layers else 1, n_types)
     if pp == 1:
-        # The first layers may differ from the others, and odd layers from even ones.
+        # At least 4, because the first layers may differ from later layers, and odd from even layers.
         low = n_types * -(-4 // n_types)
         return low, low + math.lcm(2, period)
     if parallelism.pipeline_parallel_layers_per_stage or parallelism.module_fqns_per_model_part:

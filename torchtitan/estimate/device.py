@@ -322,7 +322,7 @@ def patch_cuda() -> None:
         "device": lambda device: contextlib.nullcontext(),
     }.items():
         setattr(torch.cuda, name, value)
-    # Other classes than torch.cuda's, because the compiler has a handler for each class.
+    # Not torch.cuda's classes, because the compiler has a handler for each class.
     torch.Stream = type("Stream", (stream_class,), {})
     torch.Event = type("Event", (Event,), {})
     torch.accelerator.empty_host_cache = lambda: None
@@ -334,4 +334,5 @@ def patch_cuda() -> None:
         backend and backend.replace("nccl", "fake"), *args, **kwargs
     )
     FakeTensorMode.avoid_device_init = True
-    torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(device="cuda") bypasses fake mode
+    # Otherwise torch.tensor(device="cuda") bypasses fake mode.
+    torch._C._set_only_lift_cpu_tensors(True)

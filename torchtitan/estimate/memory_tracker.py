@@ -1,6 +1,6 @@
 """Counts the bytes of live tensors by kind: parameters, gradients, optimizer state, other.
 
-Works on real tensors and on fake ones, which have a size but no memory. Counts only what torch
+Works on real and on fake tensors; fake tensors have a size but no memory. Counts only what torch
 allocates for tensors, without scratch memory of kernels and rounding of the allocator.
 """
 
@@ -94,7 +94,7 @@ class MemoryTracker(OperatorMode):
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.device.type == self.device_type:
                 self._count(value.untyped_storage())
-        # Scratch memory inside our own operators.
+        # Add the scratch memory that our own operators allocate and free.
         name = getattr(func, "_opname", "")
         inside = 0
         if name == "nf4_mm" and result.device.type == self.device_type:

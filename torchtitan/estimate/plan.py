@@ -77,7 +77,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """estimate: `StepEstimate` of the rank with the highest peak memory. bound: that of the slowest rank."""
+    """estimate: `StepEstimate` of the rank with the highest peak memory. bound: the slowest rank's `Bound`."""
 
     layout: Layout
     rows_at_once: int
@@ -96,7 +96,7 @@ def layouts(config: Any, n_gpus: int, gpus_per_node: int, global_rows: int) -> I
             if global_rows % dp:
                 continue
             for replicas in {1, max(1, dp * tp * cp // gpus_per_node)}:
-                # Replicas pay off if each replica stays within a node.
+                # Replicas save time only if each replica fits in a node.
                 if dp % replicas == 0:
                     yield Layout(replicas, dp // replicas, tp, pp, cp, global_rows // dp)
 
@@ -106,7 +106,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def least_states(n_bytes: int, layout: Layout) -> float:
-    """Return a rank's share of the model's `n_bytes` of states, as if all stages had equally many parameters."""
+    """Return a rank's share of the model's `n_bytes` of states, if all stages have equal sizes."""
     return n_bytes / (layout.shards * layout.cp * layout.tp * layout.pp)
 
 
@@ -136,7 +136,7 @@ def plan_of(
     most = 1 + int((usable - one[0].peak) / growth)
     for rows in reversed([n for n in _divisors(layout.rows) if n <= most]):
         found = {1: one, 2: two}.get(rows) or fullest_first(rows)
-        if found[0].peak <= usable:  # the peak may grow faster than from one row to two
+        if found[0].peak <= usable:  # not certain, because `most` assumes linear growth
             break
     return rows, found
 
@@ -214,7 +214,7 @@ def main() -> None:
 
     tried, plans = 0, []
     candidates = list(layouts(base, args.gpus, machine.gpus_per_node, global_rows))
-    # Low tensor and pipeline degrees first: with high degrees ranks wait most for each other.
+    # Low tensor and pipeline degrees first, because ranks with high degrees wait for each other most.
     candidates.sort(key=lambda layout: (layout.tp * layout.pp, layout.replicas))
     for layout in candidates:
         states = least_states(states_of_model, layout)

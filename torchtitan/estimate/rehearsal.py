@@ -73,7 +73,7 @@ class Rehearsal(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # else the compiler refuses to compile in this mode
+        return True  # otherwise the compiler refuses to compile in this mode
 
     def forget(self) -> None:
         """Reset the counts."""
@@ -248,7 +248,7 @@ def rehearsing() -> Iterator[Rehearsal]:
             run(thread)
 
     def list_as_a_whole(tensor: torch.Tensor) -> Any:
-        """Copy a fake CUDA tensor to the host in one piece, as for a real one; torch would read each number."""
+        """Copy a CUDA tensor to the host at once, as torch does unless the tensor is fake."""
         if not tensor.is_cuda:
             mode.check_arrival(tensor)
         return tolist(tensor.cpu() if tensor.is_cuda else tensor)
@@ -273,9 +273,9 @@ def rehearsing() -> Iterator[Rehearsal]:
 
 
 class _Uses:
-    """When each stream last wrote to a storage, and last used it: stream id -> its own clock at that time.
+    """When each stream last wrote to a storage and last used it: stream id -> the stream's tick.
 
-    The weak reference keeps another storage from getting the same address.
+    While the weak reference lives, no other storage gets the same address.
     """
 
     __slots__ = ("reference", "writes", "uses")

@@ -161,7 +161,7 @@ def estimate_from_depths(
 
 
 def bytes_of_states(job_config: JobConfig) -> int:
-    """Return the whole model's bytes of parameters, and of gradients and two moments of trained parameters.
+    """Return the bytes of the model's parameters, plus gradients and two moments of the trained parameters.
 
     Counted after the model's conversion. Raises ConfigError for an unknown model.
     """
@@ -219,9 +219,9 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
     with tracker, counter:
         for phase in _run_step(engine):
             peaks[phase] = max(peaks[phase], tracker.peak.total())
-            most |= tracker.most  # the maximum of each kind
+            most |= tracker.most  # keeps the larger value of each kind
             tracker.reset_peak()
-            # All microbatches but the last count as much as the first.
+            # The first microbatch stands for all but the last.
             is_first = not total.flops
             times = max(1, n_microbatches - 1) if is_first else 1
             total = combined(total, counter.take(), 1, times)
@@ -266,8 +266,8 @@ def _waits_of(rehearsal: Any) -> Counter[str]:
 
 
 def _axes_of_groups(engine: TrainingEngine) -> dict[tuple[str, str], str]:
-    """See `StepCounter`. Axes with the same ranks may share a group, such as cp and fsdp without data parallelism.
-    Then the namespace decides: FSDP and pipelines call "c10d" operators, other axes "_c10d_functional" ones."""
+    """Return the `axis_of_group` of `StepCounter`. Axes of the same ranks may share a group, for example cp and
+    fsdp. Then the namespace decides: FSDP and pipelines call "c10d" operators, other axes "_c10d_functional"."""
     meshes = engine.parallel_dims.get_all_one_dimensional_meshes()
     orders = {
         "c10d": ["efsdp", "fsdp", "dp_replicate", "pp", "tp", "cp", "ep", "etp", "batch", "loss"],
@@ -343,7 +343,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _config_to_estimate(job_config: JobConfig) -> JobConfig:
-    """Return a copy of the config that runs without devices, files and the values of tensors."""
+    """Return a copy of the config that runs without devices, files or tensor values."""
     if job_config.training.enable_cpu_offload:
         raise ConfigError(
             "the memory of training.enable_cpu_offload = true cannot be estimated: what is on the "

@@ -72,7 +72,7 @@ class StepCounts:
 def combined(a: Any, b: Any, times_a: float, times_b: float) -> Any:
     """Return times_a * a + times_b * b, of numbers or of all numbers in dicts and dataclasses."""
     if isinstance(a, dict):
-        result = copy.copy(a)  # a copy keeps the default for missing keys
+        result = copy.copy(a)  # a copied defaultdict keeps its default for missing keys
         for key in {*a, *b}:
             result[key] = combined(a[key], b[key], times_a, times_b)
         return result
@@ -103,7 +103,7 @@ class StepCounter(OperatorMode):
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         namespace = getattr(func, "namespace", "")
         if namespace == "torchtitan" and "reduce_scatter" in func.name():
-            namespace = "_c10d_functional"  # our reduce-scatter on the CPU is an all-to-all
+            namespace = "_c10d_functional"  # our reduce-scatter for CPUs is an all-to-all
         if namespace in ("c10d", "_c10d_functional"):
             self._count_collective(namespace, func, args, result)
         else:

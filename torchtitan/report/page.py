@@ -27,7 +27,7 @@ MAX_CURVES = 60
 MAX_EVENTS = 500
 MAX_SETTINGS = 500
 LONGEST_TEXT = 800  # characters of a message or sample
-SECONDS_OF_SILENCE = 600  # after which an unfinished run counts as dead
+SECONDS_OF_SILENCE = 600  # silence after which an unfinished run counts as dead
 
 # (panel, metric, label of the curve); torchtitan.callbacks.metrics and torchtitan.rl name the metrics
 PANELS = [

@@ -64,7 +64,7 @@ class Run:
         return points
 
     def first_steps(self) -> dict[int, int]:
-        """Return start -> its first step: the one after its event "training", or the lowest logged step."""
+        """Return start -> its first step: the step after its event "training", or the lowest logged step."""
         first, ended = {}, -math.inf
         for start, points in self.points().items():
             began = [

@@ -52,7 +52,7 @@ class Kit:
 
 
 class Check(NamedTuple):
-    """function: called with a `Kit` and the case. min_ranks: with fewer ranks, the check is skipped."""
+    """function: called with a `Kit` and `*case`. min_ranks: with fewer ranks, the check is skipped."""
 
     function: Callable[..., None]
     min_ranks: int = 1
@@ -100,7 +100,7 @@ def global_state() -> dict[str, Any]:
 
 
 def guest_leaves_what_it_found(kit: Kit) -> None:
-    """The engine uses the caller's process group, and leaves it, process state and config unchanged."""
+    """The engine uses the caller's process group; group, process state and config stay unchanged."""
     group, before = dist.group.WORLD, global_state()
     torch.manual_seed(11)
     random_state = torch.get_rng_state()
@@ -110,7 +110,7 @@ def guest_leaves_what_it_found(kit: Kit) -> None:
         assert engine.parallel_dims.world_size == kit.world_size
         assert torch.equal(torch.get_rng_state(), random_state)
         run_step(engine, make_documents(10))
-    engine.close()  # may come twice
+    engine.close()  # a second close does nothing
     assert job.to_dict() == given
     assert dist.is_initialized() and dist.group.WORLD is group
     for name, after in global_state().items():

@@ -53,7 +53,7 @@ AttentionFunction = Callable[..., Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and the gradient of the output
 # For each row, the (start, end) of its documents; every padding token counts as one document.
 Spans = list[list[tuple[int, int]]]
-# For each document of trees: (row, columns from the root to its end, how many of them are of its ancestors).
+# For each document of trees: (row, columns from the root to the document's end, number of ancestors' columns).
 Branches = list[tuple[int, list[int], int]]
 
 
@@ -95,7 +95,7 @@ def run_alone(inputs: Inputs, spans: Spans) -> list[Tensor]:
 
 
 def run_branches_alone(inputs: Inputs, branches: Branches) -> list[Tensor]:
-    """As `run_alone`, with one call per branch, from the root to the end of the document."""
+    """As `run_alone`, with one call per branch: the tokens from the root to the document's end."""
     q, k, v, grad_out = (x.detach() for x in inputs)
     results = [torch.zeros_like(x) for x in (q, q, k, v)]
     for row, columns, n_before in branches:
@@ -122,7 +122,7 @@ def problems_of(
     alone: list[Tensor],
     tolerance: float,
 ) -> list[str]:
-    """Return a message per kernel whose results differ from `alone`, those of each document or branch."""
+    """Return a message per kernel whose results differ from `alone`: documents or branches computed alone."""
     problems = []
     for name, kernel in kernels.items():
         packed = run_packed(kernel, inputs, *documents)
@@ -299,7 +299,8 @@ def check_recurrent_packing(
 
     problems = []
     exact = copy.deepcopy(layer).double()
-    with mock.patch.object(Tensor, "float", Tensor.double):  # routers would compute in fp32
+    # Routers convert to fp32 by `float`; in this comparison they must not.
+    with mock.patch.object(Tensor, "float", Tensor.double):
         packed = run_layer(exact, x.double(), mask, grad_out.double())
         alone = run_layer_alone(exact, x.double(), spans, grad_out.double())
     names = ["output", "gradient of the input", *(name for name, _ in layer.named_parameters())]
@@ -400,7 +401,7 @@ def _randomize(module: Any) -> Any:
 
 
 def certify(checks: dict[str, Callable[[int], tuple[list[str], int]]], args: Any) -> Counter[str]:
-    """Return name -> number of documents checked, and "packings"; on problems, print them and exit with 1.
+    """Return the number of documents that each check checked, and of "packings"; exit with 1 on a problem.
 
     checks: name -> function of the packing's index, which returns (problems, number of documents).
     """

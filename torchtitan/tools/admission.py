@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 SECRET_BYTES = 32
 _SECONDS_TO_GREET = 30
-_MOST_STRANGERS = 64  # limit of open unauthenticated connections, beyond the expected ones
+_MOST_STRANGERS = 64  # most unauthenticated connections, besides one per expected program
 
 
 def digest_of(secret: bytes) -> str:

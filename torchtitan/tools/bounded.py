@@ -97,9 +97,9 @@ class _Process:
         self._at_exit = Finalize(self, self._end, exitpriority=10)
 
     def _end(self) -> str:
-        """Kill the process if it is still running; return why it ended."""
+        """Kill the worker process if it is still running; return why it ended."""
         process, self._process = self._process, None
-        if process is None:  # this process exits, and its at-exit handler has ended the other one
+        if process is None:  # this process exits: its at-exit handler has ended the worker
             return "this process ends"
         self._pipe.close()
         self._at_exit.cancel()
@@ -110,7 +110,7 @@ class _Process:
         return f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
 
 
-_processes: dict[int, _Process] = {}  # process id -> its process for calls
+_processes: dict[int, _Process] = {}  # process id -> worker process of that process
 
 
 def _answer_calls(file: int) -> None:

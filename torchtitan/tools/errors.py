@@ -36,7 +36,7 @@ class LostConnectionError(RunError):
 
 
 def as_run_error(error: BaseException, config: Any) -> BaseException:
-    """Return a RunError that says what happened and what to do, or `error` itself if not recognised.
+    """Return a RunError that says what happened and what to do; `error` itself if it is not recognised.
 
     config: the run's JobConfig, whose values the message names.
     """

@@ -53,7 +53,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def regular_file(path: str | os.PathLike[str]) -> Any:
-    """Return what a library can open: `path`, or a file object if `path` is an address.
+    """Return `path`, or a file object if `path` is an address, for a library that opens it.
 
     Raises OSError for a path that `open_file` refuses.
     """

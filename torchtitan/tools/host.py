@@ -43,7 +43,7 @@ def engines() -> list[Any]:
 
 
 def at_last_move_out(at_close: Callable[[], None]) -> None:
-    """Call `at_close` when the last engine is closed. Does nothing if there is no engine now."""
+    """Call `at_close` when the last engine is closed; never, if there is no engine now."""
     if _engines:
         _at_close_calls.callback(at_close)
 

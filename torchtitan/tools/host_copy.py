@@ -39,7 +39,7 @@ def remember_host(copy: Tensor, source: Tensor) -> Tensor:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Return the host tensor that x was copied from; x if it is unknown, or if a tensor has changed."""
+    """Return the host tensor that x was copied from; x if that is unknown or either was written to since."""
     known = getattr(x, "host_source", None)
     if known is None:
         return x

@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
     # address that the running agents published only in their first round.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     start, wait = PContext.start, PContext.wait
-    ended: list[ChildFailedError] = []  # the failure after which this node does not start again
+    ended: list[ChildFailedError] = []  # the ranks' failure after a signal
 
     def start_and_remember(self: "PContext") -> None:
         if _passed_on:  # the signal came while torchrun was between two attempts
@@ -105,7 +105,7 @@ def _pass_on(number: int, _frame: Any) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
             has_rank = True
-    if not has_rank:  # torchrun waits for other nodes
+    if not has_rank:  # torchrun is waiting for other nodes
         end_now(number, f"{signal.Signals(number).name}: the run ends between two attempts")
 
 

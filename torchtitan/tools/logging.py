@@ -76,7 +76,7 @@ def saying_once_per(memory: set[Any]) -> Iterator[None]:
 
 
 def already_said() -> set[Any]:
-    """Return the messages that `warn_once` has logged: in an engine's calls, those of the engine only."""
+    """Return the messages that `warn_once` has logged for the current engine, or else for the process."""
     return _said.get()
 
 

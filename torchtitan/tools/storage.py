@@ -26,9 +26,9 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-READ_SECONDS = 20.0  # how long a call on an address is retried after it first fails
+READ_SECONDS = 20.0  # how long a call is retried after its first failure
 UPLOAD_SECONDS = 600.0  # uploads are retried for longer, because training continues meanwhile
-_LONG_ATTEMPTS = 3  # how many attempts longer than these times may restart the retry time
+_LONG_ATTEMPTS = 3  # how often an attempt longer than that restarts the time
 _BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a cached block, number of blocks that a process caches
 _STREAM_BUFFER = 8 * 2**20
 _FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights
@@ -42,7 +42,7 @@ class StorageError(OSError, RunError):
 
 
 class Stat(NamedTuple):
-    """A file's size, and its version: the time of change, or an object's ETag or time, a str."""
+    """A file's size and version: the modification time on a disk, an object's ETag or time as a str."""
 
     st_size: int
     st_mtime_ns: Any
@@ -81,15 +81,15 @@ def resolve(address: str) -> tuple[Any, str]:
 def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = None) -> T:
     """Return `work(file system, path)`, retried for `seconds` (None: `READ_SECONDS`) after a failure.
 
-    An attempt longer than `seconds` is most often a large transfer that was cut off: the retry time begins
-    again. This happens at most `_LONG_ATTEMPTS` times, because a store that hangs makes long attempts, too.
+    An attempt longer than `seconds` is usually a large transfer that was cut off, so it restarts the retry
+    time, but at most `_LONG_ATTEMPTS` times: attempts on a store that hangs are long, too.
     """
     file_system, path = resolve(address)
     seconds, deadline, n_long = seconds or READ_SECONDS, math.inf, 0
     while True:
         start = time.monotonic()
         try:
-            file_system.invalidate_cache()  # some stores remember listings in any case
+            file_system.invalidate_cache()  # some stores ignore use_listings_cache=False
             return work(file_system, path)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             # Keep the class, which callers catch, and add the address, which some stores leave out.
@@ -185,8 +185,8 @@ def find(address: str) -> dict[str, Stat]:
         found = {}
         for name, about in fs.find(root, detail=True).items():
             if not name.startswith(root):
-                raise ValueError(f"{name} is listed, which is not below {root}")
-            if name[-1] != "/":  # some tools make such an object for an empty folder
+                raise ValueError(f"the store lists {name}, which is not below {root}")
+            if name[-1] != "/":  # some tools write an object "folder/" for an empty folder
                 found[name[len(root) :].lstrip("/")] = _stat(about)
         return found
 
@@ -217,7 +217,7 @@ def check_writable(address: str) -> None:
 
 
 def delete(path: str) -> None:
-    """Remove a file. A file that is missing at an address is no error."""
+    """Remove a file. At an address, a missing file is ignored."""
     if not is_address(path):
         os.unlink(path)
         return
@@ -255,7 +255,7 @@ def sweep(address: str) -> None:
 
     try:
         _call(address, work)
-    except OSError as error:  # few users may do this; a lifecycle rule of the bucket can do it, too
+    except OSError as error:  # few users have the permission; a bucket's lifecycle rule works, too
         logger.warning(f"cannot remove unfinished uploads below {address}: {error.strerror}")
 
 
@@ -268,7 +268,7 @@ def _block(address: str, found: Stat, number: int) -> bytes:
 
 
 def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
-    """Return the bytes of each range (path, start, end). All paths are on disks, or all at one store."""
+    """Return the bytes of each range (path, start, end). The paths are all on disks or all at one store."""
     if not ranges or not is_address(ranges[0][0]):
         return [_bytes_at(*part) for part in ranges]
     addresses, starts, ends = map(list, zip(*ranges, strict=True))
@@ -382,7 +382,7 @@ def fetched(path: str, has_weights: bool = True) -> str:
 
     os.makedirs(os.path.dirname(copy), exist_ok=True)
     with open_file(f"{copy}.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the machine fetches, others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process per machine fetches, and the others wait
         if not os.path.isdir(copy):
             size = sum(found.st_size for found in files.values())
             logger.info(f"copying {path} ({size / 2**30:.2f} GiB) to {copy}")

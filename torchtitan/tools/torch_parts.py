@@ -1,7 +1,7 @@
 """Access to the private parts of torch that this package uses; other modules use no private names.
 
-A part is a function, class, method, field or module of torch. Each row of the table below names a part; the
-attribute of this name imports and returns the part. A method or field becomes a function of its object:
+A part is a function, class, method, field or module of torch. Each row of the table below names a part; this
+module's attribute of that name imports and returns it. A method or field becomes a function of its object:
 `torch_parts.version_of(x)`. If the installed torch lacks a part, a RunError names the feature, the part, the
 torch version and a remedy. `check` raises this error at start-up for the features that a job uses.
 """
@@ -24,7 +24,7 @@ _FIRST, *_, _LAST = map(minor_version, TESTED)
 
 
 class Feature(NamedTuple):
-    title: str  # what error messages call the feature
+    title: str  # name of the feature in error messages
     otherwise: str  # what to do if torch lacks a part of the feature
 
 
@@ -243,7 +243,7 @@ def attribute(name: str) -> str:
 
 
 def field_of(owner: Any, name: str) -> Any:
-    """Return `owner`'s attribute that is the part called `name`; None without it. Imports nothing."""
+    """Return the value of the field called `name` on `owner`, or None. Imports nothing."""
     return getattr(owner, attribute(name), None)
 
 

@@ -52,7 +52,7 @@ class _Unpickler(pickle.Unpickler):
 def read_pickle(file: IO[bytes], names: Names, what: str) -> Any:
     """Return the object in `file`, a pickle that may name only the functions and classes in `names`.
 
-    Raises ValueError, whose message begins with `what`, if the pickle names others or is damaged.
+    Raises ValueError, whose message begins with `what`, if the pickle names anything else or is damaged.
     """
     # A pickle can set attributes of the classes that it names; restore the attributes afterwards.
     classes = [cls for cls in names.values() if isinstance(cls, type)]

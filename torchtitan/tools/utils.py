@@ -23,8 +23,8 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-# A test or a client can set a device type here. None: look for a device on each use. Looking on import
-# would start the CUDA driver even for a program that only needs a config.
+# Set by a test or client. None: look for a device on each use, because looking on import would start the
+# CUDA driver even for a program that only needs a config.
 device_type: str | None = None
 
 

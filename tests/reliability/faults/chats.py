@@ -35,21 +35,13 @@ def chats(*samples: Any, template: str | None = TEMPLATE, arguments: Sequence[st
     return arrange
 
 
-def second_chat(sample: Any):
-    return chats(CHAT, sample)
-
-
-def with_template(template: str | None, sample: Any = CHAT):
-    return chats(sample, template=template)
-
-
 FAULTS = {
-    "chat without an assistant's turn": second_chat({"messages": [QUESTION]}),
+    "chat without an assistant's turn": chats(CHAT, {"messages": [QUESTION]}),
     "chat without an assistant's turn, read by one of two ranks": Fault(
         chats(CHAT, {"messages": [QUESTION]}), ranks=2
     ),
-    "unknown role": second_chat({"messages": [QUESTION, {"role": "assistent", "content": "four"}]}),
-    "chat under other keys": second_chat({"conversations": [QUESTION, ANSWER]}),
+    "unknown role": chats(CHAT, {"messages": [QUESTION, ANSWER | {"role": "assistent"}]}),
+    "chat under other keys": chats(CHAT, {"conversations": [QUESTION, ANSWER]}),
     "chat that is longer than a row": chats(
         CHAT, {"messages": [QUESTION, ANSWER | {"content": "four " * 40}]}
     ),
@@ -59,11 +51,11 @@ FAULTS = {
     "chat template that is not there": chats(
         CHAT, template=None, arguments=["--training.chat_template=/nowhere/chat.jinja"]
     ),
-    "chat template that is not Jinja": with_template("{% for message in messages %}"),
+    "chat template that is not Jinja": chats(CHAT, template="{% for message in messages %}"),
     "template that takes all memory": Fault(
         chats(CHAT, template=TEMPLATE + "{{ 'a' * 10**10 }}"), ranks=2
     ),
-    "template that fails": with_template(
-        TEMPLATE.replace("message.content", "message.content.upper(1)")
+    "template that fails": chats(
+        CHAT, template=TEMPLATE.replace("message.content", "message.content.upper(1)")
     ),
 }

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def tokenizer(files: dict[str, str | bytes]):
         return [f"--model.hf_assets_path={folder}/tokenizer"]
 
     return arrange
+
+
+def other_tokenizer(folder: Path) -> Path:
+    """Return a copy of the tokenizer that has two tokens in each other's place."""
+    copy = shutil.copytree(jobs.TOKENIZER, folder / "tokenizer")
+    content = json.loads((copy / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["od"], vocab["st"] = vocab["st"], vocab["od"]
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    return copy
 
 
 def _tokenizer_with_a_far_id() -> str:

@@ -1,35 +1,33 @@
 """Faults of ranks, of where they meet, and of processes that are told to end."""
 
-import json
-import shutil
 import socket
 from pathlib import Path
 from typing import Any
 
-from tests.reliability import jobs
 from tests.reliability.faults import SAVING, Fault
+from tests.reliability.faults.config import flags
+from tests.reliability.faults.data import other_tokenizer
 
 _BROKEN = "--experimental.custom_import=tests.reliability.broken"
-_PORT = 29_411
-
-
-def flags(*arguments: str):
-    return lambda folder: arguments
+PORT, PORT_IN_USE = 29_411, 29_412
 
 
 def rank_of_two(**others: str) -> dict[str, str | None]:
     """The environment of one rank whose peer is not there."""
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_PORT)}
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(PORT)}
     return {"WORLD_SIZE": "2"} | where | others
 
 
 _taken: list[socket.socket] = []
 
 
-def with_port_in_use(folder: Path) -> list[str]:
-    if not _taken:
-        _taken.append(socket.create_server(("", _PORT + 1)))
-    return ["--comm.init_timeout_seconds=1"]
+def at_port_in_use(rank: str) -> Fault:
+    def arrange(folder: Path) -> list[str]:
+        if not _taken:
+            _taken.append(socket.create_server(("", PORT_IN_USE)))
+        return ["--comm.init_timeout_seconds=1"]
+
+    return Fault(arrange, environment=rank_of_two(RANK=rank, MASTER_PORT=str(PORT_IN_USE)))
 
 
 _own_files: list[str] = []
@@ -37,15 +35,9 @@ _own_files: list[str] = []
 
 def with_own_files_on_rank_1(folder: Path) -> list[str]:
     (folder / "short.jsonl").write_text('{"text": "a text"}\n' * 3)
-    tokenizer = shutil.copytree(jobs.TOKENIZER, folder / "tokenizer")
-    content = json.loads((tokenizer / "tokenizer.json").read_text())
-    ids = content["model"]["vocab"]
-    one, other = sorted(ids, key=ids.get)[1500:1502]
-    ids[one], ids[other] = ids[other], ids[one]
-    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
     _own_files[:] = [
         f"--training.dataset_path={folder}/short.jsonl",
-        f"--model.hf_assets_path={tokenizer}",
+        f"--model.hf_assets_path={other_tokenizer(folder)}",
     ]
     return []
 
@@ -68,7 +60,7 @@ def alone(*arguments: str, **environment: str) -> Fault:
 def broken(what: str, *arguments: str, rank: int = 0, step: int | None = 2, **more: Any) -> Fault:
     """A job in which this goes wrong on a rank, after a step or on import."""
     environment = {"BROKEN": what, "BROKEN_RANK": str(rank)} | more.pop("environment", {})
-    environment |= {} if step is None else {"BROKEN_STEP": str(step)}
+    environment["BROKEN_STEP"] = None if step is None else str(step)
     return Fault(flags(_BROKEN, *arguments), environment=environment, **more)
 
 
@@ -78,12 +70,8 @@ FAULTS = {
         RANK="0", WORLD_SIZE="1", LOCAL_RANK="3", LOCAL_WORLD_SIZE="1"
     ),
     "half of torchrun's environment": Fault(flags(), environment={"RANK": "0", "WORLD_SIZE": "2"}),
-    "port in use": Fault(
-        with_port_in_use, environment=rank_of_two(RANK="0", MASTER_PORT=str(_PORT + 1))
-    ),
-    "port that another program has, and does not answer at": Fault(
-        with_port_in_use, environment=rank_of_two(RANK="1", MASTER_PORT=str(_PORT + 1))
-    ),
+    "port in use": at_port_in_use("0"),
+    "port that another program has, and does not answer at": at_port_in_use("1"),
     "wrong master address": alone(
         "--comm.init_timeout_seconds=2", RANK="1", MASTER_ADDR="nowhere.invalid"
     ),

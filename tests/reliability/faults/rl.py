@@ -33,7 +33,7 @@ FAULTS = {
     "reward function of other arguments": rl_job(reward=f"{REWARDS}:takes_one"),
     "module of rewards that is not there": rl_job(reward="no.such:reward"),
     "module of rewards that ends the process": rl_job(
-        reward="tests.reliability.hostile_module:reward"
+        reward="tests.reliability.broken:reward", environment={"BROKEN": "exit"}
     ),
     "reward function that is none": rl_job(reward=f"{REWARDS}:not_a_function"),
     "temperature that is not a number": rl_job("--rl.sampling.temperature=nan"),

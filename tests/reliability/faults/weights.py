@@ -36,8 +36,11 @@ def nothing_was_executed(folder: Path) -> None:
 # What is done to the newest step, which is the only one, and has no hashes.
 
 
-def resume(change: Callable[[Path], None]) -> Callable[[Path], list[str]]:
-    """Arranges a resume from a step that `change` was called with."""
+after_run = partial(Fault, after_run=True, check=nothing_was_executed)
+
+
+def resumed(change: Callable[[Path], object], ranks: int = 1) -> Fault:
+    """A run goes on from a step that `change` was called with."""
 
     def arrange(folder: Path) -> list[str]:
         hostile.keep_only(step_in(folder))
@@ -45,13 +48,13 @@ def resume(change: Callable[[Path], None]) -> Callable[[Path], list[str]]:
         change(step_in(folder))
         return [*SAVING, "--training.steps=6"]
 
-    return arrange
+    return after_run(arrange, ranks=ranks)
 
 
-def saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def with_entry(name: str, value: Any) -> Fault:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return resumed(lambda step: hostile.replace_entry(step, name, content.getvalue()))
 
 
 def plant(plant_in: Callable[..., None], *names: str) -> Callable[[Path], None]:
@@ -119,45 +122,35 @@ def tensor(begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
 ONE_TENSOR = ({"a": tensor(0, 4)}, bytes(4))
 
 
-resuming = partial(Fault, after_run=True, check=nothing_was_executed)
-
 FAULTS = {
     # Made to do harm
-    "resume from `.metadata` that executes code": resuming(
-        resume(plant(hostile.plant_in_metadata))
+    "resume from `.metadata` that executes code": resumed(plant(hostile.plant_in_metadata)),
+    "resume from a checkpoint with a hole": resumed(
+        lambda step: hostile.change_chunks(step, "output.weight", ([0, 0], [1024, 16]))
     ),
-    "resume from a checkpoint with a hole": resuming(
-        resume(lambda step: hostile.change_chunks(step, "output.weight", ([0, 0], [1024, 16])))
-    ),
-    "start from `.metadata` that executes code": resuming(start_from_hostile_step),
-    "conversion of `.metadata` that executes code": resuming(
+    "start from `.metadata` that executes code": after_run(start_from_hostile_step),
+    "conversion of `.metadata` that executes code": after_run(
         convert_hostile_step, module=TO_HF, whole_command=True
     ),
-    "generation from `.metadata` that executes code": resuming(
+    "generation from `.metadata` that executes code": after_run(
         generate_from_hostile_step, module=GENERATE, whole_command=True
     ),
-    "optimizer entry that executes code": resuming(resume(plant(hostile.plant_in_entry, LR))),
-    "data position that executes code": resuming(resume(plant(hostile.plant_in_position))),
-    "checkpoint that reads a file elsewhere": resuming(
-        resume(lambda step: hostile.redirect_files(step, "../../../secret"))
+    "optimizer entry that executes code": resumed(plant(hostile.plant_in_entry, LR)),
+    "data position that executes code": resumed(plant(hostile.plant_in_position)),
+    "checkpoint that reads a file elsewhere": resumed(
+        lambda step: hostile.redirect_files(step, "../../../secret")
     ),
-    "checkpoint file that is a link out of its folder": resuming(resume(link_out)),
+    "checkpoint file that is a link out of its folder": resumed(link_out),
     # Damaged checkpoints without hashes
-    "checkpoint file that is cut off": resuming(
-        resume(lambda step: os.truncate(step / "__0_0.distcp", 1000)), ranks=2
+    "checkpoint file that is cut off": resumed(
+        lambda step: os.truncate(step / "__0_0.distcp", 1000), ranks=2
     ),
-    "`.metadata` of something else": resuming(
-        resume(lambda step: (step / ".metadata").write_bytes(b"\x80\x04 no pickle"))
+    "`.metadata` of something else": resumed(
+        lambda step: (step / ".metadata").write_bytes(b"\x80\x04 no pickle")
     ),
-    "step counter that is a text": resuming(
-        resume(lambda s: hostile.replace_entry(s, "train_state.step", saved("many")))
-    ),
-    "data position of another dataset": resuming(
-        resume(
-            lambda s: hostile.replace_entry(
-                s, "dataloader.dp_rank_0", saved(pickle.dumps({"position": 7}))
-            )
-        )
+    "step counter that is a text": with_entry("train_state.step", "many"),
+    "data position of another dataset": with_entry(
+        "dataloader.dp_rank_0", pickle.dumps({"position": 7})
     ),
     # Safetensors and their index
     "safetensors file of an unknown kind of numbers": hf(

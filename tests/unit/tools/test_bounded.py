@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -32,12 +32,8 @@ def test_call_that_takes_too_long_ends_and_the_next_one_is_answered(monkeypatch)
     ):
         with pytest.raises(bounded.OutOfBoundsError, match=r"^it takes more than (0\.5 s|1 GiB)"):
             bounded.call(function, *arguments)
-        assert bounded.call(MATCHES, ["b", "a.", ".*"], ["aa", "b", "", "\n"]) == [
-            "a.",
-            "b",
-            ".*",
-            None,
-        ]
+        found = bounded.call(MATCHES, ["b", "a.", ".*"], ["aa", "b", "", "\n"])
+        assert found == ["a.", "b", ".*", None]
 
 
 def test_call_that_takes_too_much_memory_ends():
@@ -69,22 +65,14 @@ def test_interrupted_call_answers_no_other_one(monkeypatch):
 
 
 def test_threads_and_forks_get_their_own_answers():
-    answers = {}
+    def sums(i):
+        return [bounded.call("operator:add", i, n) - n for n in range(20)]
 
-    def add(i):
-        answers[i] = [bounded.call("operator:add", i, n) - n for n in range(20)]
-
-    threads = [threading.Thread(target=add, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == {i: [i] * 20 for i in range(4)}
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(sums, range(4))] == [[i] * 20 for i in range(4)]
 
     started = time.monotonic()
-    if (
-        holder := os.fork()
-    ) == 0:  # holds the pipe, as a data worker does until its parent has ended
+    if (holder := os.fork()) == 0:  # holds the pipe, as a data worker does
         time.sleep(600)
     bounded._processes[os.getpid()]._end()
     os.kill(holder, signal.SIGKILL)

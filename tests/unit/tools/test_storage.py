@@ -27,18 +27,9 @@ def put(address: str, content: bytes) -> None:
     fsspec.filesystem("memory").pipe_file(address, content)
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("s3://b/x", True),
-        ("hf://datasets/a/b", True),
-        ("/a//b", False),
-        ("./x:y", False),
-        ("", False),
-    ],
-)
-def test_address_begins_with_a_scheme(path, expected):
-    assert storage.is_address(path) is expected
+def test_address_begins_with_a_scheme():
+    addresses, paths = ("s3://b/x", "hf://datasets/a/b"), ("/a//b", "./x:y", "")
+    assert all(map(storage.is_address, addresses)) and not any(map(storage.is_address, paths))
 
 
 def test_paths_on_a_disk_import_no_fsspec(tmp_path):
@@ -70,9 +61,9 @@ class Store:
     It has its own clock: each failure takes `seconds`, and sleeping does not wait.
     """
 
-    def __init__(self, *errors: Exception, seconds: float = 0.0) -> None:
-        self.errors = [*errors]
-        self.seconds, self.time = seconds, 0.0
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self.seconds, self.time = 0.0, 0.0
 
     def monotonic(self) -> float:
         return self.time
@@ -89,10 +80,17 @@ class Store:
         return {"type": "file", "size": 1}
 
 
-def test_busy_store_is_asked_again_until_the_time_is_over(monkeypatch):
-    store = Store(OSError("SlowDown"), ConnectionResetError("lost"))
+@pytest.fixture
+def store(monkeypatch):
+    """The store of every address."""
+    store = Store()
     monkeypatch.setattr(storage, "time", store)
     monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
+    return store
+
+
+def test_busy_store_is_asked_again_until_the_time_is_over(store):
+    store.errors = [OSError("SlowDown"), ConnectionResetError("lost")]
     assert storage.stat("s3://b/x").st_size == 1
     store.errors, store.time = [OSError("SlowDown")] * 99, 0.0
     with pytest.raises(RunError, match=r"does not answer \(OSError: SlowDown\): 's3://b/x'"):
@@ -101,10 +99,8 @@ def test_busy_store_is_asked_again_until_the_time_is_over(monkeypatch):
     assert 90 < len(store.errors) < 99
 
 
-def test_transfer_that_takes_longer_than_retries_is_retried_three_times(monkeypatch):
-    store = Store(*[ConnectionResetError("lost")] * 3, seconds=storage.READ_SECONDS + 5)
-    monkeypatch.setattr(storage, "time", store)
-    monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
+def test_transfer_that_takes_longer_than_retries_is_retried_three_times(store):
+    store.errors, store.seconds = [ConnectionResetError("lost")] * 3, storage.READ_SECONDS + 5
     assert storage.stat("s3://b/x").st_size == 1
     store.errors = [TimeoutError("the store hangs")] * 9
     with pytest.raises(RunError, match="does not answer"):
@@ -112,14 +108,22 @@ def test_transfer_that_takes_longer_than_retries_is_retried_three_times(monkeypa
     assert len(store.errors) == 5
 
 
-def test_store_that_refuses_is_asked_once_and_a_missing_file_is_no_failure(monkeypatch):
-    store = Store(PermissionError("Forbidden"), PermissionError("Forbidden"))
-    monkeypatch.setattr(storage, "resolve", lambda address: (store, "x"))
-    with pytest.raises(
-        storage.StorageError, match=r"refuses \(PermissionError: Forbidden\); check.*'s3://b/x'"
-    ):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError("Forbidden"), r"refuses \(PermissionError: Forbidden\); check.*'s3://b/x"),
+        (OSError(errno.ENOSPC, "full"), "no room for a copy"),
+        (RuntimeError("Unable to locate credentials"), "the store refuses.*check"),
+    ],
+)
+def test_failure_that_no_repetition_mends_is_told_at_once(store, error, message):
+    store.errors = [error, error]
+    with pytest.raises(OSError, match=message):
         storage.stat("s3://b/x")
     assert len(store.errors) == 1
+
+
+def test_missing_file_is_no_failure(store):
     store.errors = [FileNotFoundError("x")]
     assert storage.stat("s3://b/x") is None
 
@@ -150,58 +154,43 @@ def test_address_of_any_kind_is_read_by_fsspecs_file_system(bucket, monkeypatch,
     assert storage.find(address) == {}
     monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, scheme, ReadOnly)
     with pytest.raises(ConfigError, match=f"checkpoint.folder.*{address}.*only reads"):
-        check_job_config(job("--checkpoint.enable", f"--checkpoint.folder={address}"))
+        check_key("checkpoint.folder", address)
 
 
 def test_listing_of_something_else_is_refused(bucket, monkeypatch):
     put(f"{bucket}/a/x", b"1")
     found = {"/elsewhere/x": {"size": 1, "type": "file"}}
     monkeypatch.setattr(MemoryFileSystem, "find", lambda self, path, **options: found)
-    with pytest.raises(storage.StorageError, match="/elsewhere/x is listed.*not below"):
+    with pytest.raises(storage.StorageError, match="lists /elsewhere/x.*not below"):
         storage.find(f"{bucket}/a")
 
 
-def test_full_disk_and_missing_credentials_are_told_at_once(monkeypatch):
-    for error, message in (
-        (OSError(errno.ENOSPC, "full"), "no room for a copy"),
-        (RuntimeError("Unable to locate credentials"), "the store refuses.*check"),
-    ):
-        store = Store(error, error)
-        monkeypatch.setattr(storage, "resolve", lambda address, store=store: (store, "x"))
-        with pytest.raises(OSError, match=message):
-            storage.stat("s3://b/x")
-        assert len(store.errors) == 1
+def check_key(key: str, address: str) -> None:
+    check_job_config(ConfigManager().parse_args(["--checkpoint.enable", f"--{key}={address}"]))
 
 
-def test_missing_package_and_unknown_scheme_are_told_before_the_run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "adlfs", None)  # a store that no other test uses
-    for address, message in (
-        ("abfs://b/x", r"install .*\[cloud\]"),
-        ("zzz://b", "no address that"),
-    ):
-        with pytest.raises(ConfigError, match=f"checkpoint.folder: {address}.*{message}"):
-            check_job_config(job("--checkpoint.enable", f"--checkpoint.folder={address}"))
-
-
-def job(*arguments: str):
-    return ConfigManager().parse_args([*arguments])
+ON_A_DISK = "{key} must be on a disk.*memory://b/x.*name the copy"
 
 
 @pytest.mark.parametrize(
-    "key", ["job.dump_folder", "model.hf_assets_path", "metrics.save_tb_folder"]
+    ("key", "address", "message"),
+    [
+        ("job.dump_folder", "memory://b/x", ON_A_DISK),
+        ("model.hf_assets_path", "memory://b/x", ON_A_DISK),
+        ("metrics.save_tb_folder", "memory://b/x", ON_A_DISK),
+        ("checkpoint.folder", "abfs://b/x", r"{key}: abfs://b/x.*install .*\[cloud\]"),
+        ("checkpoint.folder", "zzz://b", "{key}: zzz://b.*no address that"),
+        (
+            "checkpoint.folder",
+            f"file://{__file__}/run",
+            "{key} must be an .* to which this job may",
+        ),
+    ],
 )
-def test_setting_that_needs_a_disk_refuses_an_address(key):
-    with pytest.raises(ConfigError, match=rf"{key} must be on a disk.*memory://b/x.*name the copy"):
-        check_job_config(job(f"--{key}=memory://b/x"))
-
-
-def test_folder_that_cannot_be_written_to_is_told_before_the_run(tmp_path):
-    (tmp_path / "file").write_text("")
-    address = f"file://{tmp_path}/file/run"
-    with pytest.raises(
-        ConfigError, match="checkpoint.folder must be an address to which this job may"
-    ):
-        check_job_config(job("--checkpoint.enable", f"--checkpoint.folder={address}"))
+def test_address_of_no_use_is_told_before_the_run(monkeypatch, key, address, message):
+    monkeypatch.setitem(sys.modules, "adlfs", None)  # the package of abfs
+    with pytest.raises(ConfigError, match=message.replace("{key}", key)):
+        check_key(key, address)
 
 
 def test_hugging_face_files_are_fetched_once_until_they_change(bucket, tmp_path, monkeypatch):

@@ -14,25 +14,16 @@ import torch
 from torchtitan.callbacks import profiling
 from torchtitan.config import Profiling
 from torchtitan.tools import host, torch_versions, utils
-from torchtitan.tools import logging as titan_logging
+from torchtitan.tools.logging import init_logger, logger
 
 
-@pytest.fixture
-def untouched_logger():
-    logger = titan_logging.logger
-    before = logger.handlers, logger.level, logger.propagate
-    yield logger
-    logger.handlers, logger.level, logger.propagate = before
-
-
-def test_init_logger_prints_each_record_once_with_the_titan_mark(untouched_logger, capsys):
+def test_init_logger_prints_each_record_once_with_the_titan_mark(capsys):
     root_handlers = list(logging.getLogger().handlers)
-    titan_logging.init_logger()
-    titan_logging.init_logger()
-    untouched_logger.info("hello")
+    init_logger()
+    init_logger()
+    logger.info("hello")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1
-    assert re.fullmatch(r"\[titan\] \d\d:\d\d:\d\d hello", lines[0])
+    assert len(lines) == 1 and re.fullmatch(r"\[titan\] \d\d:\d\d:\d\d hello", lines[0])
     assert logging.getLogger().handlers == root_handlers
 
 
@@ -46,15 +37,15 @@ def test_init_logger_prints_each_record_once_with_the_titan_mark(untouched_logge
     ],
 )
 def test_other_ranks_print_warnings_only_and_their_number(
-    untouched_logger, monkeypatch, capsys, rank, log_rank, expected
+    monkeypatch, capsys, rank, log_rank, expected
 ):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.delenv("LOG_RANK", raising=False)
     if log_rank is not None:
         monkeypatch.setenv("LOG_RANK", log_rank)
-    titan_logging.init_logger()
-    untouched_logger.info("hello")
-    untouched_logger.warning("hot")
+    init_logger()
+    logger.info("hello")
+    logger.warning("hot")
     lines = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
     assert lines == expected
 
@@ -69,31 +60,21 @@ def test_device_is_asked_for_at_use_and_can_be_pinned(monkeypatch):
     assert utils.get_device_type() == "cuda"
 
 
-@pytest.mark.parametrize(
-    "name, peak",
-    [
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA GB200", 2.5e15),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("AMD Instinct MI325X OAM", 1300e12),
-        ("x86_64", None),
-    ],
-)
-def test_peak_flops_come_from_the_data_sheet_or_not_at_all(name, peak):
-    assert utils.get_peak_flops(name) == peak
+def test_peak_flops_come_from_the_data_sheet_or_not_at_all():
+    peaks = {
+        "NVIDIA H100 NVL": 835e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H20": 148e12,
+        "NVIDIA GH200 480GB": 989e12,
+        "NVIDIA GB200": 2.5e15,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+        "AMD Instinct MI325X OAM": 1300e12,
+        "x86_64": None,
+    }
+    assert {name: utils.get_peak_flops(name) for name in peaks} == peaks
 
 
-@pytest.fixture
-def collector_on():
-    gc.enable()
-    yield
-    gc.enable()
-
-
-def test_garbage_collection_is_off_until_closed(collector_on):
+def test_garbage_collection_is_off_until_closed():
     handler = utils.GarbageCollection(gc_freq=2)
     assert not gc.isenabled()
     handler.close()
@@ -104,9 +85,7 @@ def test_garbage_collection_is_off_until_closed(collector_on):
 @pytest.mark.parametrize(
     "debug, at, generation", [(False, [2, 4, 6], 1), (True, [1, 2, 3, 4, 5, 6], 2)]
 )
-def test_garbage_is_collected_every_gc_freq_steps_or_each_step(
-    collector_on, monkeypatch, debug, at, generation
-):
+def test_garbage_is_collected_every_gc_freq_steps_or_each_step(monkeypatch, debug, at, generation):
     handler, found = utils.GarbageCollection(gc_freq=2, debug=debug), []
     monkeypatch.setattr(gc, "collect", lambda generation: found.append((step, generation)))
     for step in range(1, 7):
@@ -159,24 +138,14 @@ def test_profiler_cycle_too_short_names_the_least_that_fits():
             pass
 
 
-class FakeMemory:
-    """Replaces torch.cuda.memory."""
-
-    def __init__(self):
-        self.recording = []
-
-    def _record_memory_history(self, **kwargs):
-        self.recording.append(kwargs)
-
-    def _snapshot(self):
-        return {"segments": []}
-
-
 def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_path, monkeypatch):
-    memory = FakeMemory()
-    monkeypatch.setattr(
-        profiling, "get_device_info", lambda: ("cuda", SimpleNamespace(memory=memory))
+    recording = []
+    memory = SimpleNamespace(  # for torch.cuda.memory
+        _record_memory_history=lambda **options: recording.append(options),
+        _snapshot=lambda: {"segments": []},
     )
+    device = SimpleNamespace(memory=memory)
+    monkeypatch.setattr(profiling, "get_device_info", lambda: ("cuda", device))
     config = Profiling(enable_memory_snapshot=True, profile_freq=2)
     with pytest.raises(torch.OutOfMemoryError):
         with profiling.maybe_enable_memory_snapshot(
@@ -191,13 +160,11 @@ def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_pa
         "memory_snapshot/iteration_7_exit/rank0_memory_snapshot.pickle",
     ]
     assert pickle.loads((tmp_path / written[0]).read_bytes()) == {"segments": []}
-    assert memory.recording == [
-        {"max_entries": profiling.MEMORY_SNAPSHOT_MAX_ENTRIES},
-        {"enabled": None},
-    ]
+    most = profiling.MEMORY_SNAPSHOT_MAX_ENTRIES
+    assert recording == [{"max_entries": most}, {"enabled": None}]
 
 
-def test_freed_memory_is_returned_with_every_twentieth_collection(collector_on, monkeypatch):
+def test_freed_memory_is_returned_with_every_twentieth_collection(monkeypatch):
     handler = utils.GarbageCollection(gc_freq=2)
     returned = []
     monkeypatch.setattr(host, "return_freed_memory", lambda: returned.append(step))
