@@ -45,7 +45,8 @@ def resolve_job(
 ) -> ResolvedJob:
     """Return a checked and frozen copy of the config with its spec; ConfigError if it cannot run.
 
-    A resolved config is not checked again. builds_data: False skips the rules for tokenizer and data.
+    A config that this function has returned is returned as it is, unless `train_spec` is given.
+    builds_data: False skips the rules for tokenizer and data.
     train_spec: replaces the registered spec of `model.name`.
     """
     known, world_size = resolved_job(job_config), _world_size(job_config)

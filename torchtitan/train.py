@@ -1,6 +1,6 @@
 """Train from the command line: `torchrun -m torchtitan.train --job.config_file job.toml`.
 
-`Trainer` is loaded on first use, so config errors and --help need no slow imports.
+`Trainer` is loaded on first use, so config errors and --help wait for torch alone.
 """
 
 import contextlib

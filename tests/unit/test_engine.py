@@ -259,7 +259,7 @@ def test_weighted_loss_and_its_metrics_are_sums_over_microbatches(engine):
         ({"metrics": {"seen": "mean"}}, "must be 'sum' or 'max', got 'mean'"),
         ({"metrics": {}, "loss_fn": lambda x, *_: (x.sum(), {"a": x})}, "metrics= names"),
         ({"metrics": {"a": "max"}, "loss_fn": lambda x, *_: (x.sum(), {"a": x})}, "be one number"),
-        ({"loss_fn": None}, "needs global_valid_tokens to divide it"),
+        ({"loss_fn": None}, "which global_valid_tokens divides"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.forward_backward_step(**{"input_dict": batches, "loss_fn": loss_fn} | options)

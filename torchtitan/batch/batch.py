@@ -112,7 +112,7 @@ class TokenBatch:
         return cls(tokens, labels, None, entries, sample_ids)
 
     def as_dict(self) -> Entries:
-        """Return the caller's entries and the tokens, without labels."""
+        """Return the caller's entries and the tokens, without `self.labels`."""
         return {"input": self.tokens, **self.entries}
 
     @property

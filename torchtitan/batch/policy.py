@@ -121,7 +121,9 @@ class DocumentPolicy:
         if not self.mask_boundary_loss or "attention_masks" in batch.entries:
             return labels
         ends = last_tokens(self.document_ids(batch))
-        if batch.depths is not None:  # a parent's last label is the first token of all its branches
+        if (
+            batch.depths is not None
+        ):  # keep labels of segments that a branch continues without a copied token
             is_next = batch.depths[:, 1:] == batch.depths[:, :-1] + 1
             ends[:, :-1] &= ~is_next | (batch.depths[:, :-1] < 0)
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)

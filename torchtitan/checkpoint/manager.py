@@ -436,7 +436,7 @@ class CheckpointManager:
         model_only: load only the weights; optimizer, schedule, step and data position stay.
 
         Raises FileNotFoundError or ValueError if the named checkpoint is missing, is damaged, or
-        belongs to another model.
+        belongs to another model, RunError if its tensors cannot be read.
         """
         if path is not None and step != -1:
             raise ValueError(f"load() got step {step} and path {path!r}; give one of them")

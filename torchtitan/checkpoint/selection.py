@@ -1,4 +1,4 @@
-"""Chooses the checkpoint to load: rank 0 reads the folders once, and all ranks get its `Facts`.
+"""Chooses the checkpoint to load: rank 0 reads the folders, and all ranks get its `Facts`.
 
 A run that saves to an address has each step twice: in its local folder, and uploaded. The local step is
 loaded if every rank can read all of its files.

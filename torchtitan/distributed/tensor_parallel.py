@@ -294,7 +294,7 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
         return
     if torch.__version__ < "2.15":  # later versions need no such call
         with warnings.catch_warnings():
-            # This function warns that it is deprecated, yet the pass needs it for each group (2.13).
+            # Up to torch 2.14, inductor's pass needs this deprecated call for each group.
             warnings.simplefilter("ignore", FutureWarning)
             torch_parts.enable_symmetric_memory(tp_mesh.get_group().group_name)
     logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

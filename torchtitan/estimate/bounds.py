@@ -47,7 +47,7 @@ class Bound:
 
 
 def bound_of(estimate: Any, machine: Machine) -> Bound:
-    """Return the bound of a `StepEstimate` that was made for `machine.gpus_per_node`."""
+    """Return the least time of the step that `estimate`, a `StepEstimate` for this machine, describes."""
 
     def seconds(in_line: bool) -> float:
         on_nvlink = on_network = 0.0

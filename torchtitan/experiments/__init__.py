@@ -1,3 +1,3 @@
-"""Train specs outside of the supported models; `model.name` finds them by these names."""
+"""Models that are not officially supported. `model.name` may be one of these."""
 
 _supported_experiments: frozenset[str] = frozenset({"rl_toy"})

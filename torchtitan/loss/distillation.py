@@ -165,7 +165,11 @@ def _log_probs(
 def _divergence(
     log_p: Tensor, log_q: Tensor, is_forward: bool, group: dist.ProcessGroup | None
 ) -> Divergence:
-    """log_p, log_q: [n, v] on each rank of the group; without a group [n, k + 1], all outcomes."""
+    """Return the divergence [n], and a function for its gradient.
+
+    log_p, log_q: log-probs [n, v] of this rank's part of the vocabulary; without a group, of all entries,
+        or [n, k + 1] of the teacher's top k entries and of all others together.
+    """
     a, b = (log_q, log_p) if is_forward else (log_p, log_q)
     kl = of_all_ranks((a.exp() * (a - b)).sum(1, keepdim=True), group).sum(0)
     if is_forward:

@@ -283,8 +283,8 @@ class ValueHead(nn.Linear):
 class Decoder(ModelProtocol):
     """A decoder-only transformer.
 
-    rope_buffer_name: name of the RoPE table's buffer, and how a head's numbers are paired: "rope_cache" pairs
-        its two halves, "freqs_cis" pairs neighbours.
+    rope_buffer_name: name of the RoPE table's buffer. It also decides which dimensions of a head RoPE rotates
+        together: with "rope_cache" i and i + D/2, with "freqs_cis" neighbours.
 
     The norm is followed by `output`, or by `score` if the args set `value_head`; the unused
     attribute is None. A pipeline stage sets the modules it does not hold to None and drops the

@@ -136,7 +136,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
 
     chosen = [entry for entry in PANELS if entry[1] in run.curves]
     drawn = {metric for _, metric, _ in chosen}
-    # On one rank, the highest loss of all ranks equals the loss.
+    # In a run with one rank, the mean and the highest loss over ranks are equal: draw one of them.
     mean, highest = (f"loss_metrics/global_{kind}_loss" for kind in ("avg", "max"))
     if {mean, highest} <= drawn and run.curves[mean].values == run.curves[highest].values:
         chosen = [entry for entry in chosen if entry[1] != highest]

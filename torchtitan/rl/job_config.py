@@ -180,9 +180,9 @@ class RLGenerator(Section):
     # each update; it must answer when the files are loaded. Empty uses the endpoints of vLLM's own
     # server, which has to be started with VLLM_SERVER_DEV_MODE=1. A path like /reload is used on each server
     reload_url: str = ""
-    # For openai: send weights to a vLLM server without files, by its weight-transfer interface; the
-    # server has to be started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config
-    # '{"backend": "nccl"}', or "gloo" on CPUs, for which this package has to be installed there
+    # For openai: send weights to a vLLM server without files, by its weight-transfer interface. Start the
+    # server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'. On CPUs the
+    # backend is "gloo", and this package must be installed on the server's machine
     weight_transfer: Literal["", "nccl", "gloo"] = ""
     # For vllm and openai: send only the adapters of [lora], as files that vLLM loads beside its own base
     # model: the weights in model.hf_assets_path, or the weights that the server was started with

@@ -84,8 +84,8 @@ class Learner(ABC):
 
         If the computation raises, the gradients of the whole step are zeroed, because they may include
         part of the batch. Raises ValueError on all ranks, before any computation, if on any rank the
-        batch was made for another number of data-parallel ranks, differs from the other ranks' batches,
-        or lacks a tensor that the loss reads.
+        batch was made for another number of data-parallel ranks, has other numbers of samples or
+        microbatches than on other ranks, or lacks a tensor that the loss reads.
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
         check_context_parallel(loss_fn, self.engine.parallel_dims.cp)

@@ -432,8 +432,8 @@ def build_loss(name: str, **settings: Any) -> PolicyLoss:
     given = {key: value for key, value in settings.items() if value is not None}
     for unknown in sorted(set(given) - known):
         raise ValueError(
-            f"rl.loss.{unknown} is not read by rl.loss.name = {name!r}, which reads "
-            f"{', '.join(sorted(known))}, got {given[unknown]}; take it out"
+            f"rl.loss.{unknown} = {given[unknown]} is not read by rl.loss.name = {name!r}, which reads "
+            f"{', '.join(sorted(known))}; remove the setting"
         )
     return loss_class(name)(**given)
 

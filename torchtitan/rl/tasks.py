@@ -214,6 +214,6 @@ def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., An
     except (Exception, SystemExit) as error:  # a module may raise anything, or end the process
         raise ValueError(
             f"{key} names a function to import, got {name!r}: {type(error).__name__}: {error}; write it "
-            "like my_rewards:exact_match, and start where Python can find the module"
+            "like my_rewards:exact_match, and put its folder on PYTHONPATH"
         ) from error
     return function

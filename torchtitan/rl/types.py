@@ -1,7 +1,8 @@
 """The values that the parts of the RL trainer exchange.
 
-In order, from episodes to gradients: `Episode`, `TrainingSample`, `TrainingMicrobatch` (with its
-`LossInputs`, which the loss reads), then the engine's `TokenBatch` and `Microbatch`.
+In order, from a generator to gradients: `Completion`, `Episode`, `TrainingSample`, `TrainingMicrobatch`
+(in a `TrainingBatch`, with its `LossInputs`, which the loss reads), then the engine's `TokenBatch` and
+`Microbatch`.
 
 Per-token tensors for training are shifted already: index t of labels, masks, log-probs, advantages
 and weights belongs to the prediction made at input token t. A sequence of n tokens fills n - 1 slots.
@@ -341,7 +342,7 @@ class TrainingBatch:
         return sum(cell.inputs["labels"].numel() for cell in self.of_all_ranks) / max(n_tokens, 1)
 
     def sample_advantages(self) -> list[float]:
-        """Return the mean advantage of each sample in the loss, in any order; 0 for skipped samples."""
+        """Return the mean advantage of each sample, 0 for skipped samples. The order is unspecified."""
         means = [0.0] * self.num_skipped
         for cell in self.of_all_ranks:
             masks = cell.per_sample(cell.inputs["loss_mask"], only_own=True)

@@ -259,9 +259,9 @@ def loss_denominator(
     if global_valid_tokens is None:
         if is_required:
             raise ValueError(
-                "the loss without a loss_fn is a sum over tokens, and needs global_valid_tokens to "
-                "divide it: give the valid tokens of all microbatches, summed over the "
-                "data-parallel ranks, or 1.0 and optim_step(denominator=...)"
+                "the loss without a loss_fn is a sum over tokens, which global_valid_tokens divides: "
+                "pass the number of valid tokens of all microbatches, summed over the data-parallel "
+                "ranks; or pass 1.0 here, and the number as optim_step(denominator=...)"
             )
         return 1.0
     on_device = isinstance(global_valid_tokens, Tensor) and global_valid_tokens.device.type != "cpu"

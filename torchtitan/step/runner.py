@@ -322,11 +322,11 @@ class Runner:
         deferring = self._deferring(microbatch) if backward else contextlib.nullcontext()
         with self._around(microbatch), deferring, self.train_context():
             with self.amp:
-                logits = model(microbatch.inputs, **microbatch.kwargs)
-                result = result_of(logits, microbatch)
+                outputs = model(microbatch.inputs, **microbatch.kwargs)
+                result = result_of(outputs, microbatch)
             if not backward:
                 return result
-            del logits  # free [B, T, V] before backward allocates memory
+            del outputs  # free logits [B, T, V] before backward allocates memory
             (result * self.gradient_factor).backward()
         return result.detach()
 

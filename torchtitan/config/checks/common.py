@@ -159,8 +159,8 @@ def import_named(key: str, name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"{key} names a module to import, got {name!r}: {error}; give its dotted name and start "
-            "where Python can find it"
+            f"{key} names a module to import, got {name!r}: {error}; give its dotted name, and "
+            "put its folder on PYTHONPATH"
         ) from error
     except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]

@@ -34,7 +34,7 @@ _ROWS = (
         thetas={SLIDING_ATTENTION: 1e4, FULL_ATTENTION: 1e6},
     ),
 )
-# Published files leave these fields out.
+# The config.json files of published models omit these fields.
 _DEFAULTS = dict(
     vocab_size=262208,
     num_attention_heads=8,
