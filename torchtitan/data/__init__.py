@@ -1,4 +1,4 @@
-"""From files to batches: datasets, tokenizers, loaders. This file defines an entry of the registry."""
+"""Reads files as batches: datasets, tokenizers, dataloaders. This file defines `DatasetConfig`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 class DatasetConfig:
     """An entry of `text_datasets.DATASETS`: a default path, and functions that read documents."""
 
-    path: str  # the default of `dataset_path`
-    loader: Callable  # path -> samples, as docs/datasets.md describes them
+    path: str  # used if the config sets no `dataset_path`
+    loader: Callable  # path -> samples; see docs/datasets.md
     sample_processor: Callable  # sample -> its text
     # Replaces `sample_processor` for samples that are not texts. (data, tokenizer, Training) -> a
     # function that converts a sample to `open_document.Tokens`

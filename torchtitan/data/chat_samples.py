@@ -13,7 +13,7 @@ ROLES = ("system", "developer", "user", "assistant", *RESULT_ROLES)
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _IN_PLACE_OF_CONTENT = {"tool_calls", *_REASONING_KEYS}
 _COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
-REFERENCE_KEYS = ("ref_chosen_logps", "ref_rejected_logps")  # TRL's names
+REFERENCE_KEYS = ("ref_chosen_logps", "ref_rejected_logps")  # TRL uses the same names
 _PAIR_COLUMNS = ("prompt", "chosen", "rejected", *_COLUMNS[3:], *REFERENCE_KEYS)
 _MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
 
@@ -69,8 +69,8 @@ def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
         rest = result.get(name) or []
         if not isinstance(rest, list):
             raise ValueError(
-                f"training.chat_keys puts the turns of {', '.join(turns)} before {name!r}, which must "
-                f"then be a list of messages, got {rest!r:.80}; remove these keys or {name!r}, or give "
+                f"training.chat_keys puts the turns of {', '.join(turns)} before {name!r}, so {name!r} must "
+                f"be a list of messages, got {rest!r:.80}; remove these keys or {name!r}, or give "
                 f'{name!r} a role too, as in "{name}=user"'
             )
         result[name] = first + rest

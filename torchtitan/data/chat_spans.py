@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.data.chat_samples import checked_messages, is_list_of
 from torchtitan.data.chat_template import CannotRenderError, ChatTemplate
 
-# Keys by which other programs leave a message out of the loss (value 0 or false).
+# Keys of a message that other programs set to 0 or false to leave the message out of the loss.
 _TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
 _QUESTION = {"role": "user", "content": "what the user asks next"}
 MARK_IT = (
@@ -44,7 +44,7 @@ class Chat:
                 f"'chat_template_kwargs' must be an object, got {variables!r:.80}; correct it"
             )
         self._options: Any = {"tools": tools, "variables": variables}
-        self._texts: dict[tuple[int, bool], str] = {}  # from `ChatTemplate.render_beginnings`
+        self._texts: dict[tuple[int, bool], str] = {}  # see `ChatTemplate.render_beginnings`
         self._num_prompt = 0  # number of messages in the prompt; 0 for a sample with `messages`
         if "messages" not in sample:
             self.messages = checked_messages(sample["prompt"], "prompt")
@@ -100,7 +100,7 @@ class Chat:
         if n_prompt:
             if not all(map(self._is_trained, range(n_prompt, n))):
                 raise ValueError(
-                    "only samples with 'messages' may leave a message out of the loss; write the sample so"
+                    "only samples with 'messages' may leave a message out of the loss; convert the sample"
                 )
             return text, [self._span_of_completion(text)]
         is_trained = [self._is_trained(turn) for turn in turns]
@@ -122,20 +122,20 @@ class Chat:
         for key in keys:
             if message[key] not in (0, 1):
                 raise ValueError(
-                    f"message {turn + 1} has {key!r} = {message[key]!r}, and only 0 and 1 (false and true) "
-                    "are known; correct it"
+                    f"message {turn + 1} has {key!r} = {message[key]!r}, which must be 0, 1, false "
+                    "or true; correct it"
                 )
         return all(message[key] for key in keys)
 
     def _with_stop_tokens(
         self, text: str, spans: list[Span], turns: list[int]
     ) -> tuple[str, list[Span]]:
-        """Extend each turn that has no closing token by the next turn's first token, as its stop token."""
+        """Extend each turn without a closing token by the next turn's first token, its stop token."""
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
             if self.template.token_at_end(text[begin:end]):
                 continue
-            if turn + 1 == len(self.messages):  # the chat ends: render a next question
+            if turn + 1 == len(self.messages):  # the chat ends here: append a user's question
                 rest = ""
                 with contextlib.suppress(ValueError):  # a template may refuse the question
                     rest = self._rest_before_question(text, turn)
@@ -157,7 +157,7 @@ class Chat:
         return len(before), self.template.end_of_turn(text)
 
     def _join_parts(self) -> None:
-        """Replace a content [{"text": x}] by x if the template cannot render lists."""
+        """If the template cannot render lists, replace a content [{"text": x}] by x."""
         lists = [m["content"] for m in self.messages if is_list_of(dict, m.get("content"))]
         lists = [parts for parts in lists if parts and all("text" in part for part in parts)]
         if not lists:
@@ -170,7 +170,7 @@ class Chat:
             return
         if any(len(parts) > 1 for parts in lists):
             raise ValueError(
-                f"{self.template.name} writes texts, and a 'content' is a list of several parts; join them"
+                f"{self.template.name} needs texts, and a 'content' is a list of several parts; join the parts"
             )
         self.messages = [
             {**m, "content": m["content"][0]["text"]} if m.get("content") in lists else m
@@ -178,7 +178,7 @@ class Chat:
         ]
 
     def _beginning(self, number: int, header: bool = False) -> str:
-        """Return the text of the first messages. The one after the chat's last is a user's question."""
+        """Return the first `number` messages as text. After the chat's last message comes a user's question."""
         if (number, header) in self._texts:
             return self._texts[number, header]
         return self._rendered([*self.messages, _QUESTION][:number], header)
@@ -196,10 +196,10 @@ class Chat:
     def _span_of_turn(self, text: str, turn: int) -> Span:
         """Return the span from the end of an assistant turn's header to the end of its closing token.
 
-        Two renderings should be prefixes of the chat's text: the messages before the turn plus the turn's
-        header, and the messages up to and including the turn. The second is no prefix if the template drops
-        reasoning from earlier turns. Then `_behind` finds the text after the turn's content, in the whole
-        chat and in a chat that ends with the turn; these two texts must begin with the same closing tokens.
+        Usually the chat's text begins with two other renderings: the earlier messages plus the turn's header,
+        and the messages up to and including the turn. If the template drops reasoning from earlier turns, the
+        text does not begin with the second rendering. `_behind` then finds the text after the turn's content,
+        in the whole chat and in a chat that ends with the turn. Both must begin with the same closing tokens.
         Raises ValueError if the span cannot be found.
         """
         before = _header_in(text, self._beginning(turn, header=True))
@@ -222,8 +222,9 @@ class Chat:
         )
 
     def _behind(self, turn: int, text: str, messages: list[dict[str, Any]]) -> str:
-        """Return the text after a turn's content: what `text` and a rendering with other content end with."""
-        message = messages[turn]  # the other content must differ, also in the last character
+        """Return the text after a turn's content: the end that `text` and a copy with other content share."""
+        message = messages[turn]
+        # The other content needs another last character, or the shared end would include it.
         ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
         changed = {**message, "content": f"what the model wrote{ending}"}
         changed = [*messages[:turn], changed, *messages[turn + 1 :]]
@@ -232,25 +233,25 @@ class Chat:
         return text[len(text) - length :]
 
     def _rest_before_question(self, text: str, turn: int) -> str:
-        """Return the text behind the chat if a question of the user follows. turn: the chat's last turn."""
+        """Return the text that follows the chat before a user's next question. turn: the chat's last turn."""
         longer = self._beginning(len(self.messages) + 1)
         if longer.startswith(text):
             return longer[len(text) :]
-        # The question makes the template drop earlier reasoning, or a token that ends the chat.
+        # Before a question, the template drops earlier reasoning, or the token that ends the chat.
         behind = self._behind(turn, text, self.messages)
         rest = self._behind(turn, longer, [*self.messages, _QUESTION])
         return rest.removeprefix(behind) if rest.startswith(behind) else ""
 
     def _common_closing(self, closing: str, rest: str) -> int | None:
-        """Return the length of the turn's end that both texts begin with; None if their ends differ.
+        """Return the length of the turn's ending that both texts begin with; None if the endings differ.
 
-        closing: the text behind the turn's content if the chat ends there. rest: that text in a longer chat.
+        closing: the text after the content if the chat ends with the turn. rest: that text in a longer chat.
         """
         if closing and rest.startswith(closing):
             return self.template.end_of_turn(closing)
-        if not closing:  # only the next turn's header ends a turn
+        if not closing:  # the template ends a turn only by the next header
             return 0 if self.template.leading_token(rest) else None
-        # A token that ends the chat may stand between the turn's closing token and the end.
+        # In `closing`, a token that ends the chat may follow the turn's closing token.
         common = os.path.commonprefix([closing, rest])
         cut = self.template.end_of_last_token(common)
         leftovers = [text[cut:].lstrip() for text in (closing, rest)]
@@ -258,14 +259,14 @@ class Chat:
         return cut if cut and is_next_token else None
 
 
-# Thinking tags that may end the header in a prompt, but be missing in the rendered chat.
+# Thinking tags at the end of a prompt's header, which the rendered chat may lack.
 _OPENED_THOUGHT = re.compile(
     r"(<think>\s*(</think>\s*)?|</think>|<\|channel>thought\n<channel\|>)$"
 )
 
 
 def _header_in(text: str, before: str) -> str:
-    """Return `before`; if `text` does not begin with it, without thinking tags at its end."""
+    """Return `before`. If `text` does not begin with it, remove the thinking tags at its end."""
     return before if text.startswith(before) else _OPENED_THOUGHT.sub("", before)
 
 

@@ -96,7 +96,7 @@ class ChatTemplate:
                 raise ValueError(f"cannot read the chat template {str(file)!r}: {error}") from error
         else:
             source, name = config.get("chat_template"), f"chat_template of {folder}"
-            if isinstance(source, list):  # several templates, each with a name
+            if isinstance(source, list):  # a list of templates with names
                 by_name = {entry.get("name"): entry.get("template") for entry in source}
                 source = tools and by_name.get("tool_use") or by_name.get("default")
         if source is None:
@@ -135,7 +135,7 @@ class ChatTemplate:
             ) from error
         except OSError:  # no process could be started
             raise
-        except Exception as error:  # pickle raises several types
+        except Exception as error:  # pickle raises errors of several types
             raise CannotRenderError(self.name, messages, str(error)) from None
 
     def _values(
@@ -154,15 +154,15 @@ class ChatTemplate:
     ) -> dict[tuple[int, bool], str]:
         """Return {(n, add_generation_prompt): text of the first n messages}, rendered in one call.
 
-        A call of `render` for each would send every beginning to the other process. Beginnings that cannot
-        be rendered are left out; `render` raises their error.
+        This sends the messages to the other process only once. Beginnings that cannot be rendered are
+        left out; `render` raises their error.
         """
         values = self._values(messages, tools, variables)
         try:
             texts = bounded.call(
                 "torchtitan.data.rendering:render_beginnings", self.source, values, beginnings
             )
-        except Exception:  # pickle raises several types
+        except Exception:  # pickle raises errors of several types
             return {}
         return {key: text for key, text in zip(beginnings, texts, strict=True) if text is not None}
 
@@ -171,7 +171,7 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return (text, spans): the character span [begin, end) of each {% generation %} block.
 
-        Raises ValueError as `render` does, and if the template changes the text of a block afterwards.
+        Raises ValueError as `render` does, and if the template changes the text of a block after writing it.
         """
         options: Any = {"tools": tools, "add_generation_prompt": False}
         text = self.render(messages, variables=variables, **options)
@@ -189,8 +189,8 @@ class ChatTemplate:
                 plain += part
         if plain != text:
             raise ValueError(
-                f"{self.name} changes the text of a {{% generation %}} block after the block is written; have it "
-                "change the text before, and write the changed text in the block"
+                f"{self.name} changes the text of a {{% generation %}} block after writing the block; "
+                "change the text first, and write the changed text in the block"
             )
         return text, spans
 
@@ -199,16 +199,16 @@ class ChatTemplate:
         return found and found[0]
 
     def end_of_turn(self, text: str) -> int:
-        """Return the length of a text, without trailing blanks if these follow a token that ends turns."""
+        """Return the length of a text, without the blanks that follow a turn-ending token at its end."""
         end = text.rstrip()
         return len(end if end.endswith(self._ends) else text)
 
     def end_of_last_token(self, text: str) -> int:
-        """Return the index behind the last control token of a text; 0 if it has none."""
+        """Return the index after the last control token of a text; 0 if it has none."""
         return max((found.end() for found in self._token.finditer(text)), default=0)
 
     def token_at_end(self, text: str) -> str | None:
-        """Return the turn-ending token at the end of a text, ignoring blanks behind it; None if none."""
+        """Return the turn-ending token at the end of a text, ignoring trailing blanks, or None."""
         ends = (token for token in self._ends if text.rstrip().endswith(token))
         return max(ends, key=len, default=None)
 
@@ -239,7 +239,7 @@ class ChatTemplate:
 
     def _cut_tokens(self, value: Any) -> Any:
         if isinstance(value, str):
-            token_begins = f"(?={self._token.pattern})(.)"  # also finds overlapping tokens
+            token_begins = f"(?={self._token.pattern})(.)"  # lookahead: tokens may overlap
             return re.sub(token_begins, rf"\1{SEAM}", value.replace(SEAM, ""), flags=re.DOTALL)
         if isinstance(value, Mapping):
             return {self._cut_tokens(key): self._cut_tokens(v) for key, v in value.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.data.chat_samples import check_chat, renamed
-from torchtitan.data.chat_samples import load_chats as load_chats  # programs import it from here
+from torchtitan.data.chat_samples import load_chats as load_chats  # clients import it from here
 from torchtitan.data.chat_spans import MARK_IT, Chat, Span
 from torchtitan.data.chat_template import ChatTemplate
 from torchtitan.data.open_document import Tokens
@@ -123,7 +123,7 @@ class ChatEncoder:
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         trained = np.zeros(len(ids), dtype=bool)
-        offsets = chain.from_iterable(encoding.offsets)  # numpy is four times slower on pairs
+        offsets = chain.from_iterable(encoding.offsets)  # numpy reads pairs four times as slowly
         begins, ends = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2).T
         # Sorted for searchsorted: offsets decrease where tokens share a character or are empty.
         begins, ends = np.maximum.accumulate(begins), np.maximum.accumulate(ends)
@@ -148,7 +148,7 @@ def _warn_of_texts(chat: Chat, text: str) -> None:
             warn_once(
                 logger,
                 f"a message of the role {role!r} has {token!r} in its text, which is encoded as that "
-                "control token, as transformers does; remove it if the author must not write control tokens",
+                "control token, as transformers does; remove it if this role must not write control tokens",
             )
             break
 
@@ -158,10 +158,10 @@ class ChatTokens:
 
     too_long: "error" raises ValueError for a longer chat, "cut" truncates it, "skip" returns no tokens. A
         chat with no trained token before the truncation is skipped as well.
-    key: identifies the settings, except the tokenizer, that change the tokens. template: the encoder's part of it.
+    key: identifies the settings that change the tokens, except the tokenizer. template: the encoder's `key`.
     """
 
-    unit, what, limit = "chat", "the chat", "training.seq_len"  # for messages
+    unit, what, limit = "chat", "the chat", "training.seq_len"  # words for error messages
 
     def __init__(self, encoder: ChatEncoder, seq_len: int, too_long: str) -> None:
         self.encoder, self.seq_len, self._too_long = encoder, seq_len, too_long
@@ -210,7 +210,7 @@ def _check_template(template: ChatTemplate) -> None:
         warn_once(
             logger,
             f"{template.name}: no token that ends the assistant's turn is trained, so the model does not "
-            "learn to stop; set training.chat_template to a copy with {{ eos_token }} behind that turn",
+            "learn to stop; set training.chat_template to a copy with {{ eos_token }} after that turn",
         )
     else:
         ends = " or ".join(sorted(repr(token) for token in tokens))

@@ -56,14 +56,14 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         self.needs_all_positions = isinstance(dataset, PackedDataset)
         if self.needs_all_positions:
             kwargs.setdefault("collate_fn", _collate_rows)
-        with warnings.catch_warnings():  # torchdata 0.11 on torch 2.13: nothing a user can change
+        with warnings.catch_warnings():  # torchdata 0.11 warns on torch 2.13; users cannot help it
             warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
             super().__init__(dataset, **kwargs)
 
     @staticmethod
     def _validate_kwargs(kwargs: dict[str, Any]) -> None:
         """Remove, in place, arguments that have no effect here. Raises ValueError for unknown names."""
-        _, _, *known = inspect.signature(StatefulDataLoader.__init__).parameters  # self, dataset
+        _, _, *known = inspect.signature(StatefulDataLoader.__init__).parameters  # skip self, dataset
         if unknown := sorted(set(kwargs) - set(known)):
             raise ValueError(
                 f"Invalid dataloader kwargs: {', '.join(unknown)}; StatefulDataLoader takes "
@@ -157,8 +157,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
                 f"{saved_world_size} ranks with as many data workers as before, or {BEGIN_AGAIN}"
             )
         loader_states = [_read_loader_state(state_dict, n) for n in names if n in state_dict]
-        super().load_state_dict({})  # drops the present iterator and its workers
-        self.next_iter_state = None  # drops a position that was loaded before
+        super().load_state_dict({})  # drops the current iterator and its data workers
+        self.next_iter_state = None  # drops a position that an earlier call loaded
         with _one_error_if_damaged():
             self.dataset.inherit(
                 [state for loader in loader_states for state in _reader_states(loader)]

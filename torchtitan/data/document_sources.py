@@ -38,11 +38,11 @@ Encoder = Callable[[Any], str | Tokens]
 
 @dataclass(frozen=True)
 class Order:
-    """Maps document numbers, which increase from pass to pass, to indices in a data set.
+    """Maps document numbers, which increase from pass to pass, to indices in a data set of N documents.
 
-    Number n is read in pass n // N, over N documents. seed: None keeps the order of the data set.
-    A pass is permuted by a Feistel network of 8 rounds over the next power of four, repeated until the result
-    is below N (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    Number n is read in pass n // N. seed: None keeps the order of the data set. Otherwise a Feistel network
+    of 8 rounds permutes the indices of each pass, over a power of four. While its result is N or more, it is
+    applied again (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
 
     num_documents: int
@@ -77,7 +77,7 @@ class Order:
         return left << half_bits | right
 
 
-@lru_cache(64)  # row streams may be in different passes
+@lru_cache(64)  # the keys of 64 passes, because row streams may be in different passes
 def _round_keys(seed: str, pass_number: int) -> list[int]:
     digest = hashlib.blake2b(f"{seed} {pass_number}".encode(), digest_size=8 * _ROUNDS).digest()
     return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
@@ -101,7 +101,8 @@ then the numbers base + r, base + r + S, and so on.
 def deal_again(states: Sequence[FeedState], num_readers: int) -> list[FeedState]:
     """Divide the documents that the readers of `states` did not read among `num_readers` new readers.
 
-    The new base is the next number of the furthest old reader; unread documents below it become pending.
+    The new `FeedState`s have the highest next number of an old reader as base; unread numbers below it
+    are pending.
     """
     num_saved = len(states)
     next_numbers = [first + r + n * num_saved for r, (first, n, _) in enumerate(states)]
@@ -119,7 +120,7 @@ class Source:
 
     data: has `len()` and `[i]`, or is a `datasets.IterableDataset`.
     number, weight: the source's index and weight in a mixture. counts: see `row_plan.count_tokens`.
-    limit: the number of passes after which the source ends, perhaps a fraction; None: no limit.
+    limit: the number of passes, not always an integer, after which the source ends; None: no limit.
     again: the warning when a source without a limit is read again. seed: None keeps the data's order.
     """
 
@@ -139,7 +140,7 @@ class Source:
 
     def __post_init__(self) -> None:
         self.again = self.again or f"Dataset {self.name} is being read again from the beginning"
-        # The begin- and end-of-text tokens as text; emptied after the warning about them.
+        # The texts of the begin- and end-of-text tokens; emptied after the first warning about them.
         tokens = (getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos"))
         self._separators = sorted({token for token in tokens if token})
         if self.is_indexed:
@@ -191,8 +192,8 @@ class Source:
         if found:
             self._separators = []
             logger.warning(
-                f"{self.where(index)}: the text has {' and '.join(found)} inside, which is encoded as "
-                "that control token, without starting a new document; remove it if it is text (logged once)"
+                f"{self.where(index)}: the text contains {' and '.join(found)}, encoded as a control "
+                "token that starts no new document; remove it if it should be plain text (logged once)"
             )
         return document
 
@@ -234,7 +235,7 @@ class Source:
         if index is None:
             return f"dataset {self.name!r}"
         data = self.data
-        if isinstance(data, Subset):  # made by `leave_out`
+        if isinstance(data, Subset):  # `leave_out` makes the subset
             data, index = data.dataset, data.indices[index]
         if hasattr(data, "where"):
             return data.where(index)
@@ -242,9 +243,9 @@ class Source:
 
 
 class IndexedFeed:
-    """Reads one reader's documents of an indexed source; see `FeedState`. num_readers: S.
+    """Reads one reader's documents of an indexed source; see `FeedState`. num_readers: S there.
 
-    `StreamedFeed` does this for iterable data sets.
+    `StreamedFeed` has the same methods for iterable data sets.
     """
 
     def __init__(self, source: Source, reader: int, num_readers: int) -> None:
@@ -353,7 +354,7 @@ class StreamedFeed:
         if self._samples is None:
             self._samples = iter(self._data)
         n = 1 if self.source.seed is None else STREAM_BLOCK
-        # Hides the data worker, or `datasets` (5.2) would divide the stream among the workers again.
+        # Hide the data worker, because `datasets` (5.2) would divide the stream among the workers again.
         with torch_parts.replaced("worker_info", None):
             samples = list(itertools.islice(self._samples, n))
         self._has_begun |= bool(samples)

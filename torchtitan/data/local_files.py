@@ -31,9 +31,9 @@ from torchtitan.tools.logging import logger
 
 # A longer text file becomes several documents of about this size.
 TEXT_DOCUMENT_BYTES = 64 * 1024
-_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # read from a file for the digest of `record_of`
-_TEXT = ("text",)  # the column that text datasets read
-_ROW_GROUP_BYTES = 2**28  # of row groups in memory, per process; at least one is kept
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # samples of a file, for the digest of `record_of`
+_TEXT = ("text",)  # the Parquet column that text datasets read
+_ROW_GROUP_BYTES = 2**28  # limit on the row groups in memory, per process; one is always kept
 
 
 class JoinedDocuments:
@@ -72,7 +72,7 @@ class _File:
         self.before = self._ranged.found if self._ranged else os.stat(regular_file(content))
 
     def bytes_at(self, start: int, end: int) -> bytes:
-        """Return a part of the file; raises ValueError if the file has changed since the start."""
+        """Return a part of the file; raises ValueError if the file has changed since the job started."""
         if self._ranged is not None:
             return self._ranged[start:end]
         before = self.before
@@ -119,7 +119,7 @@ class _Lines(_File):
     def read(self, number: int) -> Any:
         line = self.bytes_at(*self._starts[number : number + 2])
         try:
-            # Blank lines may follow, with form feeds, which JSON forbids.
+            # `line` may end with blank lines. JSON forbids the form feeds in them.
             return json.loads(line.rstrip())
         except (ValueError, RecursionError) as error:
             raise ValueError(
@@ -161,7 +161,7 @@ def _row_group(path: str, columns: tuple[str, ...], group: int) -> list[bytes]:
         for other, other_lines in reversed([*_row_groups.items()]):
             room -= sum(map(sys.getsizeof, other_lines))
             if room < 0:
-                _row_groups.pop(other, None)  # another thread may have removed it
+                _row_groups.pop(other, None)  # another thread may have removed the group
     _row_groups[key] = lines
     return lines
 
@@ -192,10 +192,11 @@ class _Text(_File):
         line_end = window.find(b"\n")
         if line_end >= 0:
             return nominal + line_end
-        if len(window) < TEXT_DOCUMENT_BYTES:  # the last line of the file
+        if len(window) < TEXT_DOCUMENT_BYTES:  # no line ends before the end of the file
             return nominal - 1 + len(window)
         shift = 1
-        while shift < 4 and window[shift] & 0b1100_0000 == 0b1000_0000:  # continuation bytes
+        # Skip UTF-8 continuation bytes, because a cut must not split a character.
+        while shift < 4 and window[shift] & 0b1100_0000 == 0b1000_0000:
             shift += 1
         return nominal - 1 + shift
 
@@ -217,7 +218,7 @@ def load_local_documents(path: str, columns: tuple[str, ...] = _TEXT) -> JoinedD
             f"(looked in {os.getcwd()}); correct the path"
         )
     paths = [*files]
-    if path not in files:  # a folder
+    if path not in files:  # `path` is a folder
         paths = [file for file in paths if _kind_of(file)]
         if len({_kind_of(file) for file in paths}) > 1:  # a dataset from the hub has a README.md
             paths = [file for file in paths if os.path.basename(file) != "README.md"]
@@ -268,16 +269,16 @@ def _open(path: str, columns: tuple[str, ...]) -> Sequence[Any]:
 
 
 def _copy_in_cache(path: str, options: str, content: Iterator[bytes]) -> str:
-    """Return a cached file with this content, keyed by `path`, its size and time of change, and options."""
+    """Return a cached file with this content, keyed by `path`, its size and modification time, and options."""
     found = storage.stat(path)
     key = repr((storage.resolved(path), found.st_size, found.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     try:
-        if copy.exists():  # perhaps in a folder that this process cannot write
+        if copy.exists():  # check first: the cache may be read-only
             return str(copy)
         copy.parent.mkdir(parents=True, exist_ok=True)
         with open_file(f"{copy}.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the machine writes, others wait
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a machine writes, the others wait
             if not copy.exists():
                 if storage.is_address(path):
                     _check_room(path, copy.parent)
@@ -305,8 +306,8 @@ def _check_room(path: str, cache: Path) -> None:
     if used > shutil.disk_usage(cache).total // 2:
         raise ValueError(
             f"{path} is not copied to {cache}, because the copies there take more than half of the disk "
-            f"({used / 2**30:.0f} GiB): remove those that no job reads, or read Parquet, plain JSON lines "
-            "or the output of `torchtitan tokenize`, of which no copy is made"
+            f"({used / 2**30:.0f} GiB): remove the copies that no job reads, or use Parquet, plain JSON lines "
+            "or the output of `torchtitan tokenize`, which need no copy"
         )
 
 
@@ -334,7 +335,7 @@ def _entries_as_lines(content: str, name: str) -> Iterator[bytes]:
 
 
 def _open_zst(packed: BinaryIO) -> Any:
-    import pyarrow  # slow; Python's own library reads zst from 3.14 on
+    import pyarrow  # slow to import; Python itself reads zst from 3.14 on
 
     return pyarrow.CompressedInputStream(packed, "zstd")
 
@@ -436,7 +437,7 @@ def _files_in(root: str) -> dict[str, Any]:
         paths += [os.path.join(folder, name) for name in names if name[0] != "."]
     files = {}
     for path in sorted(paths, key=lambda path: path.split(os.sep)):
-        with suppress(FileNotFoundError):  # a broken link
+        with suppress(FileNotFoundError):  # the file is a broken link
             files[path] = os.stat(path)
             if not S_ISREG(files[path].st_mode):
                 regular_file(path)  # raises an error that names the kind of file
@@ -446,8 +447,8 @@ def _files_in(root: str) -> dict[str, Any]:
 def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
     """Return the number of files at `path`, their bytes and a SHA-256 digest; {} without such a path.
 
-    The digest covers names, sizes, times of change and samples of the content. is_movable: without times,
-    so that copies have the same digest, and with samples of at most 128 files.
+    The digest covers names, sizes, modification times and samples of the content. is_movable: True omits
+    the times, so that copies have the same digest, and samples at most 128 files.
     """
     if not path or not (storage.is_address(path) or os.path.exists(path)):
         return {}
@@ -467,7 +468,7 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
 
 def _read_samples(files: list[tuple[str, Any]]) -> Iterator[bytes]:
     """Yield the joined samples of each file: evenly spaced parts of a long file, all of a short file."""
-    for first in range(0, len(files), 128):  # many files at a time, because requests take long
+    for first in range(0, len(files), 128):  # 128 files at a time: requests are slow
         ranges = [_sampled(path, found.st_size) for path, found in files[first : first + 128]]
         parts = iter(storage.read_ranges([part for of_file in ranges for part in of_file]))
         yield from (b"".join(next(parts) for _ in of_file) for of_file in ranges)

@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger, warn_once
 # Longer texts are tokenized in pieces, because the tokenizer needs about 150 bytes per character.
 PIECE_CHARACTERS = 128 * 1024
 _MAX_CUTS_TRIED = 64
-_COMPARED_CHARACTERS = 256  # on either side of a cut
+_COMPARED_CHARACTERS = 256  # tokenized on either side of a cut, to check that it changes no token
 
 
 class Tokens(NamedTuple):
@@ -70,7 +70,7 @@ class OpenDocument:
     def _all_tokens(self) -> Tokens:
         if self.tokens is None:
             self.tokens = join([Tokens(ids) for ids in pieces_of(self.text or "", self.tokenizer)])
-            if self.number is not None:  # saves memory, because many documents may be open
+            if self.number is not None:  # drop the text, because many documents may be open
                 self.text = None
         return self.tokens
 
@@ -121,7 +121,7 @@ def _encode(text: str, tokenizer: BaseTokenizer, is_first: bool, is_last: bool) 
 
 
 def _end_of_piece(text: str, start: int, tokenizer: BaseTokenizer) -> int:
-    """Return an index between words where splitting the text does not change the tokens."""
+    """Return an index between words where a cut changes no token; if none is found, warn and cut anyway."""
     latest = start + PIECE_CHARACTERS
     if latest >= len(text):
         return len(text)

@@ -22,13 +22,13 @@ class PackedDataset(IterableDataset):
     `packing` adds, and "sample_ids" [2], the indices of the first and the last document in the row, or
     -1 if unknown. A data worker yields None for the rows that other workers of this rank read.
 
-    rows: number of rows of this rank per step, each with its own row stream. With a
-        `datasets.IterableDataset`, the number of streams of all ranks is the greatest common divisor of
-        its number of files and the global batch's rows. None: one row stream for this rank.
+    rows: number of rows of this rank per step. Each row has its own row stream, except with a
+        `datasets.IterableDataset`: then the number of streams of all ranks is the greatest common divisor
+        of its number of files and the global batch's rows. None: one row stream for this rank.
     infinite: repeat the data without end. Otherwise each iteration reads the data from the start.
-    planned: plan rows in which each document occurs as often as its source's limit says. Collective.
-    Raises ValueError if the data hold no documents or, when finite, no whole row; ConfigError if the
-    ranks cannot share a stream.
+    planned: plan all rows of the run; a source's limit is its number of passes. Collective.
+    Raises ValueError if the data hold no documents, or if finite data do not fill one row. Raises
+    ConfigError if the row streams cannot be divided among the ranks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PackedDataset(IterableDataset):
             for i, s in enumerate(sources)
         ]
         self._rows = rows or 1
-        num_rows = self._rows * dp_world_size  # of the global batch
+        num_rows = self._rows * dp_world_size  # rows of the global batch
         shards = [s.data.num_shards for s in self.sources if not s.is_indexed]
         self._num_streams = n = math.gcd(num_rows, *shards) if rows else dp_world_size
         self._rows_per_stream = num_rows // n
@@ -143,7 +143,7 @@ class PackedDataset(IterableDataset):
                 f"{self._num_streams} got fewer tokens than one row takes, seq_len + 1 = "
                 f"{self._packing.seq_len + 1}; use more data, a smaller seq_len, or fewer ranks"
             )
-        if self._infinite and self._plan is None:  # otherwise the end is expected
+        if self._infinite and self._plan is None:  # finite data are expected to end
             logger.warning(f"Dataset {' and '.join(self.source_names)} has run out of data")
         self._ran_out = True
         while get_worker_info() is not None:  # another worker may have rows left
@@ -200,8 +200,9 @@ class PackedDataset(IterableDataset):
             )
             if theirs != mine:
                 raise ValueError(
-                    f"the data position is for (number of documents, data_seed) = {theirs}, and this run has {mine}; "
-                    f"without training.shuffle data_seed is None: resume with the same, or {BEGIN_AGAIN}"
+                    f"the data position is for (number of documents, data_seed) = {theirs}, and this run has "
+                    f"{mine} (data_seed is None without training.shuffle): resume with the saved values, "
+                    f"or {BEGIN_AGAIN}"
                 )
         saved: dict[int, Any] = {}
         for state in states:
@@ -238,8 +239,9 @@ class PackedDataset(IterableDataset):
                     "the data position is within a step: resume with the same training.global_batch_size, "
                     f"or {BEGIN_AGAIN}"
                 )
-        # With another global batch size, resume after the last step; with more passes, after the last row.
-        row = min(*places, end)  # rows beyond `end` are padding of the last step
+        # If the global batch size changed, resume after the last step. If passes were added, resume after the
+        # last row.
+        row = min(*places, end)  # the last step may be padded beyond `end`
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 
     def _dealt_again(self, saved: dict[int, Any], num_saved: int) -> dict[int, Any]:

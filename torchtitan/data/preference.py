@@ -62,7 +62,7 @@ class PairTokens(ChatTokens):
 
 def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     prompt, chosen, rejected = (sample.get(key) for key in ("prompt", "chosen", "rejected"))
-    if isinstance(prompt, list):  # of messages
+    if isinstance(prompt, list):  # a list of messages
         answers = (
             [{"role": "assistant", "content": x}] if isinstance(x, str) else x
             for x in (chosen, rejected)

@@ -24,9 +24,9 @@ _SECONDS_TO_END = 5
 class StepCounts:
     """One step's counts, of this rank or summed over the data-parallel ranks."""
 
-    denominator: int  # of the loss
-    num_ran_out: int = 0  # ranks whose data ended
-    num_failed: int = 0  # ranks that failed to read
+    denominator: int  # denominator of the loss
+    num_ran_out: int = 0  # number of ranks whose data ended
+    num_failed: int = 0  # number of ranks that failed to read
 
     @property
     def is_whole(self) -> bool:
@@ -68,7 +68,7 @@ def read_step(
             step.batches.append(batch)
     except (StopIteration, DataloaderExhaustedError):
         step.counts.num_ran_out = 1
-    except Exception as error:  # raised once the other ranks know
+    except Exception as error:  # raised later, when all ranks know of it
         step.error, step.counts.num_failed = error, 1
     step.counts.denominator = step.own_denominator
     step.counts = sum_over_ranks(step.counts)
@@ -112,14 +112,14 @@ class StepsAhead:
         # Not in the reading thread, because torch draws the data workers' seed from its default generator.
         self._iterator = iter(dataloader)
         self._last = Step([], StepCounts(0))
-        self._next: Future[Step] | None = None  # the step that is being read, until it is returned
+        self._next: Future[Step] | None = None  # the step that is read ahead
         self._read_next()
 
     def next_step(self) -> Step:
         """Return the next step; nothing is read after an incomplete step. Raises communication errors."""
         if not self._last.counts.is_whole:
             return dataclasses.replace(self._last, batches=[], items=[])
-        assert self._next is not None  # the trainer takes at most `n_steps`
+        assert self._next is not None  # the trainer asks for at most `n_steps` steps
         self._last = step = self._next.result()
         self._next = None
         if step.counts.is_whole:
@@ -153,7 +153,7 @@ class StepsAhead:
             args = (self._next,)
             Thread(target=self._read, args=args, name=READING_THREAD, daemon=True).start()
 
-    # ---- in the thread of a step ----
+    # ---- methods that the reading thread runs ----
 
     def _read(self, read: Future[Step]) -> None:
         try:
@@ -168,7 +168,7 @@ class StepsAhead:
             if step.counts.is_whole:
                 step.position = self._read_position()
             read.set_result(step)
-        except Exception as error:  # from communication; errors of reading are in the step
+        except Exception as error:  # a communication error; `step.error` holds a reading error
             read.set_exception(error)
 
     def _sum_over_ranks(self, counts: StepCounts) -> StepCounts:

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, ext, nodes, sandbox
 
-_MOST_CHARACTERS = 2**24  # per rendered text; a million tokens need about a quarter of this
+_MOST_CHARACTERS = 2**24  # limit per rendered text; a million tokens are about 2**22 characters
 
 
 class _Generation(ext.Extension):
-    """The tag {% generation %}: writes two variables around its content; if unset, they are empty."""
+    """The tag {% generation %}: writes two variables around its content. By default both are empty."""
 
     tags = {"generation"}
 

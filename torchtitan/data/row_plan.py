@@ -1,8 +1,8 @@
-"""Plans the rows of a run over a given number of passes, and counts the documents' tokens for this.
+"""Plans the rows of a run with a known number of passes, from the number of tokens of each document.
 
 A plan depends only on the lengths of all documents and the config. Row r of the plan is row r % G of
-step r // G, where G is the number of rows in the global batch, so a position is a number of rows. No row
-holds documents of two passes; the last row of a pass is padded. P: number of pieces of documents.
+step r // G, where G is the number of rows in the global batch. The data position is therefore a number of
+rows. No row holds documents of two passes; the last row of a pass is padded. P: number of document pieces.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ ROWS_OF_A_BLOCK = 1024
 
 
 class Plan:
-    """The rows of sources that all have a limit (their number of passes). Creating it is collective.
+    """The planned rows of sources that all have a limit on their passes. Creating a plan is collective.
 
     A single source is planned pass by pass. Several sources are merged into one pass, in which the
     shares of tokens follow the weights until a source ends. num_rows: rows of all passes.
@@ -43,7 +43,7 @@ class Plan:
         self._limits = [source.limit or 0 for source in sources]
         lengths = [count_tokens(source)[:, 0] for source in sources]
         self.lengths = np.concatenate(lengths)  # tokens of each document, source after source
-        self._ends = np.cumsum([len(n) for n in lengths])  # where each source ends in `lengths`
+        self._ends = np.cumsum([len(n) for n in lengths])  # each source's end in `lengths`
         if not self.lengths.any():
             raise ValueError(
                 f"dataset {sources[0].name!r}: no document has a token; use other documents, or "
@@ -91,7 +91,7 @@ class Plan:
                 "were counted; do not change data while a job reads them"
             )
         self._last = number, start + length, document
-        tokens = document.ahead(length + 1)  # one more, as the label of the last token
+        tokens = document.ahead(length + 1)  # includes the label of the last token
         document.take(length)
         return document, tokens if self._packing.method != "concat" else tokens.part(0, length)
 
@@ -116,7 +116,7 @@ class Plan:
         documents, due = [], []
         for source, limit, end in zip(self._sources, self._limits, self._ends, strict=True):
             n, order = len(source.data), source.order
-            assert order is not None  # because the source is indexed
+            assert order is not None  # every indexed source has an order
             passes = [number] if len(self._sources) == 1 else range(math.ceil(limit))
             own = np.concatenate([order.of_pass(p) for p in passes])
             own = own[: math.ceil(limit * n) - passes[0] * n] + end - n
@@ -157,7 +157,7 @@ def fitted(sizes: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
     first_row = 0
     for block in np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(blocks)) + 1):
         longest_first = block[np.argsort(-sizes[block], kind="stable")]
-        spaces: list[int] = []  # ascending: free tokens of a row << 32 | index of the row
+        spaces: list[int] = []  # sorted; free tokens of a row << 32 | index of the row
         longest: list[int] = []  # row -> its longest piece
         row_of = []
         for piece, size in zip(longest_first.tolist(), sizes[longest_first].tolist(), strict=True):
@@ -208,7 +208,7 @@ class PlannedStream:
 # ---- token counts, cached for later runs ----
 
 _SECONDS_BETWEEN_REPORTS = 10
-_TEXTS_AT_ONCE = 64  # batches of 1,024 take a fifth more CPU time
+_TEXTS_AT_ONCE = 64  # batches of 1,024 texts take a fifth more CPU time
 
 
 def count_tokens(source: Source) -> NDArray[np.int64]:
@@ -286,7 +286,7 @@ def _read(key: object) -> NDArray[Any] | None:
             return content["arr_0"]
     except FileNotFoundError:
         pass
-    except Exception as error:  # numpy and zipfile raise many types
+    except Exception as error:  # numpy and zipfile raise errors of many types
         logger.warning(
             f"the counts of tokens in {path} are damaged, so they are made again: {error}"
         )

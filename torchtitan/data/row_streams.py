@@ -115,7 +115,7 @@ class RowStream:
         self.num_tokens = [0] * len(sources)  # tokens of the documents opened so far, by source
         self._phase = (number + 0.5) / num_streams
         self._window = min(WINDOW, max(3, MOST_IN_WINDOWS // num_streams))
-        self.open: list[OpenDocument] = []  # documents that are waiting, or taken in part
+        self.open: list[OpenDocument] = []  # opened documents with tokens left
 
     def next_row(self) -> Row | None:
         """Return the next row; None at the end of the documents."""
@@ -125,7 +125,7 @@ class RowStream:
     def state(self) -> tuple[Any, ...]:
         """Return the position for a checkpoint; an open document with no token taken is stored as one integer."""
         places: list[Any] = []
-        lengths: list[int] = []  # of the documents whose place is one integer
+        lengths: list[int] = []  # tokens left in documents stored as one integer
         for document in self.open:
             if document.num_left:
                 place = document.place()
@@ -137,7 +137,7 @@ class RowStream:
 
     def load(self, state: tuple[Any, ...]) -> None:
         places, feeds, self.num_tokens, *rest = state
-        lengths = iter(rest[0] if rest else [])  # no lengths after `PackedDataset._dealt_again`
+        lengths = iter(rest[0] if rest else [])  # `PackedDataset._dealt_again` omits lengths
         for feed, saved in zip(self.feeds, feeds, strict=True):
             feed.load(saved)
         self.open = []
@@ -179,7 +179,7 @@ class RowStream:
         return pieces
 
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
-        """Fill a row: begin with the oldest open document of a source, then add the longest that fits."""
+        """Fill a row: begin with a source's oldest open document, then add the longest documents that fit."""
         seq_len = self._packing.seq_len
         window = self._window if self._packing.method == "fit" else 1
         lengths = [document.num_left for document in self.open]
@@ -207,7 +207,7 @@ class RowStream:
 
     def _first(self) -> int:
         """Return the index of the open document that begins a row."""
-        oldest: dict[int, int] = {}  # source -> index
+        oldest: dict[int, int] = {}  # source -> index of its oldest open document
         for index, document in enumerate(self.open):
             oldest.setdefault(document.source, index)
         candidates = {source: self.open[index] for source, index in oldest.items()}
@@ -239,8 +239,8 @@ class RowStream:
 
         candidates: source index -> its next document, for each source with a document left.
         share_of_open: the fraction of the remaining tokens of open documents to count.
-        Each stream has its own phase between 0 and 1: it adds phase * 2 rows to all tokens, and phase * the
-        next document's length to its source's, so that the errors of the streams cancel.
+        Each stream has a phase between 0 and 1. It adds phase * 2 rows to all tokens, and to each source's
+        tokens the fraction `phase` of its next document. The streams' rounding errors then cancel.
         """
         if len(self.feeds) == 1:
             return 0
@@ -254,7 +254,8 @@ class RowStream:
 
         def excess(source: int) -> float:
             length = candidates[source].num_left
-            ahead = self._phase * (min(length, row) if is_fit else length)  # a row takes no more
+            # With packing "fit", a row takes at most `row` tokens of a document.
+            ahead = self._phase * (min(length, row) if is_fit else length)
             return num_tokens[source] + ahead - weights[source] / all_weights * all_tokens
 
         return min(sorted(candidates), key=excess)

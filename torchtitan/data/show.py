@@ -73,7 +73,7 @@ def _read(config: ShowConfig) -> tuple[Iterator[TokenBatch], DocumentPolicy, Bas
     """Return (batches, document policy, tokenizer) of the job."""
     if config.show.rows < 1:
         raise ConfigError(f"show.rows must be 1 or more, got {config.show.rows}; correct it")
-    config = copy.deepcopy(config)  # because it is changed to one rank without data workers
+    config = copy.deepcopy(config)  # changed below to one rank without data workers
     config.parallelism = type(config.parallelism)()
     config.training.dataloader = type(config.training.dataloader)()
     config, spec, *_ = resolve_job(config)

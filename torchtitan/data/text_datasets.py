@@ -215,7 +215,7 @@ def _build(
     tokenizer: BaseTokenizer,
     infinite: bool,
 ) -> ParallelAwareDataloader:
-    """section: `job_config.training` or `job_config.validation_data`; both have the keys read here."""
+    """section: `job_config.training` or `job_config.validation_data`; both have the keys that are read."""
     training = job_config.training
     is_training = section is training
     # Validation with steps = -1 reads its data once.
@@ -266,7 +266,7 @@ def _build(
         batch_size = max(n for n in range(1, min(batch_size, rows) + 1) if rows % n == 0)
     elif is_training and dp_world_size > 1 and dp_rank == 0:
         logger.info("rows depend on the number of ranks: training.global_batch_size is not set")
-    if not is_training and not sources[0].is_indexed:  # one row stream per rank
+    if not is_training and not sources[0].is_indexed:  # each rank reads one row stream
         rows = None
     dataset = PackedDataset(sources, packing, dp_rank, dp_world_size, infinite, rows, planned)
     loader_options = {**asdict(section.dataloader), "batch_size": batch_size}

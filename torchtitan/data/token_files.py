@@ -1,6 +1,6 @@
 """Token ids in pairs of `.bin` and `.idx` files in Megatron-LM's format: memory-mapped, or at an address.
 
-At an address, indexes and check sums are read at the start, and documents by ranges of the `.bin` file.
+At an address, indexes and checksums are read at the start, and documents by ranges of the `.bin` file.
 
 The `.bin` file holds the ids of D documents in S sequences; usually a document is one sequence. The
 `.idx` file, little-endian, holds in this order:
@@ -40,7 +40,7 @@ _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 # Type codes of the format; codes 6 and 7 are floats.
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_DOCUMENTS_CHECKED = 100  # how many documents `check_tokenizer` reads
+_DOCUMENTS_CHECKED = 100  # number of documents that `check_tokenizer` reads
 _AGAIN = (
     "copy the folder again, or run the same `torchtitan tokenize` again, which writes "
     "damaged parts again"
@@ -52,7 +52,7 @@ class TokenDocuments(JoinedDocuments):
 
     path: a folder of pairs; or a pair's `.bin` file, `.idx` file, or path without these endings.
     num_ids: documents with ids outside 0 to num_ids - 1 are refused; `check_tokenizer` may set it.
-    Raises ValueError for missing or unfinished files; reading a damaged document raises it, too.
+    Raises ValueError for missing or unfinished files, and when a damaged document is read.
     """
 
     def __init__(self, path: str, num_ids: int | None = None) -> None:
@@ -96,7 +96,7 @@ class TokenDocuments(JoinedDocuments):
         """Raise ValueError if a file has changed since it was written."""
         if not self._has_sums:
             raise ValueError(
-                f"{self._path} has no check sums to compare with; tokenize the text again"
+                f"{self._path} has no checksums to compare with; tokenize the text again"
             )
         for pair in self._files:
             pair.check()
@@ -116,7 +116,7 @@ class TokenDocuments(JoinedDocuments):
                 )
             if self._has_sums:
                 return
-            unknown = "are damaged, because an earlier version wrote them, without check sums"
+            unknown = "are damaged, because an earlier version wrote them, without checksums"
         else:
             lack = "the tokenizer has no hash" if written_with else f"there is no {ABOUT_FILE}"
             unknown = f"were made with this job's tokenizer, because {lack}"
@@ -284,7 +284,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
-    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None for other libraries."""
+    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None without a `tokenizers` backend."""
     backend = getattr(tokenizer, "tokenizer", None)
     if not hasattr(backend, "to_str"):
         return None

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("out", help="the folder to write")
-    add("--check", action=_Check, metavar="OUT", help="only compare a folder with its check sums")
+    add("--check", action=_Check, metavar="OUT", help="only compare a folder with its checksums")
     add("--tokenizer", required=True, help="a folder with tokenizer.json")
     add("--bos_token", help="as training.bos_token")
     add("--eos_token", help="as training.eos_token")
@@ -101,7 +101,7 @@ def _positive(text: str) -> int:
 class _Job:
     """A folder to write. about: the content of tokens.json. dataset: the source's registered name."""
 
-    documents: Any  # with len() and [i]; pickled for other processes
+    documents: Any  # has len() and [i]; is pickled for other processes
     tokenizer: HuggingFaceTokenizer
     dataset: str
     custom_import: str | None
@@ -237,7 +237,7 @@ def _plan(options: argparse.Namespace) -> _Job:
             f"OUT must not be in SOURCE, got {folder}, in {path}; name another folder"
         )
     try:
-        FolderLock(str(folder))  # released when this process ends
+        FolderLock(str(folder))  # the lock is released when this process ends
     except RunError as error:
         raise RunError(
             f"{folder} is being written by another process; wait for it, or name another folder"
@@ -283,11 +283,11 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
     """Write parts in `job.processes` processes; yield (part, number of tokens) after each part."""
     try:
         pickled = pickle.dumps(job)
-    except Exception as error:  # pickle raises several types
+    except Exception as error:  # pickle raises errors of several types
         reason = f"dataset {job.dataset!r} cannot be sent to other processes ({error})"
         raise ConfigError(f"{reason}; use --processes 1") from error
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # takes seconds to import
+    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # its import takes seconds
     # Only this process handles Ctrl-C, and then kills the workers: the fork server and the workers
     # inherit SIG_IGN.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -333,5 +333,5 @@ def _write_part(part: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled as Ctrl-C is
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
     main()

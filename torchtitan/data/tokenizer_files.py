@@ -54,7 +54,8 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
         config = (config or {}) | older
     stated = str((config or {}).get("tokenizer_class") or "").removesuffix("Fast")
     if name is None:
-        # For qwen2, transformers ignores a stated class; other models' type counts only without a class.
+        # transformers reads every qwen2 model as Qwen2Tokenizer, even if the config states another class. For
+        # qwen3 the model type decides only if no class is stated.
         model = (read_json(folder / "config.json") or {}).get("model_type")
         is_qwen = model == "qwen2" or (not stated and model in ("qwen3", "qwen3_moe"))
         name = "Qwen2Tokenizer" if is_qwen else stated
@@ -65,7 +66,7 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
     by_id = {} if has_decoder else read_json(folder / "added_tokens.json") or {}
     known = {token.content for token in in_file.values()}
     tokens = sorted(by_id.keys() - known, key=by_id.__getitem__)
-    # Add runs of equal kind, because `add_special_tokens` marks every token as special.
+    # Add special tokens apart from the rest, because `add_special_tokens` marks every token as special.
     declared = [*map(AddedToken, tokens), *_declared_tokens(config or {}, config_path, backend)]
     for is_special, run in groupby(declared, lambda token: token.special):
         (backend.add_special_tokens if is_special else backend.add_tokens)(list(run))
@@ -79,7 +80,7 @@ def load(folder: Path, name: str | None = None) -> tuple[Tokenizer, dict | None]
         raise ValueError(
             f"the tokenizer in {folder} has {difference} than the {name} that transformers builds; to train "
             f"with the ids of transformers, {_convert(folder)}; to train with the ids of tokenizer.json, use a "
-            "folder without config.json, whose tokenizer_class is 'PreTrainedTokenizerFast'"
+            "folder with tokenizer_class = 'PreTrainedTokenizerFast' and without config.json"
         )
     return backend, config
 
@@ -215,7 +216,7 @@ def _token(entry: Any, key: str, config_path: Path, special: bool) -> AddedToken
         flags |= {name: entry[name] for name in names if name in entry}
     try:
         return AddedToken(text, **flags)
-    except TypeError as error:  # no text, or a flag that is not a bool
+    except TypeError as error:  # the text is None, or a flag is not a bool
         raise ValueError(f"{config_path}: {key} cannot be used: {error}") from error
 
 

@@ -341,7 +341,7 @@ def test_turn_that_a_key_leaves_out_of_the_loss_is_not_trained(tokenizer, source
     right = {"role": "assistant", "content": "4", key: True}
     ids, trained = encoder_of(tokenizer, source)({"messages": [U, wrong, U, right]})
     assert tokenizer.decode(ids[trained].tolist(), skip_special_tokens=False) == "4<|im_end|>"
-    with pytest.raises(ValueError, match=f"message 2 has '{key}' = 0.5, and only 0 and 1"):
+    with pytest.raises(ValueError, match=f"message 2 has '{key}' = 0.5, which must be 0, 1"):
         encoder_of(tokenizer, source)({"messages": [U, {**wrong, key: 0.5}]})
 
 
@@ -351,7 +351,7 @@ def test_content_that_is_a_list_of_one_text_is_that_text_for_a_template_of_texts
     wanted = parts(tokenizer, encode({"messages": [U, A]}))
     assert parts(tokenizer, encode({"messages": listed})) == wanted
     listed[0]["content"] *= 2
-    with pytest.raises(ValueError, match="writes texts, and .* list of several parts; join"):
+    with pytest.raises(ValueError, match="needs texts, and .* list of several parts; join"):
         encode({"messages": listed})
 
 

@@ -487,7 +487,7 @@ def test_folder_without_sums_is_read_with_a_line(finished, tmp_path, tokenizer, 
     (record,) = caplog.records
     assert f"{out}: it is unknown whether these tokens are damaged" in record.message
     run(["--check", str(out)], exit_code=1)
-    assert "has no check sums to compare with" in capsys.readouterr().err
+    assert "has no checksums to compare with" in capsys.readouterr().err
 
 
 # ---- tokenizers ----
