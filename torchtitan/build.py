@@ -78,7 +78,7 @@ class EngineParts:
     model_args: Any
     model_converters: Any
     num_params: int
-    # FLOPs per token, in rows of `training.seq_len` tokens, and without attention.
+    # FLOPs per token: with attention over rows of `training.seq_len` tokens, and without attention.
     num_flops_per_token: float
     flops_without_attention: float
     loss_fn: LossFunction
@@ -308,7 +308,7 @@ def job_of_hf(
     flavor = os.path.basename(os.path.abspath(folder))
     job_config.model.name, job_config.model.flavor = match.family, flavor
     job_config.model.hf_assets_path = os.fspath(folder)
-    if builds_data and job_config.loss.name:  # dpo's reference is the initial model
+    if builds_data and job_config.loss.name:  # DPO's reference is the initial model
         job_config.checkpoint.initial_load_in_hf = True
     spec = spec or get_train_spec(match.family)
     args, seq_len = match.model_args, job_config.training.seq_len
@@ -349,7 +349,7 @@ def build_on_meta(
         model = spec.model_cls(model_args)
     converters = build_model_converters(config, dims)
     converters.convert(model)
-    if spec.fact("optimizer_names") is not None:  # otherwise the client builds its own optimizers
+    if spec.fact("optimizer_names") is not None:  # a client may build its own optimizers
         check_groups(model, config.optimizer)
     return model, converters
 

@@ -82,7 +82,7 @@ class EngineState(build.EngineParts):
 
     @property
     def loss_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks whose losses add up to the global batch's loss; None if this rank already has it."""
+        """The ranks whose losses add up to the global batch's loss; None if this rank has that loss."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
 
@@ -204,13 +204,13 @@ class EngineState(build.EngineParts):
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
         with contextlib.suppress(FloatingPointError, ValueError):
-            self.update.settle()  # the load replaces the weights of a bad last step
+            self.update.settle()  # an error of the last step no longer matters
         loaded_before = self._loaded
         found = self.checkpointer.load(step, path=path, model_only=model_only)
         if found and self._loaded is loaded_before:  # the counters were not restored
             self.weights_version += 1
             step, version = self._loaded
-            self._loaded = (step, version + 1)  # so `_steps_done` doesn't count the load
+            self._loaded = (step, version + 1)  # so `_steps_done` does not count the load as a step
         if found:
             self._forget_gradients()
         return found
@@ -278,7 +278,7 @@ class EngineState(build.EngineParts):
         """Finish pending checkpoint writes and restore the host's settings. Safe to call twice."""
         self.watch.close()
         try:
-            if hasattr(self, "checkpointer"):  # else the constructor failed before it
+            if hasattr(self, "checkpointer"):  # the constructor may have failed early
                 self.checkpointer.close()
         finally:
             host.move_out(self)

@@ -1,6 +1,6 @@
 """Train from the command line: `torchrun -m torchtitan.train --job.config_file job.toml`.
 
-`Trainer` is loaded on first use, so config errors and --help wait for torch alone.
+`Trainer` is loaded on first use, so config errors and --help only wait for the import of torch.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.tools import signals
 
 if __name__ == "__main__":
-    signals.at_start.start()  # before the imports, which take seconds
+    signals.at_start.start()  # handle signals during the imports, which take seconds
 
 import torch
 
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 # Regular expressions for the beginnings of harmless warnings of torch, and why they are harmless.
 _NOISE = (
     "Torchinductor does not support code generation for complex operators",  # RoPE runs uncompiled
-    "FSDP2-wrapped module .* returned a view tensor",  # never written to in place
-    "(?s).*Mismatch dtype between input and weight",  # RMSNorm with fp32 weights
+    "FSDP2-wrapped module .* returned a view tensor",  # nothing writes to the view in place
+    "(?s).*Mismatch dtype between input and weight",  # RMSNorm has fp32 weights on purpose
 )
 
 _mains = itertools.count()
@@ -76,7 +76,7 @@ def main(
     # Imported here, because programs that only import `Trainer` need no parser.
     from torchtitan.config.manager import ConfigManager, exit_on_config_error
 
-    if not torch.distributed.is_initialized():  # otherwise a host program handles its own signals
+    if not torch.distributed.is_initialized():  # else a host program handles signals
         signals.at_start.start()
     init_logger()
     _quiet_libraries()
@@ -123,7 +123,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
             signals.at_start.tell_by(lambda _: None)
         allow_open_files()
         with contextlib.ExitStack() as at_end:
-            if os.environ.get("RANK", "0") == "0":  # before anything in the folder changes
+            if os.environ.get("RANK", "0") == "0":  # lock before anything in the folder changes
                 at_end.callback(FolderLock(config.job.dump_folder).release)
             at_end.enter_context(events.recording(config))
             if trainer_class is None:
@@ -150,7 +150,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
         # Report before closing, because closing may wait for other ranks.
         exit_code = _report_failure(error, config, peers)
         if trainer is not None:
-            with contextlib.suppress(Exception):  # the first error is reported already
+            with contextlib.suppress(Exception):  # the first error has been reported
                 trainer.close()
         if exit_code is None:
             raise
@@ -196,7 +196,7 @@ def _report_failure(error: BaseException, config: JobConfig, peers: Peers | None
     tell = (lambda _: None) if peers is None else peers.report
     if isinstance(error, PeerError):  # rank 0 has printed the message
         _write_for_torchrun(str(error))
-        tell(str(error))  # for ranks that have not compared their configs
+        tell(str(error))  # tell ranks that have not compared their configs yet
         return 2
     if isinstance(error, KeyboardInterrupt):
         tell("it was interrupted by SIGINT")

@@ -52,7 +52,7 @@ class Trainer(TrainingEngine):
         with on_error(self.close):
             job_config = self.job_config
             tell_settings_without_effect(job_config)
-            self._attended_pairs = self._attending_tokens = 0  # reset by each log
+            self._attended_pairs = self._attending_tokens = 0  # each log resets these counts
             build = self.train_spec.build_metrics_processor_fn or build_metrics_processor
             metrics = build(job_config, self.parallel_dims, self.model_args)
             metrics.num_flops_per_token = self.num_flops_per_token
@@ -266,7 +266,7 @@ class Trainer(TrainingEngine):
             self._stop.ask()  # the ranks exchange stop requests during the optimizer step
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
-            self.update.settle()  # no extra wait: logging needs the gradient norm, too
+            self.update.settle()  # adds no wait, because logging needs the gradient norm
             self._log_step(read, torch.stack(losses).sum(), result)
 
     def _log_step(self, read: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
@@ -405,7 +405,7 @@ def save_and_stop(engine: TrainingEngine, reason: str) -> None:
     """Save a full checkpoint, so the run can be resumed, and log the reason. Collective."""
     checkpointer = engine.checkpointer
     usual_mode, checkpointer.async_mode = checkpointer.async_mode, AsyncMode.DISABLED
-    engine.save()  # synchronous, because async_mode is off
+    engine.save()  # synchronous, because async_mode is off here
     checkpointer.async_mode, checkpointer.has_stopped = usual_mode, True
     logger.warning(
         f"stopped after step {engine.step} of {engine.num_steps}: {reason}; its "

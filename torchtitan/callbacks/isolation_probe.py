@@ -1,9 +1,9 @@
 """A check during training that attention does not cross document boundaries.
 
 The model runs on a batch twice, the second time with one token replaced. The logits of other rows, other
-documents, other branches and earlier tokens must be bitwise equal. In a tree, the logits of the next token
-of each branch must change, unless no token sees another token (for example while the attention's output
-projection is 0). A correct model may fail the check under dynamic float8, because a scale depends on a
+documents, other branches and earlier tokens must be bitwise equal. If documents have branches, the logits of
+the next token of each branch must change, unless no token sees another token (for example while the attention's
+output projection is 0). A correct model may fail the check under dynamic float8, because a scale depends on a
 whole tensor, and with a mixture of experts, because rounding depends on the number of tokens per expert.
 
 B rows, T tokens, V vocabulary entries.

@@ -68,7 +68,7 @@ class DeviceMemoryMonitor:
             logger.warning("Memory is scarce: the allocator had to retry %d times", num_retries)
         if num_ooms > 0:
             logger.warning("The device ran out of memory %d times", num_ooms)
-        capacity = self.device_capacity or math.inf  # unknown: report 0 %
+        capacity = self.device_capacity or math.inf  # if the capacity is unknown, report 0 %
         sizes = active / _GIB, 100 * active / capacity, reserved / _GIB, 100 * reserved / capacity
         return DeviceMemStats(*sizes, num_retries, num_ooms)
 
@@ -100,7 +100,7 @@ class TensorBoardLogger(BaseLogger):
     """Writes scalars named `key`, or `tag/key` with a tag, for TensorBoard."""
 
     def __init__(self, log_dir: str, tag: str | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow, and often not needed
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and often not needed
 
         self.tag = tag
         self.writer = SummaryWriter(log_dir, max_queue=1000)
@@ -379,7 +379,7 @@ def _build_metric_logger(
 
     container = LoggerContainer()
     folder = job_config.job.dump_folder
-    owner = []  # parts of the files' names
+    owner = []  # replica and rank, for folder and file names
     if job_config.fault_tolerance.enable:
         owner.append(f"replica_{job_config.fault_tolerance.replica_id}")
     if config.save_for_all_ranks:

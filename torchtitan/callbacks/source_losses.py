@@ -12,7 +12,7 @@ from torchtitan.step.objective import Objective
 
 
 class SourceLosses(Objective):
-    """Cross entropy, also reported per source. The batch's "sources" [B, T] are each token's source index."""
+    """Cross entropy, also reported per source. "sources" [B, T] of the batch: the source index of each token."""
 
     replaces_loss = True
 

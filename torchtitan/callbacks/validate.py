@@ -151,7 +151,7 @@ class Validator(BaseValidator):
             self.metrics_processor.log_validation(loss=loss_sum / denominator, step=step, **extra)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield as many batches on every rank; a rank out of data repeats its last batch, all labels ignored."""
+        """Yield equally many batches on every rank. A rank without data repeats its last batch, unlabelled."""
         # Every validation starts at the same position, so losses are comparable, also after resuming.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()
@@ -188,7 +188,7 @@ class Validator(BaseValidator):
     def _forward(
         self, runner: Runner, input_dict: Batch, labels: torch.Tensor, tally: Tally
     ) -> tuple[torch.Tensor, int]:
-        """Return (this rank's share of the loss, the batch's denominator), equal on a pipeline's ranks."""
+        """Return (this rank's share of the loss, the batch's denominator); all pipeline ranks return the same."""
         policy, objective = self._policy(runner.model_parts), self.objective
         (batch,) = objective.prepare([policy.training_batch(input_dict, labels)])
         batches = [batch]

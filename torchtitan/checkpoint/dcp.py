@@ -99,7 +99,7 @@ class _TensorProperties(torch_metadata.TensorProperties):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[: len(dataclasses.fields(self))])
-        self.__class__ = torch_metadata.TensorProperties  # torch compares the class
+        self.__class__ = torch_metadata.TensorProperties  # torch compares the class with its own
 
 
 # The classes and functions that the pickle `.metadata` may name.
@@ -113,7 +113,8 @@ METADATA_NAMES: Names = (
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     }
     | {
-        ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],  # enums in Python 3.11.0 to 3.11.3
+        # Python 3.11.0 to 3.11.3 pickle an enum member as a call of getattr.
+        ("builtins", "getattr"): lambda _, name: _LAYOUTS[name],
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): {
             str(x): x for x in vars(torch).values() if isinstance(x, torch.layout)
@@ -191,7 +192,7 @@ class SafeReader(torch_dcp.FileSystemReader):
                 "an entry is compressed by a stream extension; save it without extensions"
             )
         entry: Any = _EntryView(file, info.offset, info.length)
-        if isinstance(file, storage.RangedFile):  # one request for the whole entry
+        if isinstance(file, storage.RangedFile):  # read the whole entry in one request
             entry = io.BytesIO(file[info.offset : info.offset + info.length])
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(entry.read()))
@@ -219,7 +220,7 @@ def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> 
     target: None only checks the entry's size. Raises ValueError if the entry would take more memory than
     its `n_bytes`: a zip archive can be compressed, and a pickle can make a bytearray of any length.
     """
-    if entry.read(4) != b"PK\3\4":  # a pickle from before torch 1.6, never compressed
+    if entry.read(4) != b"PK\3\4":  # torch before 1.6 saved plain pickles, never compressed
         return None
 
     def start_of(record: zipfile.ZipInfo) -> int:
@@ -240,12 +241,13 @@ def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> 
             pickles.append(entry.read(record.file_size))
     if any(b"\nbytearray\n" in pickled for pickled in pickles):
         raise ValueError(refusal("bytearray"))
-    folder = records[0].filename.partition("/")[0]  # torch, too, takes the first record's
+    folder = records[0].filename.partition("/")[0]  # torch also takes the first record's folder
     found = {record.filename.removeprefix(f"{folder}/"): record for record in records}
     numbers, byte_order = found.get("data/0"), found.get("byteorder")
     if type(target) is not torch.Tensor or not target.is_cpu or not numbers or len(pickles) != 1:
         return None
-    if byte_order is not None and byte_order.file_size != len(sys.byteorder):  # little or big
+    # The record holds "little" or "big", so its size shows which.
+    if byte_order is not None and byte_order.file_size != len(sys.byteorder):
         return None
     layout = target.dtype, target.shape, target.stride()
     is_same = numbers.file_size == target.nbytes and _layout_in(pickles[0]) == layout
@@ -349,7 +351,7 @@ def check_chunks(metadata: Metadata, path: str) -> None:
             raise ValueError(f"{path} is damaged: {problem}; load another checkpoint")
 
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes) of a chunk
 _MAX_CELLS = 2**20  # a tensor sharded over a mesh has one grid cell per chunk
 
 

@@ -69,8 +69,8 @@ WEIGHT_FILES = (
     "*.safetensors",
 )
 GIB = 1024**3
-_ALGORITHMS = {32: xxhash.xxh3_128, 64: "sha256"}  # by number of hexadecimal digits
-_BYTES_FOR_TWO_FILES = 2**25  # minimum size of each of the two files
+_ALGORITHMS = {32: xxhash.xxh3_128, 64: "sha256"}  # hexadecimal digits of a hash -> algorithm
+_BYTES_FOR_TWO_FILES = 2**25  # if either of two files would be smaller, write one
 _BUFFER, _BYTES_TO_FLUSH = 2**20, 2**20
 
 
@@ -168,7 +168,7 @@ def mark_unfinished(folder: str, *more: str) -> None:
 
 
 def mark_base(folder: str) -> None:
-    """If `folder` is a step, mark it as the base model of adapters, which no run's retention removes."""
+    """If `folder` is a step, mark it as the base model of adapters, so that no run's retention removes it."""
     if not re.fullmatch(r"step-\d+", os.path.basename(storage.resolved(folder))):
         return
     try:
@@ -183,7 +183,7 @@ def mark_base(folder: str) -> None:
 def start_writing(folder: str) -> None:
     """Create `folder`, mark it unfinished, and remove the files of an older checkpoint in it."""
     mark_unfinished(folder)
-    _remove_weights(folder)  # or a later load could use the older `.metadata` with new files
+    _remove_weights(folder)  # else a later load could use the older `.metadata` with new files
 
 
 def remove_failed_save(folder: str) -> None:
@@ -308,7 +308,7 @@ def upload_folder(folder: str, address: str, group: dist.ProcessGroup | None = N
         rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def begin() -> set[str]:
-        mark_unfinished(address)  # first, so that the old checkpoint no longer counts as complete
+        mark_unfinished(address)  # mark first: the old checkpoint must not count as complete
         for name in filter(_is_weight_file, storage.names_in(address)):
             storage.delete(storage.join(address, name))
         storage.sweep(address)
@@ -453,7 +453,7 @@ class HashingWriter(FileSystemWriter):
             return pickled[key]
 
         def write(number: int) -> list[WriteResult]:
-            torch.serialization.set_crc32_options(False)  # redundant: the whole file is hashed
+            torch.serialization.set_crc32_options(False)  # the hash of the file replaces it
             name, results = f"{plan.storage_data.prefix}{number}.distcp", []
             with self.fs.create_stream(os.path.join(self.path, name), "wb") as file:
                 for item in parts[number]:
@@ -472,7 +472,7 @@ class HashingWriter(FileSystemWriter):
 
         find, parts = planner.lookup_object, _in_two_files(plan.items)
         devices = {find(item.index).device for item in plan.items if item.tensor_data is not None}
-        for device in devices - {torch.device("cpu")}:  # the writing threads copy on other streams
+        for device in devices - {torch.device("cpu")}:  # the writing threads use other streams
             torch.accelerator.synchronize(device)
         has_crc32 = torch.serialization.get_crc32_options()
         try:

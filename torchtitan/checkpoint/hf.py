@@ -154,7 +154,7 @@ def _open_reader(
         ) from error
     if not from_quantized:  # tensors to dequantize may be stored in another shape
         dcp.check_chunks(metadata, path)
-    reader.read_metadata = lambda *args, **kwargs: metadata  # or DCP would read it for each part
+    reader.read_metadata = lambda *args, **kwargs: metadata  # else DCP reads it again for each part
     return reader
 
 
@@ -454,7 +454,7 @@ def _write_weights(
             if rank == writer:
                 files[file_index[name]].add(data)
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # or a collective might time out in a long queue
+            torch.accelerator.synchronize()  # a long device queue might time out a collective
     closed = on_all_ranks(lambda: {_file_name(i, n_files): f.close() for i, f in files.items()})
     hashes = {name: digest for part in closed for name, digest in part.items()}
     weight_map = {name: _file_name(number, n_files) for name, number in file_index.items()}

@@ -206,7 +206,7 @@ def write_model_files(
         for part in (config, config.get("text_config")):
             if part is not None:
                 part |= _with_token_ids(part, token_ids)
-        dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 or 4
+        dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # of transformers 5, or 4
         config[dtype_key] = str(dtype).removeprefix("torch.")
         write_json(Path(folder, "config.json"), config)
         generation = Path(folder, "generation_config.json")
@@ -270,7 +270,7 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
 
 
 def _with_token_ids(content: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return token_ids for a file, keeping the end-of-text ids that the file already lists."""
+    """Return `token_ids`, plus the end-of-text ids that the file's `content` lists."""
     end, ends = token_ids.get("eos_token_id"), content.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [ends]
     if end is None or ends is None:

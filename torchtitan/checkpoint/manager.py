@@ -102,7 +102,7 @@ class CheckpointManager:
     purge_thread = property(lambda self: self._retention.thread)
     purge_queue = property(lambda self: self._retention.queue)
     enable_staging = property(lambda self: self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
-    has_stopped = False  # True after the save of a run that ends before its last step
+    has_stopped = False  # True after a save that ends the run before its last step
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class CheckpointManager:
         self._purge()  # last, so that a failed save removes no older checkpoint
 
     def _upload(self, folder: str, address: str) -> Callable[[], None]:
-        """Return a function that uploads a written folder, without a reference to this manager."""
+        """Return a function that uploads a written folder. It holds no reference to this manager."""
         group, retention = self._saver.group, self._retention
         bucket = self.bucket if self.enable else ""
         n_kept = self.keep_latest_k if is_rank_zero() else 0
@@ -359,8 +359,8 @@ class CheckpointManager:
         """Write the adapters to the folder `path` in PEFT's format. Collective.
 
         base_model: the name or folder of the base model; None: the base model that was loaded.
-        rank: write only the first `rank` rows of A and columns of B, because the others are zero
-            (see `redraw_adapters`); None writes all.
+        rank: write only the first `rank` rows of A and columns of B, because the remaining ones
+            are zero (see `redraw_adapters`); None writes all.
         Raises ValueError for a model without LoRA adapters or without a state-dict adapter.
         """
         model, adapter = self.adapters, self.require_adapter()
@@ -521,7 +521,7 @@ class CheckpointManager:
         entries: dict[str, Any],
         of_adapters: bool = False,
     ) -> None:
-        """Load the states `wanted`. entries: of the model. of_adapters: check the base model. Collective."""
+        """Load the states `wanted`. entries: the model's. of_adapters: check their base model. Collective."""
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()
@@ -538,7 +538,7 @@ class CheckpointManager:
         is_quantized = self.initial_load_in_hf_quantized and facts.step < 0
         self.dcp_load(states, path, facts.is_hf, facts.is_hf and is_quantized)
         for name, state in others.items():
-            if states.get(name, state) is not state:  # contents that `fit_to_checkpoint` returned
+            if states.get(name, state) is not state:  # `fit_to_checkpoint` returned its contents
                 state.load_state_dict(states[name])
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {path} in {time.monotonic() - start:.2f} s")

@@ -52,8 +52,8 @@ class Retention:
     """Removes old step folders in a thread.
 
     configured_folders: steps of earlier processes are removed only in these folders.
-    written, given, damaged: resolved paths of the steps that this manager named and wrote, that a caller
-    named, and that a load found damaged.
+    written, given, damaged: resolved paths of steps. written: this manager named and wrote the step.
+        given: a caller named the step. damaged: a load found the step damaged.
     """
 
     def __init__(self, *configured_folders: str) -> None:

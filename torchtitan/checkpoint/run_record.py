@@ -49,13 +49,13 @@ _FUNCTION = (
     *_settings("lora", "alpha use_rslora alpha_pattern dropout"),
     *_settings("training", "restart_positions mask_boundary_loss"),
 )
-_MODEL_ARGS = "model.args."  # prefix of the model args' names
+_MODEL_ARGS = "model.args."  # prefix of the names of model args
 _DATA = (
     *_settings("training", "dataset dataset_path mixture packing shuffle data_seed too_long"),
     *_settings("training", "bos_token eos_token chat_template"),
     *_settings("validation", "dataset dataset_path"),
 )
-_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes of keys; a resume refuses other values
+_RL = ("rl.task.", "rl.sampling.", "rl.seed")  # prefixes of settings that a resume must not change
 _RL_OF_PROCESSES = ("rl.serve.", "rl.generator.", "rl.log_samples")
 _BY_CONTENT = (
     "model.hf_assets_path",
@@ -108,7 +108,7 @@ def record_of(
     record[_PATTERNS] = json.dumps([table.pattern for table in config.optimizer.groups])
     record[_GLOBAL_BATCH_SIZE] = global_batch_size
     if num_documents is not None:
-        record["number of documents"] = num_documents  # compared between ranks, not on resume
+        record["number of documents"] = num_documents  # ranks compare it, a resume does not
     return record
 
 

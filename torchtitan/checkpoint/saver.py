@@ -149,7 +149,7 @@ class Saver:
                     extra=event("background save", seconds=seconds, path=name),
                 )
 
-        if isinstance(result, Future):  # tests of 0.2.x return other objects
+        if isinstance(result, Future):  # the tests of 0.2.x pass other objects
             result.add_done_callback(report)
 
     def wait_for_staging(self) -> None:
@@ -206,7 +206,7 @@ class Saver:
         self.host_copies = HostCopies()
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
-            with suppress(ValueError):  # already destroyed together with an earlier default group
+            with suppress(ValueError):  # the group was destroyed with its default group
                 dist.destroy_process_group(group)
 
 
@@ -226,5 +226,5 @@ def order_staging_after_compute(stager: Any) -> None:
 def is_rank_zero() -> bool:
     try:
         return dist.get_rank() == 0
-    except ValueError:  # a single process without process group
+    except ValueError:  # a single process has no process group
         return True

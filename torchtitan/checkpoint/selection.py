@@ -206,7 +206,7 @@ class Selection:
     ) -> tuple[list[StepFolder], Facts | None]:
         """Return (steps, facts of the newest usable step).
 
-        The facts are None if no step is usable, or if the steps are the cached ones.
+        The facts are None if no step is usable, or if the steps equal those of the cached result.
         """
         folders = self._steps(folder)
         if not passed_over and folders == self._folders:
@@ -258,7 +258,7 @@ def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) 
     if is_address and step >= 0 and hashes_file_in(path) is None:
         return facts._replace(
             damage=f"it has no {HASHES_FILE}"
-        )  # although an outdated listing may show the file
+        )  # an outdated listing may still show it
     try:
         if verify or facts.contents == Contents.DAMAGED:
             facts = facts._replace(hashes=recorded_hashes(path))

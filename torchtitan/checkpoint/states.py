@@ -106,7 +106,7 @@ class ModelWrapper(Stateful):
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         ]
-        self.base_name: str | None = None  # None: randomly initialised weights
+        self.base_name: str | None = None  # None if the weights are randomly initialised
         self._base_record: dict[str, str] | None = None
 
     def whole(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class UserState(Stateful):
             state.load_state_dict(read_plain(state_dict[name], f"the saved state {name!r}"))
 
 
-def _pickled(name: str, state: Any) -> bytes:  # ValueError if a load would refuse the state
+def _pickled(name: str, state: Any) -> bytes:  # raises ValueError if a load would refuse it
     content = torch_parts.pytree.tree_map_only(
         torch.Tensor, lambda x: x.detach().cpu(), state.state_dict()
     )

@@ -60,7 +60,8 @@ class WeightStream:
         pp_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self._parts = dict(zip(stage_indices or range(len(model_parts)), model_parts, strict=True))
-        self._adapter = copy.copy(adapter)  # own copy: adapters remember their last conversion
+        # A copy, because a state-dict adapter stores its last conversion.
+        self._adapter = copy.copy(adapter)
         self._device, self._dtype, self._sharded = device, dtype, sharded
         self._current_version = current_version
         self._pp_group = pp_group
@@ -241,7 +242,7 @@ def _sums_of(rows: Tensor, weights: Tensor) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
-    """Return odd weights, equal in every process. A change of one word then changes the sum."""
+    """Return weights, equal in every process. They are odd, so changing one word changes the sum."""
     draw = random.Random(0)
     words = [draw.getrandbits(64) | 1 for _ in range(_WORDS_PER_ROW)]
     signed = [word - 2**64 if word >= 2**63 else word for word in words]

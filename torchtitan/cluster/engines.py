@@ -16,7 +16,7 @@ from torchtitan.config import JobConfig
 # Exit code of ranks that saved and ended before the last step.
 STOPPED = 75
 _STOPPED_FLAG = f"--job.stopped_exit_code={STOPPED}"
-_PORT = 29400  # where torchrun's agents find each other
+_PORT = 29400  # port at which torchrun's agents find each other
 _SERVER_PORT = 8000
 
 # Network -> (environment variables, device requests of a pod). EFA needs the plug-in aws-ofi-nccl in the image.
@@ -31,7 +31,7 @@ NETWORKS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
 class ClusterJob:
     """What every cluster engine needs to know about a job. options: the options of `torchtitan launch`.
 
-    config_file, config_text: the job's TOML file. arguments: config overrides. module: each rank runs it.
+    config_file, config_text: the job's TOML file. arguments: config overrides. module: what each rank runs.
     min_nodes, max_nodes: limits of the number of training nodes; an elastic run goes on with min_nodes.
     gpus: GPUs per node, one rank each; 0: one rank per node, on its CPUs.
     environment: variables of all ranks. longest_episode: the longest episode of an RL job, in tokens.
@@ -65,8 +65,8 @@ class ClusterJob:
     ) -> str:
         """Return the shell command of one node: a torchrun agent that starts and restarts the node's ranks.
 
-        endpoint: host:port where the agents meet. is_host: shell text, "1" on that host and "0" elsewhere;
-            "": torchrun compares the host with the node's own names and addresses.
+        endpoint: host:port where the agents meet. is_host: a shell expression that is "1" on this host and "0"
+            on other nodes. "": torchrun compares the host with the node's own names and addresses.
         nodes: replaces the number of nodes.
         """
         low, high = self.min_nodes, self.max_nodes
@@ -102,7 +102,7 @@ class ClusterJob:
             undefined=StrictUndefined,
             trim_blocks=True,
             keep_trailing_newline=True,
-            comment_start_string="<#",  # the default {# occurs in Bash's ${#array[@]}
+            comment_start_string="<#",  # Jinja's default {# occurs in Bash's ${#array[@]}
             comment_end_string="#>",
             finalize=lambda x: json.dumps(x) if isinstance(x, dict | list) else x,
         )

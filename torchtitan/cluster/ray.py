@@ -29,13 +29,13 @@ def train_rank(arguments: list[str]) -> None:
 def main() -> None:
     """Train. Exit code 2 for a config that cannot run."""
     parser = argparse.ArgumentParser("torchtitan.cluster.ray", allow_abbrev=False)
-    for option in ("--nodes", "--gpus", "--cpus", "--max-restarts"):  # gpus per node, cpus per rank
+    for option in ("--nodes", "--gpus", "--cpus", "--max-restarts"):  # GPUs per node, CPUs per rank
         parser.add_argument(option, type=int, required=True)
     options, arguments = parser.parse_known_args()
     n_ranks = options.nodes * max(1, options.gpus)
-    with exit_on_config_error():  # before Ray starts ranks, which it would restart
+    with exit_on_config_error():  # check first: Ray would restart the failed ranks
         check_ranks(ConfigManager().parse_args(arguments), n_ranks)
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # keep the working folder
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # ranks keep the job's working folder
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -1,7 +1,7 @@
 """Every config section, its keys, their types and their defaults.
 
 A TOML table `[training]` fills the field `training` of `JobConfig`; a nested class is a nested
-table. `--help` prints the comment behind or above a field. Annotations must stay real types (no
+table. `--help` prints the comment after or above a field. Annotations must stay real types (no
 `from __future__ import annotations`) because the TOML loader checks values against them.
 """
 
@@ -193,7 +193,7 @@ class Loss(Section):
     beta: PositiveFloat = 0.1
     # Probability that a pair is labelled the wrong way round
     label_smoothing: Annotated[float, Range(0, 0.5, excluded=0.5)] = 0.0
-    # Take the mean over an answer's tokens in place of the sum, with a larger beta, about 5
+    # Take the mean over an answer's tokens in place of the sum; needs a larger beta, about 5
     length_normalized: bool = False
     # Model that the policy is compared with: the run's initial weights (initial), the model without its
     # LoRA adapters (adapters_off), log-probs in the data (precomputed), or a folder with weights

@@ -76,7 +76,7 @@ class ConfigManager:
                     use_underscores=True,  # messages spell keys as in TOML; flags with dashes still work
                     console_outputs=not hides_help,
                 )
-        except AssertionError as error:  # from a section's __post_init__
+        except AssertionError as error:  # raised by a section's __post_init__
             raise ConfigError(str(error)) from error
         except SystemExit as error:
             if not error.code:
@@ -115,7 +115,7 @@ class ConfigManager:
             raise TomlSyntaxError(path, line, "the file is not UTF-8 text") from error
         except tomli.TOMLDecodeError as error:
             raise TomlSyntaxError(path, error.lineno, error) from error
-        except (RecursionError, ValueError) as error:  # ValueError: too long an integer
+        except (RecursionError, ValueError) as error:  # ValueError: an integer has too many digits
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ConfigError(f"{path} cannot be read: {reason}") from error
 
@@ -129,7 +129,7 @@ class ConfigManager:
 
         module_name = value_of("job", "custom_config_module")
         module_name = module_name or value_of("experimental", "custom_args_module")
-        if not (module_name and isinstance(module_name, str)):  # a wrong type is reported later
+        if not (module_name and isinstance(module_name, str)):  # a later check reports a wrong type
             return self.config_cls
         module = import_named("job.custom_config_module", module_name)
         custom_cls = getattr(module, "JobConfig", None)
@@ -311,7 +311,7 @@ def _expand_home(section: Any) -> None:
 
 
 def _help_texts(section: type) -> dict[str, str]:
-    """Return key -> the comment behind or above it; {} for a class without source."""
+    """Return key -> the comment after or above the key; {} for a class without source code."""
     texts, above, source = {}, [], ""
     with contextlib.suppress(OSError, TypeError):
         source = inspect.getsource(section)

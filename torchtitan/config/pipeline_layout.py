@@ -9,7 +9,8 @@ from torchtitan.tools.files import open_file
 
 # Schedules of torch.distributed.pipelining, grouped by the stages that pipeline rank r owns:
 SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # stage r
-LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # r, r + pp, ...
+# stages r, r + pp, r + 2 pp, ...
+LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # stage r and its mirror image
 # Schedules that read their actions from parallelism.pipeline_parallel_schedule_csv.
 CSV_SCHEDULES = ("PipelineScheduleMulti",)

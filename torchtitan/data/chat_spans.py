@@ -178,7 +178,7 @@ class Chat:
         ]
 
     def _beginning(self, number: int, header: bool = False) -> str:
-        """Return the first `number` messages as text. After the chat's last message comes a user's question."""
+        """Return the first `number` messages as text; a user's question follows the chat's last message."""
         if (number, header) in self._texts:
             return self._texts[number, header]
         return self._rendered([*self.messages, _QUESTION][:number], header)

@@ -63,7 +63,8 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     @staticmethod
     def _validate_kwargs(kwargs: dict[str, Any]) -> None:
         """Remove, in place, arguments that have no effect here. Raises ValueError for unknown names."""
-        _, _, *known = inspect.signature(StatefulDataLoader.__init__).parameters  # skip self, dataset
+        # The first two parameters are `self` and `dataset`.
+        _, _, *known = inspect.signature(StatefulDataLoader.__init__).parameters
         if unknown := sorted(set(kwargs) - set(known)):
             raise ValueError(
                 f"Invalid dataloader kwargs: {', '.join(unknown)}; StatefulDataLoader takes "

@@ -284,7 +284,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
-    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None without a `tokenizers` backend."""
+    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None for another library."""
     backend = getattr(tokenizer, "tokenizer", None)
     if not hasattr(backend, "to_str"):
         return None

@@ -69,7 +69,7 @@ def checkpoint_ranks(job_config: JobConfig, world_size: int) -> Iterator[str]:
 
 
 def output_paths(job_config: JobConfig, builds_data: bool) -> Iterator[str]:
-    """Rules for output paths. builds_data: False for an engine without a trainer, which by default writes none."""
+    """Rules for output paths. builds_data: False for an engine without a trainer; by default it writes no files."""
     # A relative path must stay in the dump folder, because other folders may hold another job's files.
     for key in (
         "checkpoint.folder",
@@ -205,7 +205,7 @@ def _datasets(job_config: JobConfig) -> dict[str, Any]:
 def _is_there(path: str | None) -> bool:
     """True for an existing file or folder, the common stem of two token files, and any address."""
     if path is None or storage.is_address(path):
-        return path is not None  # an address without data fails when it is read
+        return path is not None  # reading an address without data fails later
     return os.path.exists(path) or os.path.exists(f"{path}.idx")
 
 

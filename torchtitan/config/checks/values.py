@@ -32,7 +32,7 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
                     if isinstance(limits, Range) and (problem := limits.problem(value)):
                         yield f"{key} must be {problem}, got {value}; the default is {default}"
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and _NOT_TEXT.search(text):  # unfit for paths and logs
+            if isinstance(text, str) and _NOT_TEXT.search(text):  # unusable in paths and logs
                 yield f"{key} must be UTF-8 text without NUL characters, got {text!r}; correct it"
         if is_path(key) and isinstance(value, str) and value.startswith("~"):
             # `ConfigManager` has already expanded `~` in flags and TOML, if the user exists.
@@ -54,7 +54,7 @@ def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def hf_conversion(checkpoint: Checkpoint, model: str) -> Iterator[str]:
-    """A model without a state_dict_adapter has no Hugging Face files. model: its name in messages."""
+    """Hugging Face files need a model with a state_dict_adapter. model: the model's name in messages."""
     for key in ("initial_load_in_hf", "last_save_in_hf", "last_save_peft", "save_peft_interval"):
         is_used = checkpoint.enable or key.startswith("initial")
         if is_used and getattr(checkpoint, key):
