@@ -297,7 +297,7 @@ class TrainingEngine(EngineState):
     Raises ConfigError for a config that cannot run, ValueError for a layout with other parallel degrees.
     """
 
-    metrics_processor: Any = None  # set by `Trainer`
+    metrics_processor: Any = None  # `Trainer` sets this attribute
 
     def __init__(
         self,

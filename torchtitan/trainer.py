@@ -45,7 +45,7 @@ class Trainer(TrainingEngine):
 
     builds_data = True
     objective = Objective()
-    _stop: StopRequest | None = None  # set during `train`
+    _stop: StopRequest | None = None  # not None while `train` runs
 
     def __init__(self, job_config: JobConfig, **options: Any):
         super().__init__(job_config, **options)

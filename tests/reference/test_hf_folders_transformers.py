@@ -212,7 +212,7 @@ def test_quantized_weights_of_one_file_are_read_and_exported_as_what_they_are(tm
     # A quantized file without a scale, or with a tensor that the model lacks.
     scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
     save_file({n: t for n, t in tensors.items() if n != scale}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="it has no scales of model.layers.0.mlp.up_proj.weight"):
+    with pytest.raises(ValueError, match="it has no scales for model.layers.0.mlp.up_proj.weight"):
         logits_of(tmp_path, **QUANTIZED)
     save_file(tensors | {"model.extra.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="not in the model: model.extra.weight"):

@@ -76,7 +76,7 @@ class IsolationProbe:
         if place is not None:
             row, column = (torch.tensor(x) for x in place)
             must_stay[row] = ~mask(row, row, torch.arange(starts.shape[1]), column)
-            if depths is not None:  # the next token of every branch through `place`
+            if depths is not None:  # in every branch, the next token must change
                 must_move[row] = ~must_stay[row] & (depths[row] == depths[row, column] + 1)
 
         before, after = self._run(batch), self._run(exchanged)

@@ -103,7 +103,7 @@ def load_from_hf(
     if from_quantized:
         fp8 = [n for n, e in metadata.state_dict_metadata.items() if e.properties.dtype in _FP8]
         if no_scale := sorted(n for n in fp8 if f"{n}{SCALE}" not in saved):
-            raise ValueError(f"{path} cannot be read: it has no scales of {shorten(no_scale)}")
+            raise ValueError(f"{path} cannot be read: it has no scales for {shorten(no_scale)}")
         scales = {f"{name}{SCALE}" for name in wanted} - wanted.keys()
         relevant = {name: shape for name, shape in relevant.items() if name not in scales}
     remedy = _remedy(relevant, missing_files, difference)
@@ -130,7 +130,7 @@ def load_from_hf(
 
 
 def _numbers_of(part: dict[str, Any]) -> dict[str, Any]:
-    """Return the part with uninitialised fp32 tensors in place of 4-bit matrices."""
+    """Return the entries, with uninitialised fp32 tensors in place of 4-bit matrices."""
     return {
         name: with_local(tensor, nf4.empty_numbers(local_tensor(tensor)))
         if tensor.dtype == torch.uint8

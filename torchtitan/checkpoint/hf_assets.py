@@ -206,7 +206,8 @@ def write_model_files(
         for part in (config, config.get("text_config")):
             if part is not None:
                 part |= _with_token_ids(part, token_ids)
-        dtype_key = "dtype" if "dtype" in config else "torch_dtype"  # of transformers 5, or 4
+        # transformers 5 writes the key "dtype", transformers 4 "torch_dtype".
+        dtype_key = "dtype" if "dtype" in config else "torch_dtype"
         config[dtype_key] = str(dtype).removeprefix("torch.")
         write_json(Path(folder, "config.json"), config)
         generation = Path(folder, "generation_config.json")
@@ -264,7 +265,8 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
         # Add fields that only transformers 4 or only 5 writes, so both versions can read the file.
         config = to_hf_config(model_args) | config if "text_config" not in config else config
         if config.get("rope_parameters") and config.get("rope_scaling"):
-            config["rope_scaling"] = config["rope_parameters"]  # transformers 5 needs rope_theta
+            # transformers 5 needs rope_theta in rope_scaling too.
+            config["rope_scaling"] = config["rope_parameters"]
         return config
     return to_hf_config(model_args)
 

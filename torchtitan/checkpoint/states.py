@@ -117,7 +117,7 @@ class ModelWrapper(Stateful):
             entries |= get_model_state_dict(part)
         return entries
 
-    cache_state_dict = property(whole)  # the name in torchtitan 0.2.x
+    cache_state_dict = property(whole)  # the name of `whole` in torchtitan 0.2.x
 
     def state_dict(self) -> dict[str, Any]:
         whole = self.whole()
@@ -145,7 +145,7 @@ class ModelWrapper(Stateful):
         self.require_lora("adapters_off")
         if changed := [name for name in self.trained if name not in self.in_adapters]:
             raise ValueError(
-                f"adapters_off would not give the base model, because {changed[0]} trains whole; "
+                f"adapters_off would not give the base model, because {changed[0]} is trained in full; "
                 "empty lora.also_train"
             )
         return adapters_off(self.model)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 class Section:
     """A table of settings. `freeze` makes it read-only; copies of a frozen section can be changed."""
 
-    __slots__ = ("_job",)  # set by `freeze`
+    __slots__ = ("_job",)  # `freeze` sets `_job`
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, "_job"):
@@ -49,7 +49,7 @@ def section(kind: type, text: str = "") -> Any:
 
 
 class Setting(NamedTuple):
-    key: str  # dotted, such as "training.steps"
+    key: str  # dotted name, such as "training.steps"
     value: Any
     annotation: Any
     default: Any

@@ -105,7 +105,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
     def _get_iterator(self) -> Any:
         if self.next_iter_state is None:
             return super()._get_iterator()
-        with _one_error_if_damaged():  # this call reads the loaded position
+        with _one_error_if_damaged():  # creating the iterator reads the loaded position
             return super()._get_iterator()
 
     def state_dict(self) -> dict[str, Any]:

@@ -468,7 +468,7 @@ def record_of(path: str, is_movable: bool = False) -> dict[str, Any]:
 
 def _read_samples(files: list[tuple[str, Any]]) -> Iterator[bytes]:
     """Yield the joined samples of each file: evenly spaced parts of a long file, all of a short file."""
-    for first in range(0, len(files), 128):  # 128 files at a time: requests are slow
+    for first in range(0, len(files), 128):  # many files at once, because requests are slow
         ranges = [_sampled(path, found.st_size) for path, found in files[first : first + 128]]
         parts = iter(storage.read_ranges([part for of_file in ranges for part in of_file]))
         yield from (b"".join(next(parts) for _ in of_file) for of_file in ranges)

@@ -56,7 +56,7 @@ class PackedDataset(IterableDataset):
             raise ConfigError(
                 f"{dp_world_size} data-parallel ranks cannot share the streamed files: their number, "
                 f"{' and '.join(map(str, shards))}, and the global batch of {num_rows} rows have the greatest "
-                f"common divisor {n}; train on {fitting} ranks, which divide it, or copy the data to this machine"
+                f"common divisor {n}; train on {fitting} ranks, or copy the data to this machine"
             )
         per_rank = n // dp_world_size
         self._numbers = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)  # this rank's streams
@@ -253,8 +253,8 @@ class PackedDataset(IterableDataset):
             )
         if not all(source.is_indexed for source in self.sources):
             raise ValueError(
-                f"the data position is split over {num_saved} row streams and this run has {n}, which works "
-                "only for data sets read by index: resume on as many ranks with the same "
+                f"the data position is split over {num_saved} row streams, and this run has {n}. A dataset that "
+                "is a stream needs the same number: resume on as many ranks with the same "
                 f"training.global_batch_size, or {BEGIN_AGAIN}"
             )
         logger.info(f"Redistributed the data position of {num_saved} row streams over {n}")

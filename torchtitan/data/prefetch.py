@@ -81,7 +81,7 @@ class StepsAhead:
     `state_dict` is the dataloader's position after the last step that `next_step` returned.
 
     to_batch: converts the dataloader's (input_dict, labels) to a `TokenBatch`. denominator_of: returns
-        what a batch adds to the loss denominator. Both are called in the thread, whose device is `device`.
+        what a batch adds to the loss denominator. Both are called in a reading thread, on `device`.
     n_duplicates: the number of ranks that read the same data. None: all ranks read the same data, so
         counts are not summed. Otherwise the constructor creates a gloo group of all ranks for the sum.
     """

@@ -34,7 +34,7 @@ class Packing:
     """How documents are packed into rows of T = `seq_len` tokens.
 
     "concat": end to end. A row takes T + 1 tokens; its labels are the last T of them.
-    "fit": whole documents, chosen by best fit among `WINDOW`; only documents longer than T are split.
+    "fit": whole documents, the best fit among the next `WINDOW`; only documents longer than T are split.
     "none": one document per row; a document longer than T fills several rows.
 
     Rows are padded with `padding_id`. positions (from 0 in each document), document_ids, sources

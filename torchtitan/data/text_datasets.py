@@ -174,7 +174,7 @@ def build_text_dataloader(
     return _build(job_config, job_config.training, dp_world_size, dp_rank, tokenizer, infinite)
 
 
-build_text_dataloader.registered_datasets = DATASETS  # read by `TrainSpec.fact`
+build_text_dataloader.registered_datasets = DATASETS  # `TrainSpec.fact` reads this attribute
 
 
 def build_text_validation_dataloader(

@@ -132,7 +132,7 @@ def _words(pattern: str | None, config: dict) -> pre_tokenizers.PreTokenizer:
 
 
 def _difference(backend: Tokenizer, name: str, config: dict, in_file: dict[int, AddedToken]) -> str:
-    """Describe how a tokenizer differs from the one that the class `name` would build; "" if not."""
+    """Describe how a tokenizer differs from the tokenizer that the class `name` builds; "" if it does not."""
     normalizer, pattern, _ = _OWN_RULES[name]
     rules = Tokenizer(models.BPE())
     rules.pre_tokenizer = _words(pattern, config)

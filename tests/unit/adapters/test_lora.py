@@ -173,7 +173,7 @@ def test_adapters_off_gives_the_base_model_and_backward_goes_on(build):
     for name, arguments in {"adapters_off": (), "save_peft": ("x",), "load_peft": ("x",)}.items():
         with pytest.raises(ValueError, match=f"^{name} needs a model with.*model.converters"):
             getattr(plain, name)(*arguments)
-    with pytest.raises(ValueError, match="norm.weight trains whole"):
+    with pytest.raises(ValueError, match="norm.weight is trained in full"):
         build(flags=["--lora.also_train=norm"]).adapters_off()
 
 
