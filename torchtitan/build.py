@@ -308,7 +308,7 @@ def job_of_hf(
     flavor = os.path.basename(os.path.abspath(folder))
     job_config.model.name, job_config.model.flavor = match.family, flavor
     job_config.model.hf_assets_path = os.fspath(folder)
-    if builds_data and job_config.loss.name:  # DPO's reference is the initial model
+    if builds_data and job_config.loss.name:  # DPO's reference model needs the initial weights
         job_config.checkpoint.initial_load_in_hf = True
     spec = spec or get_train_spec(match.family)
     args, seq_len = match.model_args, job_config.training.seq_len

@@ -363,11 +363,11 @@ class TrainingEngine(EngineState):
         return DocumentPolicy.from_job(config.training, self.model_args, self.tokenizer, said)
 
     def train_mode(self) -> contextlib.ExitStack:
-        """Put the model into training mode, at once; a `with` block restores the mode at its end."""
+        """Put the model into training mode now. A `with` block around the result restores the mode at its end."""
         return self.runner.mode(training=True)
 
     def eval_mode(self) -> contextlib.ExitStack:
-        """Put the model into evaluation mode, at once; a `with` block restores the mode at its end."""
+        """Put the model into evaluation mode now. A `with` block around the result restores the mode at its end."""
         return self.runner.mode(training=False)
 
     # ---- one step ----

@@ -49,9 +49,12 @@ if TYPE_CHECKING:
 
 # Regular expressions for the beginnings of harmless warnings of torch, and why they are harmless.
 _NOISE = (
-    "Torchinductor does not support code generation for complex operators",  # RoPE runs uncompiled
-    "FSDP2-wrapped module .* returned a view tensor",  # nothing writes to the view in place
-    "(?s).*Mismatch dtype between input and weight",  # RMSNorm has fp32 weights on purpose
+    # The complex operators of RoPE run uncompiled.
+    "Torchinductor does not support code generation for complex operators",
+    # Nothing writes to the view in place.
+    "FSDP2-wrapped module .* returned a view tensor",
+    # RMSNorm has fp32 weights on purpose.
+    "(?s).*Mismatch dtype between input and weight",
 )
 
 _mains = itertools.count()
@@ -131,7 +134,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
 
                 trainer = Trainer(config)
             else:
-                trainer = trainer_class(copy.deepcopy(config))  # a client may change its copy
+                trainer = trainer_class(copy.deepcopy(config))  # a client may change the config
             if peers is not None:
                 checkpointer = getattr(trainer, "checkpointer", None)
                 peers.compare_data(getattr(checkpointer, "run_record", {}))

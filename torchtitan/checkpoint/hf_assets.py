@@ -165,7 +165,7 @@ def untrained_parts(folder: str, adapter: BaseStateDictAdapter) -> UntrainedPart
         for file_name, in_file in names.items():
             names[file_name] = [name for name in in_file if adapter.holds_untrained_part(name)]
             if are_quantized(names[file_name]):
-                raise ValueError(f"in {folder} they are quantized, and the export is not")
+                raise ValueError(f"in {folder} these parts are quantized, and the export is not")
     except (OSError, ValueError) as error:
         logger.warning(f"The export lacks the parts that are not trained: {error}")
         return None

@@ -261,7 +261,7 @@ class CheckpointManager:
             if address:
                 self._saver.prepare(AsyncMode.DISABLED)
                 self._saver.follow(None, folder, self._upload(folder, address))
-                if path is not None:  # the caller may end without `close`
+                if path is not None:  # the program may end without `close`
                     self._saver.wait(self.folder)
         else:
             GarbageCollection.collect("before saving a checkpoint")
@@ -303,7 +303,7 @@ class CheckpointManager:
 
     @contextmanager
     def _written_to(self, path: str, what: str) -> Iterator[str]:
-        """Yield the local folder to write; upload it afterwards if `path` is an address."""
+        """Yield the local folder to write. If `path` is an address, upload the folder afterwards."""
         folder = path
         if storage.is_address(path):
             folder = self._staged(path)
@@ -533,7 +533,7 @@ class CheckpointManager:
             )
         if of_adapters:
             self.adapters.check_same_base(facts.record, path, self.model_description)
-        if OPTIMIZER in states or DATALOADER in states:  # the run resumes
+        if OPTIMIZER in states or DATALOADER in states:  # a resume, not only a load of weights
             compare_with_saved(facts.record, self.run_record, path, states, self.allow_changed)
         is_quantized = self.initial_load_in_hf_quantized and facts.step < 0
         self.dcp_load(states, path, facts.is_hf, facts.is_hf and is_quantized)

@@ -167,7 +167,7 @@ class ModelWrapper(Stateful):
             from_rank_zero(lambda: mark_base(name))
 
     def own_base(self, model: str) -> dict[str, str]:
-        """Return the base model's name (by default made from `model`) and digest; {} without adapters."""
+        """Return the base model's name (by default derived from `model`) and digest; {} without adapters."""
         if self._lora is None:
             return {}
         if self._base_record is None:

@@ -88,7 +88,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         """Join the parts of a batch that the data workers have read; see `_collate_rows`."""
         while batch := list(itertools.islice(parts, max(self.num_workers, 1))):
             rows = [row for rows, _ in batch for row in rows]
-            if not rows:  # no worker has a row left
+            if not rows:  # no data worker has a row left
                 return
             read = [part for _, part in batch if part is not None]
             if len(read) > 1:

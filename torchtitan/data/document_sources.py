@@ -77,7 +77,8 @@ class Order:
         return left << half_bits | right
 
 
-@lru_cache(64)  # the keys of 64 passes, because row streams may be in different passes
+# Row streams may be in different passes, so the keys of several passes are cached.
+@lru_cache(64)
 def _round_keys(seed: str, pass_number: int) -> list[int]:
     digest = hashlib.blake2b(f"{seed} {pass_number}".encode(), digest_size=8 * _ROUNDS).digest()
     return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]

@@ -112,7 +112,7 @@ class StepsAhead:
         # Not in the reading thread, because torch draws the data workers' seed from its default generator.
         self._iterator = iter(dataloader)
         self._last = Step([], StepCounts(0))
-        self._next: Future[Step] | None = None  # the step that is read ahead
+        self._next: Future[Step] | None = None  # the step that a thread reads ahead
         self._read_next()
 
     def next_step(self) -> Step:

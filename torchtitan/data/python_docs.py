@@ -31,8 +31,8 @@ class PythonDocs:
         if split not in ("train", "validation"):
             raise ValueError(f"split must be 'train' or 'validation', got {split!r}")
         by_name: dict[str, str | Path] = _modules()
-        with suppress(ImportError):  # some distributions ship it separately
-            from pydoc_data.topics import topics  # 0.7 MB of text
+        with suppress(ImportError):  # some distributions ship `pydoc_data` separately
+            from pydoc_data.topics import topics  # loads 0.7 MB of text
 
             by_name |= {f"topic {name}": text for name, text in topics.items()}
         if not by_name:

@@ -67,7 +67,7 @@ class Plan:
     def pieces(self, row: int) -> tuple[list[OpenDocument], list[Tokens]]:
         """Return the documents of a row and their tokens, as `Packing.row` takes them."""
         if row >= self.num_rows:
-            return [], []  # padding after the last row
+            return [], []  # a row after the last row is padding
         ends = np.cumsum(self._passes)
         number = int(np.searchsorted(ends, row, side="right"))
         row -= int(ends[number] - self._passes[number])

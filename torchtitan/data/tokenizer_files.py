@@ -200,7 +200,7 @@ def _declared_tokens(config: dict, config_path: Path, backend: Tokenizer) -> Ite
         named |= extra
     listed = next((entries for entries in lists if isinstance(entries, list) and entries), [])
     for key, entry in [*named.items(), *(("additional_special_tokens", e) for e in listed)]:
-        if isinstance(entry, bool):  # a flag, such as add_bos_token
+        if isinstance(entry, bool):  # the entry is a flag, such as add_bos_token
             continue
         if entry is not None and token_text(entry, key, config_path) not in known:
             token = _token(entry, key, config_path, special=True)
