@@ -32,7 +32,7 @@ from torchtitan.tools.logging import logger
 
 
 def zero_weights(model_cls: type[nn.Module], model_args: Any) -> dict[str, Any]:
-    """Return a model's state dict of zeros on the CPU; ValueError if it is invalid or exceeds the memory."""
+    """Return a model's state dict of zeros on the CPU; ValueError for an invalid or too large model."""
     try:
         with torch.device("meta"):
             model = model_cls(model_args)

@@ -141,7 +141,7 @@ class SafeReader(torch_dcp.FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        self.path = os.fspath(path)  # the base class would change an address
+        self.path = os.fspath(path)  # as a Path, an address would lose a slash
 
     def read_metadata(self) -> Metadata:
         if self._metadata is not None:
@@ -258,7 +258,7 @@ _STORAGES = (
     "Float=float32 Double=float64 Half=float16 BFloat16=bfloat16 Long=int64 Int=int32 Short=int16 Char=int8 "
     "Byte=uint8 Bool=bool"
 )
-# The names in the pickle of a tensor.
+# The classes and functions that a tensor's pickle may name.
 _TENSOR_NAMES: Names = {
     ("torch._utils", "_rebuild_tensor_v2"): lambda *parts: parts,
     ("collections", "OrderedDict"): OrderedDict,

@@ -70,7 +70,7 @@ WEIGHT_FILES = (
 )
 GIB = 1024**3
 _ALGORITHMS = {32: xxhash.xxh3_128, 64: "sha256"}  # hexadecimal digits of a hash -> algorithm
-_BYTES_FOR_TWO_FILES = 2**25  # if either of two files would be smaller, write one
+_BYTES_FOR_TWO_FILES = 2**25  # write one file if either of two would be smaller
 _BUFFER, _BYTES_TO_FLUSH = 2**20, 2**20
 
 
@@ -397,7 +397,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _in_two_files(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Divide the entries evenly over two files, which two threads write and verify; few bytes go to one file."""
+    """Divide the entries evenly over two files, for two threads; if a file would be small, use one."""
     sizes = [0, 0]
     parts: list[list[WriteItem]] = [[], []]
 
@@ -453,7 +453,7 @@ class HashingWriter(FileSystemWriter):
             return pickled[key]
 
         def write(number: int) -> list[WriteResult]:
-            torch.serialization.set_crc32_options(False)  # the hash of the file replaces it
+            torch.serialization.set_crc32_options(False)  # the file's hash replaces the CRC
             name, results = f"{plan.storage_data.prefix}{number}.distcp", []
             with self.fs.create_stream(os.path.join(self.path, name), "wb") as file:
                 for item in parts[number]:

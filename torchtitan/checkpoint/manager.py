@@ -242,7 +242,7 @@ class CheckpointManager:
             def begin() -> None:
                 if address:
                     storage.check_writable(address)
-                # Before the save, because the process may be killed during the save.
+                # Mark the folder before the save, during which the process may be killed.
                 mark_unfinished(folder, KEPT_MARKER)
 
             what = f"The checkpoint {address or folder} could not be written"
@@ -521,7 +521,10 @@ class CheckpointManager:
         entries: dict[str, Any],
         of_adapters: bool = False,
     ) -> None:
-        """Load the states `wanted`. entries: the model's. of_adapters: check their base model. Collective."""
+        """Load the states `wanted`. Collective.
+
+        entries: the model's entries. of_adapters: also check the adapters' base model.
+        """
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()

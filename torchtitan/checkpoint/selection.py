@@ -105,7 +105,7 @@ class Selection:
         if bases := [f.path for f in newer if f.is_base]:
             raise ValueError(
                 f"A run that continues from {chosen.path} would replace {bases[0]}, the base model of "
-                "adapters; set another checkpoint.folder, and checkpoint.initial_load_path to that step"
+                "adapters; set another checkpoint.folder, and checkpoint.initial_load_path to the first step"
             )
         if newer:
             logger.warning(

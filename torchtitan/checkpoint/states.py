@@ -80,7 +80,7 @@ def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 
 def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
-    """Return the states that are neither excluded nor None (no dataloader)."""
+    """Return the states that are not excluded; a dataloader that is None is left out, too."""
     if unknown := [name for name in excluded if name not in states]:
         raise ConfigError(
             f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {unknown[0]!r}; "
@@ -161,7 +161,7 @@ class ModelWrapper(Stateful):
         return {name: x for name, x in self.whole().items() if name not in self.in_adapters}
 
     def set_base(self, name: str) -> None:
-        """Record the folder `name` that the base model was loaded from, and mark it. Collective."""
+        """Record the folder `name` that the base model was loaded from, and mark the folder. Collective."""
         self.base_name, self._base_record = name, None
         if self._lora is not None:
             from_rank_zero(lambda: mark_base(name))
@@ -186,7 +186,7 @@ class ModelWrapper(Stateful):
         """Raise ValueError if the adapters in `path` have another base model. saved: the record in `path`."""
         own = self.own_base(model)
         if DIGEST not in saved:
-            logger.warning(f"{path} does not record its adapters' base model, which is not checked")
+            logger.warning(f"{path} does not record its adapters' base model, so it is not checked")
         elif saved[DIGEST] != own[DIGEST]:
             name = str(saved.get(NAME))
             is_local = os.sep in name and not storage.is_address(name)
@@ -194,7 +194,7 @@ class ModelWrapper(Stateful):
             raise ValueError(
                 f"The adapters in {path} were trained on another base model, {name}"
                 f"{', which does not exist any more' if is_gone else ''} (digest {saved[DIGEST]}), got "
-                f"{own[NAME]} (digest {own[DIGEST]}); set checkpoint.initial_load_path to that base"
+                f"{own[NAME]} (digest {own[DIGEST]}); set checkpoint.initial_load_path to their base"
             )
 
 

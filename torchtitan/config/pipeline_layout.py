@@ -147,7 +147,9 @@ def generate_llm_fqn_per_model_part(
     quota, left_over = divmod(effective, num_stages)
     for name, weight in (("embedding", input_weight), ("output", output_weight)):
         if weight > quota:
-            raise ValueError(f"the {name} weighs {weight} layers, more than a stage's {quota}")
+            raise ValueError(
+                f"the {name} weighs {weight} layers, more than a stage's share, {quota}"
+            )
     counts = [quota + (stage < left_over) for stage in range(num_stages)]
     counts[0] -= input_weight
     counts[-1] -= output_weight

@@ -1,4 +1,4 @@
-"""Reads files as batches: datasets, tokenizers, dataloaders. This file defines `DatasetConfig`."""
+"""Turns data files into batches: datasets, tokenizers, dataloaders. This file defines `DatasetConfig`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

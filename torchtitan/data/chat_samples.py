@@ -35,14 +35,14 @@ def parse_keys(entries: Sequence[str]) -> dict[str, str]:
     for theirs, ours in keys.items():
         if not theirs or ours not in known:
             raise ValueError(
-                f"training.chat_keys must be a list of 'name in the files=our name', got "
-                f"{theirs + '=' + ours!r}{guess(ours, known)}; our names are {', '.join(known)}"
+                f"training.chat_keys must be a list of 'key in the files=known key', got "
+                f"{theirs + '=' + ours!r}{guess(ours, known)}; known are {', '.join(known)}"
             )
     return keys
 
 
 def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
-    """Return a sample with its keys, its messages' keys and its roles renamed to ours.
+    """Return a sample with its keys, its messages' keys and its roles renamed to torchtitan's names.
 
     keys: name in the files -> our name. If our name is a role, the value becomes a turn of that role before
         `messages`, or before the `prompt` of a pair; texts of one role are joined by a blank line.

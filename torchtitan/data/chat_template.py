@@ -213,7 +213,7 @@ class ChatTemplate:
         return max(ends, key=len, default=None)
 
     def leading_token(self, rest: str) -> str:
-        """Return `rest` up to and including its first control token; "" unless only blanks precede it."""
+        """Return `rest` through its first control token; "" if text other than blanks precedes the token."""
         found = self._token.match(rest, len(rest) - len(rest.lstrip()))
         return rest[: found.end()] if found else ""
 

@@ -204,7 +204,7 @@ def _check_template(template: ChatTemplate) -> None:
     if template.marks_generation and (question in marked or answer not in marked):
         raise ValueError(
             f"{template.name} has its {{% generation %}} marks around the wrong text ({marked!r:.80}); "
-            "have them enclose the assistant's text, and no other role's"
+            "put them around the assistant's text only"
         )
     tokens = {template.token_at_end(text[begin:end]) for begin, end in spans}
     if None in tokens:

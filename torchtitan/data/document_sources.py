@@ -147,7 +147,7 @@ class Source:
         if self.is_indexed:
             if not len(self.data):
                 raise ValueError(f"dataset {self.name!r} holds no documents; correct {self.path!r}")
-            # With the source's number, so that sources of equal length are shuffled differently.
+            # The seed has the source's number, so that sources of equal length are shuffled differently.
             seed = None if self.seed is None else f"{self.seed} {self.number}"
             self.order = Order(len(self.data), seed)
         elif not hasattr(self.data, "num_shards"):

@@ -167,7 +167,7 @@ def _row_group(path: str, columns: tuple[str, ...], group: int) -> list[bytes]:
 
 
 class _Text(_File):
-    """A file of plain text in UTF-8, cut at the first line end after each `TEXT_DOCUMENT_BYTES`."""
+    """A UTF-8 text file, cut at the first line end after each multiple of `TEXT_DOCUMENT_BYTES`."""
 
     def __len__(self) -> int:
         return -(-self.before.st_size // TEXT_DOCUMENT_BYTES)
@@ -184,7 +184,7 @@ class _Text(_File):
         return str(self.name)
 
     def _cut(self, part: int) -> int:
-        """Return the byte offset at which a part begins: after a line end, else between characters."""
+        """Return the byte offset at which a part begins: after a line end if possible, else between characters."""
         if part == 0:
             return 0
         nominal = part * TEXT_DOCUMENT_BYTES

@@ -59,7 +59,7 @@ class PackedDataset(IterableDataset):
                 f"common divisor {n}; train on {fitting} ranks, or copy the data to this machine"
             )
         per_rank = n // dp_world_size
-        self._numbers = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)  # this rank's row streams
+        self._numbers = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)  # this rank's streams
         self._first_row = dp_rank * self._rows
         self._plan = Plan(self.sources, packing) if planned else None
         # Row stream number -> row stream that this process reads.
@@ -225,7 +225,7 @@ class PackedDataset(IterableDataset):
         ):
             raise ValueError(
                 "the data position was saved with another training.epochs, training.packing or "
-                f"training.seq_len, or other documents: resume with those, or {BEGIN_AGAIN}"
+                f"training.seq_len, or other documents: resume with the saved ones, or {BEGIN_AGAIN}"
             )
         if not plan:
             return saved, num_saved

@@ -45,7 +45,7 @@ class PairTokens(ChatTokens):
         encoded = [self.encoder.encode(shared | {"completion": answer}) for answer in answers]
         num_tokens = sum(len(ids) for ids, _ in encoded)
         parts = [self._fitted(*part) for part in encoded]
-        # The first token of a part is no label.
+        # The first token of a part is never a label.
         if not all(part.trained is not None and part.trained[1:].any() for part in parts):
             return Tokens(np.empty(0, np.int32), np.empty(0, bool)), num_tokens
         reference = None

@@ -109,7 +109,7 @@ class StepsAhead:
             hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")
         )
         self._position = self._read_position()
-        # Not in the reading thread, because torch draws the data workers' seed from its default generator.
+        # Created in this thread, because torch draws the data workers' seed from its default generator.
         self._iterator = iter(dataloader)
         self._last = Step([], StepCounts(0))
         self._next: Future[Step] | None = None  # the step that a thread reads ahead

@@ -87,8 +87,8 @@ class Plan:
         document.take(start - at)
         if document.num_left != self.lengths[number] - start:
             raise ValueError(
-                f"{source.where(index)}: has another number of tokens than the {self.lengths[number]} that "
-                "were counted; do not change data while a job reads them"
+                f"{source.where(index)}: has no longer the {self.lengths[number]} tokens that were counted at "
+                "first; do not change data while a job reads them"
             )
         self._last = number, start + length, document
         tokens = document.ahead(length + 1)  # includes the label of the last token
@@ -275,7 +275,7 @@ def kept(key: object, make: Callable[[], NDArray[Any]], again: bool = False) -> 
         with whole_file(path) as file:
             np.savez(file, numbers)
     except OSError as error:
-        logger.warning(f"the counts of tokens cannot be kept for later runs in {path}: {error}")
+        logger.warning(f"the counts of tokens cannot be saved for later runs in {path}: {error}")
     return numbers
 
 
@@ -288,7 +288,7 @@ def _read(key: object) -> NDArray[Any] | None:
         pass
     except Exception as error:  # numpy and zipfile raise errors of many types
         logger.warning(
-            f"the counts of tokens in {path} are damaged, so they are made again: {error}"
+            f"the counts of tokens in {path} are damaged, so the tokens are counted again: {error}"
         )
     return None
 

@@ -1,6 +1,6 @@
 """Row streams: each row of the global batch has a stream that reads and packs its own documents.
 
-The global batch has G rows. Stream g fills row g of every step with the documents number g, g + G,
+The global batch has G rows. Stream g fills row g of every step with the documents numbered g, g + G,
 g + 2 G, ... of each source, so a row depends only on the config and the data, not on the number of ranks.
 """
 
@@ -230,7 +230,7 @@ class RowStream:
         source = self._sources[number]
         raise ValueError(
             f"dataset {source.name!r}{source.path and f' in {source.path}'}: "
-            f"{MAX_EMPTY_DOCUMENTS_IN_A_ROW} documents in a row gave no tokens, because they are empty "
+            f"{MAX_EMPTY_DOCUMENTS_IN_A_ROW} consecutive documents gave no tokens, because they are empty "
             "or training.too_long leaves them out; give it other documents, or raise training.seq_len"
         )
 

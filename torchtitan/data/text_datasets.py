@@ -72,8 +72,8 @@ def _encode_chats(
 ) -> Encoder:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise ValueError(
-            "chats and preference pairs need a tokenizer of Hugging Face files, got "
-            f"{type(tokenizer).__name__}; set model.hf_assets_path to such a folder"
+            "chats and preference pairs need a tokenizer from Hugging Face files, got "
+            f"{type(tokenizer).__name__}; set model.hf_assets_path to their folder"
         )
     keys = parse_keys(training.chat_keys)
     encoder = ChatEncoder.of_tokenizer(tokenizer, training.chat_template or "", keys)

@@ -63,7 +63,7 @@ class TokenDocuments(JoinedDocuments):
         if self._about is not None and self._about["finished"] is not True:
             raise ValueError(
                 f"{about_file} says that the folder is unfinished; run the same "
-                "`torchtitan tokenize` again, which goes on where it was stopped"
+                "`torchtitan tokenize` again, which continues where it stopped"
             )
         self._has_sums = self._about is not None and bool(self._about.get("check_sums"))
         super().__init__([Pair(prefix, self._has_sums) for prefix in _prefixes_of(path)])
@@ -249,7 +249,7 @@ class Pair:
 
 
 def _mapped(path: str, whole: bool = False) -> Any:
-    """Return a file's bytes, read on access. whole: read a file at an address completely, now."""
+    """Return a file's bytes, read on access. whole: read all of a file at an address now."""
     if storage.is_address(path):
         return storage.RangedFile(path)[:] if whole else storage.RangedFile(path)
     with open_file(path, "rb") as file:

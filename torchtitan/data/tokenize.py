@@ -165,7 +165,7 @@ class _Job:
         except OSError as error:
             raise RunError(
                 f"{self.prefix(part)} cannot be written: {error}; remove the cause, and run the same "
-                "command again, which goes on from there"
+                "command again, which continues from there"
             ) from error
 
     def _size(self, part: int) -> int | None:
@@ -243,7 +243,9 @@ def _plan(options: argparse.Namespace) -> _Job:
             f"{folder} is being written by another process; wait for it, or name another folder"
         ) from error
     except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be made: {error}; name another") from error
+        raise ConfigError(
+            f"the folder {folder} cannot be made: {error}; name another folder"
+        ) from error
     old = _old_about(folder, options.overwrite)
     if about["documents_per_part"] is None:
         size = min(math.ceil(len(documents) / (4 * options.processes)), MOST_DOCUMENTS_PER_PART)

@@ -139,7 +139,7 @@ def test_data_without_documents_or_tokens_fail_instead_of_looping(monkeypatch):
     with pytest.raises(ValueError, match="'numbers' holds no documents"):
         make_dataset([], infinite=True)
     monkeypatch.setattr(row_streams, "MAX_EMPTY_DOCUMENTS_IN_A_ROW", 50)
-    with pytest.raises(ValueError, match="50 documents in a row gave no tokens"):
+    with pytest.raises(ValueError, match="50 consecutive documents gave no tokens"):
         next(iter(make_dataset([{"text": ""}], infinite=True)))
     mostly_empty = make_dataset([{"text": ""}] * 49 + documents_of([1]), infinite=True)
     assert tokens_of(*next(iter(mostly_empty))) == [0] * 5

@@ -264,5 +264,8 @@ def test_second_start_counts_and_plans_nothing_and_a_damaged_file_is_made_again(
         assert row_plan.kept("key", lambda: 1 / 0).tolist() == numbers.tolist() and not caplog.text
         file.write_bytes(damaged)
         assert row_plan.kept("key", lambda: np.arange(5)).tolist() == numbers.tolist()
-        assert f"the counts of tokens in {file} are damaged, so they are made again" in caplog.text
+        assert (
+            f"the counts of tokens in {file} are damaged, so the tokens are counted again"
+            in caplog.text
+        )
         caplog.clear()

@@ -1,4 +1,4 @@
-"""Rules about parallel degrees: each alone, their product, and against the model's sizes."""
+"""Rules about parallel degrees: their values, their product, and whether they fit the model's sizes."""
 
 import csv
 import math
