@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class EngineParts:
-    """The parts of an engine; each is built from earlier ones."""
+    """The parts of an engine; each part is built from earlier parts."""
 
     # Set by the engine before `build`.
     job_config: JobConfig
@@ -178,7 +178,7 @@ def build_model(engine: EngineParts) -> None:
     engine.flops_without_attention = count(model, 0)[1]
     logger.info("model size: %s parameters", f"{engine.num_params:,}")
     if not (dims.pp_enabled and splits_backward(config.parallelism)):
-        # oneDNN computes gradients of inputs and weights at once, but such schedules need them separately.
+        # oneDNN computes gradients of inputs and weights at once; schedules that split backward cannot use it.
         use_onednn(model, layout.device)
     engine.loss_fn = loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     engine.has_token_loss = bool(spec.fact("has_token_loss"))
@@ -260,8 +260,8 @@ def log_policies(training: Training, dims: ParallelDims, policy: DocumentPolicy)
 def average_gradients(engine: EngineParts) -> float:
     """Make backward average gradients over ranks if needed; return a factor for the engine's losses.
 
-    Averaging is needed for gradient_reduction = "mean", and under DDP for a trainer without a dataloader:
-    there a client written for torchtitan 0.2.x runs its own backward, expects DDP to average gradients,
+    Averaging is needed for gradient_reduction = "mean", and under DDP for a trainer without a dataloader.
+    There, a client written for torchtitan 0.2.x runs its own backward, expects DDP to average gradients,
     and multiplies its loss by the number of ranks. The factor does the same to the engine's losses.
     """
     dims, dp_size = engine.layout.parallel_dims, engine.layout.dp_size

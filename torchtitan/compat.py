@@ -23,7 +23,7 @@ class Batches:
     """Iterator over (input_dict, labels) on the CPU, for `Trainer.batch_generator`.
 
     The trainer's own loop calls `next_step` instead.
-    count: called after each read with a list, the number of labels in each batch, and the seconds.
+    count: called after each read with (list of the number of labels in each batch, seconds of the read).
     Raises DataloaderExhaustedError at the end of the data.
     """
 

@@ -191,7 +191,7 @@ class EngineState(build.EngineParts):
         """Return a context in which the model runs without its adapters, e.g. as the reference
         model of a KL loss.
 
-        Training steps inside the context raise. Raises ValueError without adapters, or if other weights train.
+        Training steps inside the context raise. Raises ValueError without adapters, or if other weights are trained.
         """
         return self.checkpointer.adapters.off()
 
@@ -259,7 +259,7 @@ class EngineState(build.EngineParts):
             yield
 
     def _check_ready(self, step: str, *needs: str, trains: bool = True) -> None:
-        """Raise if the engine is closed, cannot train (if `trains`), or lacks `needs` on the device."""
+        """Raise if the engine is closed, if `needs` are not on the device, or, with `trains`, if it cannot train."""
         if self not in host.engines():
             raise RuntimeError(f"{step} was called after close(); build a new engine")
         if trains and self.forward_only:
@@ -550,7 +550,7 @@ class TrainingEngine(EngineState):
 
         loss: this rank's share, divided by the denominator of the whole step; summed over `loss_group`
             it is the loss of the global batch. Every rank must alternate forward and backward passes,
-            and run equally many.
+            and run the same number of passes.
         Raises ValueError under a pipeline, and for a loss that is not a scalar with a gradient.
         """
         self._check_ready("backward", "model", "grad")
@@ -582,7 +582,7 @@ class TrainingEngine(EngineState):
         """
         self._check_ready("optim_step", "model", "optimizer", "grad")
         self.update.check_arguments(lr, max_norm, denominator)
-        # Outside `_call`: all ranks see the same norm and raise together.
+        # Not inside `_call`, because all ranks see the same norm and raise together.
         self.update.settle()
         # A caller that sets `step` does so before this call.
         number = self._steps_done + (self.step == self._loaded[0])

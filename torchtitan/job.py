@@ -54,7 +54,7 @@ def resolve_job(
         if (known.builds_data or not builds_data) and known.settings == job_config.to_dict():
             return known
     job_config = copy.deepcopy(job_config)
-    # Before the checks, because the module may register converters.
+    # Import it before the checks, because the module may register converters.
     _import_custom_module(job_config)
     check_job_config(job_config, None, known_converter_names(), builds_data)
     if train_spec is None:
@@ -62,7 +62,7 @@ def resolve_job(
     else:
         train_spec = _with_sizes(train_spec, job_config)
     check_against_spec(job_config, train_spec, builds_data)
-    # Last: if a degree does not fit the model, report this first, not the number of ranks.
+    # Checked last: a degree that does not fit the model is reported before the number of ranks.
     check_ranks(job_config, world_size)
     torch_parts.check(job_config, world_size)
     if builds_data:

@@ -275,7 +275,7 @@ class Trainer(TrainingEngine):
         if dims.cp_enabled:  # sum the loss of whole rows over the context-parallel ranks
             rows_loss = loss.clone()
             torch.distributed.all_reduce(rows_loss, group=dims.get_mesh("cp").get_group())
-        # At least 1, so the mean loss of a rank without valid tokens is 0, not NaN.
+        # Divide by at least 1, so the mean loss of a rank without valid tokens is 0, not NaN.
         own_share = read.counts.denominator / max(read.own_denominator, 1)
         loss_mesh = dims.get_optional_mesh("loss")
         ntokens_seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)

@@ -245,7 +245,7 @@ class MetricsProcessor:
         self._restart()
 
     def should_log(self, step: int) -> bool:
-        """True on the first step, the last, and every `metrics.log_freq` steps."""
+        """True on the first step, on the last step, and every `metrics.log_freq` steps."""
         return step == 1 or step % self.job_config.metrics.log_freq == 0 or step == self.num_steps
 
     def log(

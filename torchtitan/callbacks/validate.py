@@ -92,7 +92,7 @@ class Validator(BaseValidator):
         labels: torch.Tensor,
         model_parts: list[nn.Module],
     ) -> ModelInputs:
-        """Return (inputs [B, T], labels [B, T], extra inputs, extra keywords) for the model.
+        """Return (inputs [B, T], labels [B, T], extra inputs, extra keyword arguments) for the model.
 
         With context parallelism all tensors are this rank's slice, [B, T/cp]. Overrides get a dict as input_dict.
         """

@@ -80,7 +80,7 @@ def cast_weights(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[s
 
 
 def without_excluded(states: dict[str, Any], excluded: list[str]) -> dict[str, Any]:
-    """Return the states that are not excluded; a dataloader that is None is left out, too."""
+    """Return the states that are neither excluded nor None; the dataloader may be None."""
     if unknown := [name for name in excluded if name not in states]:
         raise ConfigError(
             f"checkpoint.exclude_from_loading can hold {', '.join(states)}, got {unknown[0]!r}; "

@@ -32,7 +32,7 @@ class ClusterJob:
     """What every cluster engine needs to know about a job. options: the options of `torchtitan launch`.
 
     config_file, config_text: the job's TOML file. arguments: config overrides. module: what each rank runs.
-    min_nodes, max_nodes: limits of the number of training nodes; an elastic run goes on with min_nodes.
+    min_nodes, max_nodes: limits on the number of training nodes; an elastic run continues with min_nodes.
     gpus: GPUs per node, one rank each; 0: one rank per node, on its CPUs.
     environment: variables of all ranks. longest_episode: the longest episode of an RL job, in tokens.
     """
@@ -85,7 +85,7 @@ class ClusterJob:
     def filled(self, template: str, **values: object) -> str:
         """Return a Jinja template filled with the values, the options and this job's fields.
 
-        Dicts and lists become JSON, which is YAML.
+        Dicts and lists become JSON, which is also valid YAML.
         """
         server = (
             f"-m vllm.entrypoints.openai.api_server --host=0.0.0.0 --port={_SERVER_PORT} "

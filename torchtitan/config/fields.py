@@ -25,11 +25,11 @@ class Section:
         object.__delattr__(self, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__  # without `_job`, so copies are not frozen
+        return self.__dict__  # omits `_job`, so copies are not frozen
 
 
 def resolved_job(config: Any) -> Any:
-    """Return the `job` with which `freeze` froze a config; None if the config is not frozen."""
+    """Return the `job` that `freeze` stored in a config; None if the config is not frozen."""
     return getattr(config, "_job", None)
 
 
@@ -62,7 +62,7 @@ _hints_of: Callable[[Any], dict[str, Any]] = functools.cache(
 
 
 def settings_of(config: Any, prefix: str = "", *, in_lists: bool = False) -> Iterator[Setting]:
-    """Yield the settings of a section and its nested sections; in_lists: also those in lists (groups[0].lr)."""
+    """Yield the settings of a section and its nested sections. in_lists: also settings like groups[0].lr."""
     hints = _hints_of(type(config))
     for field in dataclasses.fields(config):
         key, value = prefix + field.name, getattr(config, field.name)

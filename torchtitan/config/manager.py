@@ -36,7 +36,7 @@ class TomlSyntaxError(tomli.TOMLDecodeError, tomllib.TOMLDecodeError):
 class ConfigManager:
     """Parses a command line, and the TOML file it names, into a `config_cls`.
 
-    A job can extend that dataclass with `job.custom_config_module`.
+    A job can extend `config_cls` with `job.custom_config_module`.
     """
 
     def __init__(self, config_cls: type[JobConfig] = JobConfig) -> None:

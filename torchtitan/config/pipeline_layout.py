@@ -7,11 +7,12 @@ from itertools import islice
 from torchtitan.config.job_config import Parallelism
 from torchtitan.tools.files import open_file
 
-# Schedules of torch.distributed.pipelining, grouped by the stages that pipeline rank r owns:
-SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")  # stage r
-# stages r, r + pp, r + 2 pp, ...
+# Schedules of torch.distributed.pipelining in which pipeline rank r owns stage r.
+SINGLE_STAGE_SCHEDULES = ("1F1B", "GPipe")
+# Pipeline rank r owns the stages r, r + pp, r + 2 pp, ...
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
-V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # stage r and its mirror image
+# Pipeline rank r owns stage r and its mirror image, stage 2 pp - 1 - r.
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 # Schedules that read their actions from parallelism.pipeline_parallel_schedule_csv.
 CSV_SCHEDULES = ("PipelineScheduleMulti",)
 SCHEDULES = SINGLE_STAGE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES + CSV_SCHEDULES

@@ -57,7 +57,7 @@ def convert(value: Any, annotation: Any, key: str = "", current: Any = None) -> 
     """Return a TOML value as type `annotation`; raises TypeError for a value of the wrong type.
 
     Accepts an integer for a float, a list for a tuple, a string for a path. Other classes are not checked.
-    key, current: the dotted name and the present value, for tables; see `with_values`.
+    key, current: the dotted name and the current value, for tables; see `with_values`.
     """
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     kind = type(value)  # isinstance would accept True as an integer

@@ -40,7 +40,7 @@ def single_values(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def checkpoint_settings(checkpoint: Checkpoint) -> Iterator[str]:
-    """Check [checkpoint] by itself. Hugging Face files need model-only settings: they hold only weights."""
+    """Check the section [checkpoint]. Hugging Face files hold only weights, so they need model-only settings."""
     mode: Any = str(checkpoint.async_mode).lower()  # `CheckpointManager` ignores case
     yield from single_values(replace(checkpoint, async_mode=mode), "checkpoint.")
     config = JobConfig(checkpoint=checkpoint)
