@@ -190,7 +190,7 @@ BAD_TEMPLATES = [
      "t.jinja changes the text of a {% generation %} block after", "write the changed text in the block"),
     (LOOP.replace("BODY", "{{ m.content }}{% generation %}{% endgeneration %}"), [U, A], MARKS + "'')", "enclose"),
     (LOOP.replace("BODY", "{% generation %}<{{ m.role }}>{{ m.content }}{% endgeneration %}"), [U, A],
-     MARKS + "'<user>what the user asked", "have them enclose"),
+     MARKS + "'<user>what the user asked", "put them around"),
     (MARKED.replace("'assistant' %}", "'assistant' and m.content != '4' %}"), [U, A],
      "no token of the chat is trained: t.jinja writes nothing in the assistant's", "training.chat_template"),
 ]  # fmt: skip

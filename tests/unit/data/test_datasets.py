@@ -249,8 +249,8 @@ def test_separator_inside_of_a_text_begins_no_document(mask_type, tmp_path, capl
         ids = batch["document_ids"][0].tolist()
         begins = [i for i in range(24) if i and ids[i] != ids[i - 1]]
         assert begins == [i for i in range(1, 24) if batch["input"][0, i] == tokenizer.bos_id]
-    assert caplog.text.count("'<|end_of_text|>' (1 times) inside") == 1
-    assert "a.jsonl, line 1: the text has" in caplog.text
+    assert caplog.text.count("'<|end_of_text|>' (1 times), encoded") == 1
+    assert "a.jsonl, line 1: the text contains" in caplog.text
 
 
 # ---- files ----
