@@ -210,7 +210,7 @@ def take(config: Config, rows: Iterable[Row]) -> dict[str, Any]:
     for row in rows:
         if isinstance(row, Field) and row.is_missing(config):
             missing.append(row.hf)
-        elif not missing or isinstance(row, Field):  # other rows may need what is missing
+        elif not missing or isinstance(row, Field):  # other rows might read a missing field
             found |= row.read(config)
     if missing:
         raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add these fields")

@@ -151,7 +151,7 @@ def shard_with_middle(shard: LocalShard) -> LocalShard:
 
 
 def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
-    """Return index along dim 0 -> shard of that matrix."""
+    """Return the shard of each matrix of a stack: index along dim 0 -> shard [R, C]."""
     views = enumerate(shard.tensor.unbind(0), start=shard.offsets[0])
     return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 

@@ -47,8 +47,8 @@ class RoPEScalingArgs(rope.RoPEScalingArgs):
 class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
     """Llama 4's text model: Llama 3 plus layers without RoPE, chunks, and experts.
 
-    every_n_layers_nope: n; the layers of index n - 1, 2 n - 1, ... have no RoPE, and there a token
-        attends to its whole document; None: all layers have RoPE.
+    every_n_layers_nope: n; the layers of index n - 1, 2 n - 1, ... have no RoPE, and in these layers a
+        token attends to its whole document. None: all layers have RoPE.
     fixed_attn_block_size: in layers with RoPE a token attends only to its chunk of this many tokens.
         A document's first chunk begins with the document.
     interleave_moe_layer_step: s; the layers of index s - 1, 2 s - 1, ... have experts; 1 means all.
@@ -91,7 +91,7 @@ class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
         self.check_chunks(self.max_seq_len)
 
     def check_layers(self) -> None:
-        """Raise ValueError for an interval or a size that is too small."""
+        """Raise ValueError if a layer interval, the chunk size or floor_scale is too small."""
         smallest = {"every_n_layers_nope": 2, "interleave_moe_layer_step": 1}
         smallest |= {"fixed_attn_block_size": 1, "floor_scale": 1}
         for name, least in smallest.items():

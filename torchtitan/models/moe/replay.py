@@ -42,6 +42,6 @@ def check_replay(tokens: Tensor, experts: Tensor, n_moe: int, n_layers: int, arg
     is_wrong = (in_order.diff(dim=-1) == 0).any(dim=-1) | (in_order[..., 0] < 0)
     if (is_known & is_wrong).any():
         raise ValueError(
-            f"{_NAME} must name {args.top_k} different experts for a token, or {args.top_k} times -1, "
-            "got an expert twice, or -1 in some places; mark tokens without known experts by -1 in all"
+            f"{_NAME} must give each token {args.top_k} different experts, or -1 in all {args.top_k} places, "
+            "got an expert twice or -1 in some places; give -1 in all places if the experts are unknown"
         )

@@ -32,10 +32,10 @@ def _permute(
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `func(*weights, x, num_tokens_per_expert)` for x sorted by rank and then by expert.
+    """Wrap `func(*weights, x, num_tokens_per_expert)`, so that it takes x sorted by rank and then by expert.
 
-    func gets each local expert's tokens together and padded; its result's padding is removed. The largest
-    dim 0 of the weights is the number of local experts.
+    The wrapper sorts and pads the tokens by local expert, calls func, and then restores order and size.
+    The largest dim 0 of the weights is the number of local experts.
     """
 
     # Not `functools.wraps`: the compiler cannot trace it on a partial, which `func` may be.
