@@ -77,7 +77,8 @@ class ChunkedHead(Generic[Outputs]):
     """A head that computes logits in chunks; a decoder's output projection calls it.
 
     temperature: a number, or [N, 1], that divides the logits. chunk_tokens: tokens in a chunk; None: 1,024 on a
-    CPU, elsewhere 4,096, or 8,192 if compiled. compile_backend: of torch.compile, for all but matrix products.
+    CPU, elsewhere 4,096, or 8,192 if compiled. compile_backend: torch.compile's backend for everything except
+    matrix products; None: not compiled.
     """
 
     temperature: Any = 1.0
@@ -319,15 +320,15 @@ class Gradients:
         for part, operand, wanted in zip(
             self.parts.values(), self.operands, self.wanted, strict=True
         ):
-            if wanted and part is None:  # there were no tokens
+            if wanted and part is None:  # the batch had no tokens
                 part = torch.zeros_like(operand)
             sums.append(part.to(operand.dtype) if wanted else part)
         return sums
 
 
 def chunks_of(x: Tensor, head: ChunkedHead[Any], call: Call) -> list[Chunk]:
-    # Each chunk adds a gradient of the whole weight to a sum in fp32; with small chunks accelerators would
-    # spend much time on these sums. Compiled code stores logits in 16 bits, so its chunks may be larger.
+    # Each chunk adds a gradient of the whole weight to an fp32 sum. With small chunks, accelerators would
+    # spend much time on these additions. Compiled code stores logits in 16 bits, so its chunks may be larger.
     default = 4096 if head.compile_backend is None else 8192
     size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
     sizes, begin = call.sizes or [len(x)], 0
@@ -406,11 +407,14 @@ def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hide_entries_(logits: Tensor, n_entries: int | None, call: Call) -> Tensor:
-    """Set logits [n, v] of vocabulary entries >= n_entries to -1e30, so probability 0; None changes nothing."""
+    """Give vocabulary entries >= n_entries the probability 0: set their logits to -1e30.
+
+    logits: [n, v]. n_entries: None changes nothing.
+    """
     if n_entries is not None:
         logits[
             :, max(0, n_entries - call.first) :
-        ] = -1e30  # finite, or ranks with no other entries would compute nan
+        ] = -1e30  # with -inf, a rank whose entries are all hidden would compute nan
     return logits
 
 
@@ -512,6 +516,9 @@ def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns [n, 1] on this rank, and bool [n]: the label is another rank's (column 0)."""
+    """Return the labels' columns [n, 1] on this rank, and bool [n], True where another rank has the label.
+
+    Labels of other ranks get column 0.
+    """
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere

@@ -118,7 +118,7 @@ class GuessTask(CharTask):
 
 
 def build(rl: Any, *_: Any) -> Task:
-    """Build the task that `rl.task.name` names; a `tasks.TaskBuilder`."""
+    """Return the task that `rl.task.name` names. This function is a `TaskBuilder`."""
     task = rl.task
     match task.name:
         case "sum_digits":
