@@ -142,7 +142,7 @@ class LoRAConverter(ModelConverter):
                         raise ConfigError(
                             f"lora.base_format = {self.options.base_format!r} needs weights whose rows have a "
                             f"multiple of {nf4.BLOCK} elements, got {list(parameter.shape)} in "
-                            f"{module_name}.{name}; remove it"
+                            f"{module_name}.{name}; remove lora.base_format"
                         )
                     stored = nn.Parameter(nf4.quantize(parameter), requires_grad=False)
                     module.register_parameter(name, stored)
@@ -159,7 +159,7 @@ class LoRAConverter(ModelConverter):
         if not n_quantized:
             raise ConfigError(
                 f"lora.base_format = {self.options.base_format!r} found no frozen layer of class "
-                "torchtitan.numerics.linear.Linear to quantize; remove it"
+                "torchtitan.numerics.linear.Linear to quantize; remove lora.base_format"
             )
         gib = n_quantized * nf4.BYTES / nf4.BLOCK / 2**30
         logger.info(

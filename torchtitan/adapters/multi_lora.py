@@ -36,7 +36,7 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class Stacked:
-    """The stacked adapters of a module. passes: knows which model each row belongs to.
+    """The stacked adapters of a module. passes: the `MultiLoRA` that knows each row's model.
 
     pairs: weight name -> (A [m, r, K], B [m, N, r]); for experts ([m, E, r, K], [m, E, N, r]).
     """
@@ -147,8 +147,8 @@ class MultiLoRA:
     ) -> Iterator[list[dict[str, Tensor]]]:
         """A context for microbatches with these models' adapters; see `set_rows`. Collective.
 
-        weights: for each model, name -> this rank's shard of its A and B. Yields a list. If `trains`,
-        it holds each model's gradients, in the parameters' layout, after the context.
+        weights: for each model, name -> this rank's shard of its A and B. Yields an empty list. If `trains`,
+        the list is filled at the end of the context with each model's gradients, laid out like the parameters.
         """
         gradients: list[dict[str, Tensor]] = []
         if not self._matrices:  # this pipeline stage has no adapters

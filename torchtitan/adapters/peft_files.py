@@ -116,7 +116,7 @@ def save_peft(
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, WEIGHTS_FILE)
-        with whole_file(path) as weights:  # put in place last: a folder with this file is complete
+        with whole_file(path) as weights:  # appears last: a folder that has it is complete
             save_tensors(dict(sorted(everything.items())), weights.name)
             with suppress(FileNotFoundError):  # an older file does not belong to the new config
                 os.unlink(path)
@@ -325,10 +325,10 @@ def _parts_of(
         first += rank
     if others := [name for name, rows in rest.items() if rows.any()]:
         raise ValueError(
-            f"The adapter of {target.layers[0]} joins {len(blocks)} weights, which need adapters of rank "
-            f"{a.shape[-2]}, but the model's adapters cannot hold {shorten(others)}; set "
-            f"lora.target_modules to include {target.layers[0].rpartition('.')[2]} and lora.rank, or "
-            f"lora.rank_pattern, to {a.shape[-2]}"
+            f"The adapter of {target.layers[0]} has rank {a.shape[-2]} and joins {len(blocks)} weights. The "
+            f"model's adapters cannot hold {shorten(others)}; add "
+            f"{target.layers[0].rpartition('.')[2]} to lora.target_modules, and set lora.rank or "
+            f"lora.rank_pattern to {a.shape[-2]}"
         )
 
 

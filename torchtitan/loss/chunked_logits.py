@@ -213,7 +213,7 @@ class LogProbs(torch.autograd.Function):
                 )
                 del logits
                 gradients.add(chunk, grad_logits, slopes)
-                del grad_logits  # free it before the next chunk's is allocated
+                del grad_logits  # free its memory for the next chunk
         return *gradients.sums(), None, None, None
 
 
@@ -237,7 +237,7 @@ class SummedLoss(torch.autograd.Function):
             sums.append(of_chunk)
             if any(gradients.wanted):
                 gradients.add(chunk, gradient(), slopes)
-            del logits, gradient  # free both before the next chunk's are allocated
+            del logits, gradient  # free their memory for the next chunk
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
         loss, *others = (x.clone() for x in torch.stack(sums).sum(0))
@@ -348,8 +348,8 @@ def logits_of(
 ) -> tuple[Tensor, float | Tensor, Slopes]:
     """Return the logits [n, v] of a chunk, its temperature, and what its backward needs.
 
-    With a compile_backend, logits have any dtype and are not divided by the temperature yet. Without one, they
-    are divided, in fp32 (fp64 if x is fp64), and share no memory with the operands.
+    With a compile_backend, logits have any dtype and are not divided by the temperature yet. Without a
+    compile_backend, logits are divided, in fp32 (fp64 if x is fp64), and share no memory with the operands.
     """
     x, weight, bias, adapted_x, a, b = operands
     rows, temperature, low_rank, of_cap = chunk.rows, head.temperature, [], None

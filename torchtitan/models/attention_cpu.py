@@ -140,7 +140,7 @@ def _forward(
     if cu_seq_q[-1] != len(q) or cu_seq_k[-1] != len(k):
         raise ValueError(
             f"the documents of the mask cover {int(cu_seq_q[-1])} tokens and the batch has "
-            f"{len(q)}; build the mask from this very batch"
+            f"{len(q)}; build the mask from this batch"
         )
     if (cu_seq_k.diff() < cu_seq_q.diff()).any():
         raise ValueError("a document of the mask has fewer keys (cu_seq_k) than queries (cu_seq_q)")

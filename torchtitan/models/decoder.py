@@ -67,8 +67,7 @@ class Attention(nn.Module):
     apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
     mask_name: the key of this layer's mask, if the model's masks are a dict.
     softmax_scale: the factor on the scores; None: D ** -0.5.
-    window: a query sees itself and the window - 1 tokens before it; kept here, too, because varlen's
-        metadata holds no window.
+    window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
     has_gate: the heads' result is multiplied elementwise by sigmoid(wg(x)), before wo.
     v_norm: the norm of each head [..., D] of values, without parameters; None: no norm.
     """

@@ -50,7 +50,7 @@ class Fused(NamedTuple):
     """One HF tensor that joins the rows of one or more of our tensors [..., R, C].
 
     rows: the proportions of the tensors' row counts; empty: all tensors have equally many rows.
-    n_groups: see `join_rows`. has_middle: HF's tensor is [R, 1, C], as a convolution's weight.
+    n_groups: see `join_rows`. has_middle: HF's tensor is [R, 1, C], like the weight of a convolution.
     rotated_heads: number of heads, if the rows need `swap_rope_layout`.
     """
 

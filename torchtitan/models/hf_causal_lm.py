@@ -67,7 +67,7 @@ def has_rope(config: Config) -> list[int]:
 
 
 def _dense_layers(config: Config) -> tuple[int, ...]:
-    """Return the indices of the layers without experts, by Qwen's two fields for them."""
+    """Return the indices of the layers without experts, given by two fields of Qwen's config."""
     only, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config["num_hidden_layers"])
     return tuple(n for n in layers if n in only or (n + 1) % step != 0)
@@ -102,7 +102,7 @@ QWEN_EXPERTS: tuple[Row, ...] = (
 
 @dataclass(frozen=True)
 class Layers(Row):
-    """The row from HF's layer types, windows and RoPE to `layer_types`, `layer_kinds` and `rope_theta`.
+    """Translates HF's layer types, windows and RoPE to `layer_types`, `layer_kinds` and `rope_theta`.
 
     types: function from a config without layer_types to its layer_types. None: the model_type has no such
         field, and all layers share one window. window: the value if a config lacks sliding_window.

@@ -241,7 +241,7 @@ def facts_of(args: DecoderArgs) -> dict[str, Any]:
     """Return name -> value of all fields that affect the weights or the result."""
     facts: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
-        if isinstance(value, dict):  # moe_args, rope_scaling_args
+        if isinstance(value, dict):  # such as moe_args and rope_scaling_args
             facts |= {f"{name}.{field}": inner for field, inner in value.items()}
         else:
             facts[name] = value

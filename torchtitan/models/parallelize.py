@@ -103,8 +103,9 @@ def __getattr__(name: str) -> Any:
 def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = False) -> None:
     """Compile each block in place; blocks of the same shape share the compiled code.
 
-    Experts read their token counts on the host under expert parallelism, and if they are computed one by one.
-    The parts of such a block are compiled separately. A second call does nothing.
+    If a block's experts read their token counts on the host, its attention, router and shared experts are
+    compiled separately. This is so under expert parallelism, and if experts are computed one by one.
+    A second call does nothing.
     """
     # The compiler limits the number of compiled variants of all blocks together, and with fullgraph exceeding
     # the limit is an error. Layer kinds, dynamic shapes, no_grad and context parallelism each add variants.

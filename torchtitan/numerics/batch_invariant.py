@@ -100,7 +100,7 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[T
     n_missing = -n_queries % QUERIES
     q, visible = F.pad(q, (0, 0, 0, n_missing)), F.pad(visible, (0, 0, 0, n_missing))
     visible[:, n_queries:, 0] = True
-    # For each tile of queries, the number of key tiles up to and including the last that it sees.
+    # ends: for each tile of queries, the index after the last key tile that one of its queries sees.
     seen = visible.view(len(visible), -1, QUERIES, visible.shape[-1] // KEYS, KEYS)
     seen = seen.any(dim=4).any(dim=2).any(dim=0)
     ends = (seen * torch.arange(1, seen.shape[1] + 1)).amax(dim=1).tolist()

@@ -437,7 +437,7 @@ def _chunks_backward(
     decays, c, beta = chunks.decays, chunks.c, chunks.beta
     ends = decays[..., -1, :]
 
-    # The gradient of each decay times the decay: for pairs of tokens, for the chunk's end, and for c.
+    # Gradients of the decays' exponents (each decay's gradient times the decay): of D, of e, and of c.
     grad_system = grad_system.tril(-1)
     of_system = grad_system * chunks.system
     of_pairs = (grad_scores * chunks.scores).addcmul_(of_system, beta.unsqueeze(-1))

@@ -33,7 +33,7 @@ _NUMBERS_AT_ONCE = 2**22  # limits the memory of temporary tensors
 
 
 def count(stored: int) -> int:
-    """Return the number of numbers in `stored` bytes."""
+    """Return how many numbers are stored in `stored` bytes."""
     return stored * BLOCK // BYTES
 
 

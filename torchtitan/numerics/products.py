@@ -51,7 +51,7 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 def avoid_onednn() -> None:
     """Undo `use_onednn` until the engine is closed, for batches with rows of several models.
 
-    oneDNN is chosen by the number of rows, so other models' rows could change the bits of a model's results.
+    oneDNN is chosen by the number of rows, so the rows of one model could change the rounding of another.
     """
     host.change(False, _use, lambda: _is_used)
 

@@ -71,7 +71,7 @@ class LRSchedulersContainer:
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Set this schedule's learning rates, after loaded optimizers brought the rates of another schedule."""
+    """Set the optimizers' learning rates to this schedule's, after loading rates of another schedule."""
     if isinstance(lr_schedulers, LRSchedulersContainer):
         lr_schedulers.set_step(lr_schedulers.last_epoch)
 

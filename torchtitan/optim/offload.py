@@ -39,7 +39,7 @@ class Offloader:
         self._has_pinned = False
 
         def put_back(optimizer: Optimizer) -> None:
-            """Move loaded state to its place: torch loads state to the device of the parameters."""
+            """Move loaded state from the parameters' device, where torch puts it, to its current place."""
             if self.places["optimizer"] != self.places["model"]:
                 _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
 

@@ -35,7 +35,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
 
     It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
     `param_groups` hold the inner optimizers' own dicts. `state_dict()` is keyed by parameter name,
-    so the state loads on another layout.
+    so the state can be loaded with another parallel layout.
     groups_by_part: torch's parameter groups of each part; by default one with all trainable parameters.
     """
 

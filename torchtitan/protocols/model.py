@@ -17,7 +17,7 @@ __getattr__ = load_on_access(__name__, {"AttentionMasksType": "torchtitan.models
 class BaseModelArgs:
     """Sizes and options of a model. Subclasses are dataclasses in which every field has a default."""
 
-    _enforced: str = "every field has a default"  # a field without default is a TypeError
+    _enforced: str = "every field has a default"  # so a subclass field without default raises
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Apply the job's settings. The engine calls it on a copy of the flavor's args."""

@@ -48,7 +48,7 @@ class _Layers(Layers):
             given = {str(layer): own for layer, own in by_layer.items()}
             if given != dict.fromkeys(full_layers, sizes) or not {*sizes} <= {*_SIZES}:
                 reason = f"only layers {', '.join(full_layers)} may have own {' and '.join(_SIZES)}"
-                raise hf.refusal(config, "per_layer_config", f"{reason}, with the same values")
+                raise hf.refusal(config, "per_layer_config", f"{reason}, all with equal values")
         for name in sizes:
             hf.check_kind(sizes, name, hf.SIZE)
         if sizes.get("head_dim", 0) % 2:

@@ -86,7 +86,7 @@ class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
         return self.hidden_dim_by_rule(per_token if self.auto_scale_hidden_dim else 1)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """As `MoEDecoderArgs.update_from_config`. Raises ValueError like `check_chunks`."""
+        """Apply the config as `MoEDecoderArgs` does, then call `check_chunks`, which may raise ValueError."""
         super().update_from_config(job_config, **kwargs)
         self.check_chunks(self.max_seq_len)
 

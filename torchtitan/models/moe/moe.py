@@ -252,7 +252,7 @@ class TokenChoiceTopKRouter(nn.Module):
                 raise ValueError(
                     f"num_expert_groups = {num_expert_groups} must divide num_experts = {num_experts}, "
                     f"num_limited_groups must be 1 to num_expert_groups, and group_score must be 'max', or "
-                    f"'top2_sum' with at least 2 experts in a group; got "
+                    f"'top2_sum' with groups of 2 or more experts; got "
                     f"num_limited_groups = {num_limited_groups}, group_score = {group_score!r}"
                 )
             num_candidates = group_size * limited
@@ -387,7 +387,7 @@ class MoE(nn.Module):
             replayed = replayed.reshape(-1, self.router.top_k)
         top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias, replayed)
         # Count training tokens only, not validation. Count before the experts: recomputation of a
-        # checkpointed block may stop early, but after this point, so every token counts exactly twice.
+        # checkpointed block may stop early, but not before this line, so it counts every token again.
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert.add_(num_tokens_per_expert)
