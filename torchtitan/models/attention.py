@@ -126,7 +126,7 @@ def create_attention_mask(
     """
     if device is None:
         device = get_device_type()
-    # On a CPU compiling takes most of a minute and saves seconds.
+    # On a CPU, compiling takes most of a minute and saves only seconds.
     on_cpu = torch.device(device).type == "cpu"
     create = load_flex_attention().create_block_mask if on_cpu else _compiled_create_block_mask
     return create(mask_mod, B, H, Q_LEN, KV_LEN, device, **kwargs)

@@ -47,7 +47,7 @@ SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of queries whose document has one key (mostly padding), and of these keys."""
+    """Return the indices of queries whose document has a single key, and the indices of these keys."""
     is_lone = (cu_seq_k.diff() == 1) & (cu_seq_q.diff() > 0)
     return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
@@ -106,7 +106,7 @@ def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
 
 
 def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return the number of rows for one call of the kernel, and where documents end in each row.
+    """Return the number of rows for one call of the kernel, and cu_seq_q and cu_seq_k of each row.
 
     If the document lengths repeat with some period, as in rows without packing, each period is a
     row. Otherwise all documents are one row.
@@ -149,8 +149,8 @@ def _forward(
     lse = torch.empty(q.shape[:2], dtype=dtype)
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     if len(lone):
-        # With one key the softmax is 1 and the output is the value. A kernel call per padding token
-        # would cost more than the calls for all documents.
+        # With one key the softmax is 1 and the output is the value. Most of these queries are padding;
+        # a kernel call for each of them would take longer than the calls for all other documents.
         out[lone] = _for_queries(v[lone_keys], q.shape[1])
         keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
@@ -158,7 +158,7 @@ def _forward(
     packed = q, k, v, out, lse.unsqueeze(-1)
     qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
     for queries, keys, mask in _calls(*ends, window, dtype):
-        # `F.scaled_dot_product_attention` calls this operator on a CPU but does not return the
+        # `F.scaled_dot_product_attention` also calls `flash_on_cpu`, but does not return the
         # log-sum-exp.
         operands = qs[:, :, queries], ks[:, :, keys], vs[:, :, keys]
         outs[:, :, queries], lses[:, :, queries, 0] = torch_parts.flash_on_cpu(

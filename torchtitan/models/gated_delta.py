@@ -82,7 +82,7 @@ class GatedDeltaNet(nn.Module):
     """A gated delta net (Yang et al. 2024, arXiv:2412.06464) within documents, in place of attention.
 
     Under tensor parallelism a rank has some key heads and their value heads. Under context parallelism the
-    ranks trade tokens for heads, so that each has the whole rows of some heads.
+    ranks exchange tokens for heads; each rank then has the whole rows of some heads.
     """
 
     reads_local_parameters: ClassVar[bool] = True

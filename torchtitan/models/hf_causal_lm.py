@@ -73,7 +73,7 @@ def _dense_layers(config: Config) -> tuple[int, ...]:
     return tuple(n for n in layers if n in only or (n + 1) % step != 0)
 
 
-# Rows for `dense_layers`: the first n layers are dense, or the dense layers follow Qwen's rule.
+# Rows for `dense_layers`: either the first n layers are dense, or Qwen's two fields choose them.
 FIRST_DENSE = Field(
     "first_k_dense_replace",
     "dense_layers",
@@ -153,7 +153,7 @@ class Layers(Row):
         known = {FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION}
         if len(types) != n_layers or not known.issuperset(types):
             raise refusal(
-                config, "layer_types", f"it must have {n_layers} of {', '.join(sorted(known))}"
+                config, "layer_types", f"it must list {n_layers} of {', '.join(sorted(known))}"
             )
         tables = self._tables(config)
         share = self.share(config) if callable(self.share) else self.share

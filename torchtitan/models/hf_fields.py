@@ -376,7 +376,7 @@ def _magnitude(table: Config, scaling: Any) -> float:
 
 @dataclass(frozen=True)
 class RoPE(Row):
-    """The row of RoPE for args without `layer_kinds`.
+    """Translates the RoPE of args without `layer_kinds`.
 
     of: function from our args to their `RoPEArgs`. kind: the only rope_type accepted besides "default".
     ours: field of the scaling class -> our field, or the name of our field that holds the whole scaling.

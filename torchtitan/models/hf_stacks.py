@@ -1,8 +1,8 @@
 """Splits and joins stacked weights, plain or DTensors, without copies, for `hf_adapter`.
 
-Hugging Face files hold one matrix per expert, or several of our tensors joined into one. A reader
-that fills a view fills the parameter, and each rank handles only its own shard. E experts, R rows, C
-columns.
+Hugging Face files hold one matrix per expert, or several of our tensors joined into one. Views share the
+memory of our parameters, so reading a file into a view fills the parameter. Each rank handles only its own
+shard. E experts, R rows, C columns.
 """
 
 from collections.abc import Callable, Iterator, Sequence

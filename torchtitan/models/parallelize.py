@@ -124,8 +124,8 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
             continue
         # Norms are left out: each is one kernel without compiling.
         for piece in (block.attention, moe.router, moe.shared_experts):
-            # Private: `Module.compile` stores the compiled call here (torch 2.13), and a second
-            # `compile` would compile again.
+            # A second `compile` would compile again, so look at the private attribute in which
+            # `Module.compile` stores the compiled call (torch 2.13).
             if piece is not None and torch_parts.compiled_call(piece) is None:
                 piece.compile(**options)
         if moe.experts.use_grouped_mm:

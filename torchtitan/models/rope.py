@@ -111,8 +111,8 @@ class LinearRoPE:
 class LongRoPE:
     """Each frequency divided by a factor of its own (Ding et al. 2024, arXiv:2402.13753).
 
-    short_factors, long_factors: [D/2], for rows of up to original_seq_len tokens, and for longer rows. The
-    model's max_seq_len (training.seq_len) selects one of them, so no frequency depends on a batch.
+    short_factors [D/2] are for rows of up to original_seq_len tokens, long_factors [D/2] for longer rows. The
+    model's max_seq_len (training.seq_len) selects one of the two, so no frequency depends on a batch.
     """
 
     short_factors: tuple[float, ...]
@@ -137,9 +137,9 @@ RoPEScaling = RoPEScalingArgs | YaRNArgs | LinearRoPE | LongRoPE
 class RoPEArgs:
     """The RoPE of all layers of one kind, with dimensions paired by halves.
 
-    theta: None means the model's rope_theta. share: the fraction of a head's dimensions that is rotated; the
-        remaining dimensions at the end of the head are unchanged.
-    proportional: pairs span the whole head, and only the first `share` of the pairs is rotated (Gemma 4).
+    theta: None means the model's rope_theta. share: only this fraction of a head's dimensions is rotated, and
+        by default it is the first dimensions.
+    proportional: pairs span the whole head, and the first pairs are rotated (Gemma 4).
     magnitude: multiplies cosines and sines.
     """
 

@@ -166,7 +166,7 @@ def _needs_padding(parameter: Tensor) -> bool:
 class RouterGate(nn.Linear):
     """A Linear that computes in fp32 for every dtype of input and weight.
 
-    In bf16 close scores would tie or swap, and other experts would be chosen.
+    In bf16, scores that are close would tie or swap, which would change the choice of experts.
     """
 
     reads_local_parameters: ClassVar[bool] = True

@@ -11,7 +11,7 @@ _NAME = "the batch's 'routed_experts'"
 
 
 def check_replay(tokens: Tensor, experts: Tensor, n_moe: int, n_layers: int, args: Any) -> None:
-    """Raise ValueError for experts [B, T, L, k] that don't fit tokens [B, T], L = n_moe or n_layers.
+    """Raise ValueError if experts [B, T, L, k] don't fit tokens [B, T]. L must be n_moe or n_layers.
 
     n_moe: the number of mixtures of experts among the n_layers. args: their `MoEArgs`.
     """
