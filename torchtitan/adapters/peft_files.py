@@ -309,8 +309,9 @@ def load_peft(
 def _parts_of(
     target: _Target, entries: Mapping[str, Any], a: Tensor, blocks: Mapping[str, Tensor]
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yield (our parameter, its value) of a layer. a: its A. blocks: our weight -> its rows of the layer's B.
+    """Yield our parameters of an HF layer, each with its new value.
 
+    a: the layer's A. blocks: our weight -> the rows of the layer's B that belong to this weight.
     Raises ValueError if our adapters cannot represent the layer's adapter.
     """
     rest, first = dict(blocks), 0

@@ -92,9 +92,9 @@ def aggregation_weights(
     prompt_ids: for prompt-mean, the id of each sequence's prompt, the same on every rank.
     group: the ranks that hold the step's other sequences; counts are summed over it (collective).
     normalize: set it to False if other calls add sequences to the step. Then the weights are not divided by N,
-        S, S * norm or G, and the result is (weights, share). share is this call's part of the divisor, or 0 for
-        token-sum; pass it to `TrainingEngine.optim_step(denominator=...)`. All sequences of a prompt must be
-        in one call.
+        S, S * norm or G, and the result is (weights, share). share is this rank's part of the divisor, or 0 for
+        token-sum; pass the sum of all calls' shares to `TrainingEngine.optim_step(denominator=...)`. All
+        sequences of a prompt must be in one call.
     count_empty: S and G include sequences and prompts without a token in the loss, as in verl.
 
     Raises ValueError for an unknown mode, or if the mode's norm or prompt_ids are missing.

@@ -135,7 +135,7 @@ class ChunkedHead(Generic[Outputs]):
             return self.compute(operands, call, labels)
 
     def compute(self, operands: Operands, call: Call, labels: Tensor) -> Outputs:
-        """Return the head's outputs. Autocast is off; labels [B, T] are checked."""
+        """Return the head's outputs. labels: [B, T], already checked. Autocast is off."""
         raise NotImplementedError
 
 
@@ -148,7 +148,10 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
-    """shape: the expected shape; n_entries: the vocabulary entries of all ranks."""
+    """Raise ValueError for labels of another shape, or outside [0, n_entries) and not IGNORE_INDEX.
+
+    On an accelerator, values are checked by a device assertion.
+    """
     if labels.shape != shape:
         raise ValueError(
             f"labels must have one entry per token, {list(shape)}, got {list(labels.shape)}"
@@ -469,9 +472,10 @@ def _gradient_of_logits(
     grad: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return [n, v] in the dtype of `logits`, from gradients [n] of logprobs and entropies.
+    """Return the gradient of the logits z, [n, v] in the dtype of `logits`.
 
-    If not compiled, it overwrites the logits. With p the probabilities, H the entropy:
+    grad, grad_entropy: [n], of logprobs and entropies. If not compiled, the logits are overwritten.
+    With p the probabilities, H the entropy:
     d logprob / dz_j = [j is the label] - p_j and dH / dz_j = -p_j (log p_j + H).
     """
     dtype = logits.dtype

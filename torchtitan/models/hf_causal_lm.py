@@ -153,7 +153,7 @@ class Layers(Row):
         known = {FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION}
         if len(types) != n_layers or not known.issuperset(types):
             raise refusal(
-                config, "layer_types", f"it must list {n_layers} of {', '.join(sorted(known))}"
+                config, "layer_types", f"it must have {n_layers} of {', '.join(sorted(known))}"
             )
         tables = self._tables(config)
         share = self.share(config) if callable(self.share) else self.share

@@ -137,9 +137,9 @@ RoPEScaling = RoPEScalingArgs | YaRNArgs | LinearRoPE | LongRoPE
 class RoPEArgs:
     """The RoPE of all layers of one kind, with dimensions paired by halves.
 
-    theta: None means the model's rope_theta. share: only this fraction of a head's dimensions is rotated, and
-        by default it is the first dimensions.
-    proportional: pairs span the whole head, and the first pairs are rotated (Gemma 4).
+    theta: None means the model's rope_theta. share: the fraction of a head's dimensions that is rotated: the
+        first dimensions or, if proportional, the first pairs.
+    proportional: pairs span the whole head (Gemma 4), not only the first `share` of its dimensions.
     magnitude: multiplies cosines and sines.
     """
 

@@ -176,7 +176,7 @@ def _inverse(lower: Tensor) -> Tensor:
 class _Documents(NamedTuple):
     """How n chunks of C tokens lie in their documents.
 
-    pairs: bool [n, B, C, C], True where token j comes before i or is i, in the same document.
+    pairs: bool [n, B, C, C], True at [i, j] if j <= i and both tokens are in the same document.
     is_first: bool [n, B, C], True at a document's first token.
     is_carried: bool [n, B, C], True where the document began before the chunk.
     """
@@ -187,7 +187,7 @@ class _Documents(NamedTuple):
 
 
 def _documents(starts: Tensor, chunk: int) -> _Documents:
-    """starts: [n, B, C], the index in the chunk where each token's document begins; negative if before it."""
+    """starts: [n, B, C], the index in the chunk where each token's document begins, or negative."""
     places = torch.arange(chunk, device=starts.device)
     pairs = (starts.unsqueeze(-1) <= places) & (places <= places.unsqueeze(-1))
     return _Documents(pairs, starts == places, starts < 0)
@@ -364,7 +364,7 @@ def _backward(
     states: Tensor,
     chunk: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, g, beta and the first state."""
+    """Return the gradients of q, k, v, g, beta and the initial state."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
     grad_state = torch.zeros_like(states[0]) if grad_state is None else grad_state
     current = grad_state.flatten(0, 1)
@@ -442,7 +442,7 @@ def _chunks_backward(
     of_system = grad_system * chunks.system
     of_pairs = (grad_scores * chunks.scores).addcmul_(of_system, beta.unsqueeze(-1))
     of_pairs[..., -1, :] += ends * (grad_ending * k).sum(-1)
-    # Drop the diagonal: it would cancel below, except for the rounding of its large numbers.
+    # Drop the diagonal. Its terms cancel below, but they are large and would leave rounding errors.
     of_pairs.tril_(-1)
     from_k = c * (grad_k * k).sum(-1)
     of_carried = c * (grad_q * q).sum(-1) + beta * from_k
@@ -473,7 +473,7 @@ def _chunks_backward(
 
 @contextlib.contextmanager
 def _full_precision(x: Tensor) -> Iterator[None]:
-    """No autocast and no TF32, which is too coarse for the inverse and for sums of logarithms."""
+    """A context without autocast and TF32. TF32 is too coarse for the inverse and for sums of logarithms."""
     matmul = torch.backends.cuda.matmul
     with torch.autocast(x.device.type, enabled=False):
         if x.device.type != "cuda":

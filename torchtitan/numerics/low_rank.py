@@ -31,7 +31,7 @@ class LowRank(NamedTuple):
     product: Callable[..., Tensor] = linear
 
     def add_to(self, output: Tensor) -> Tensor:
-        """Return output [..., N] plus the product, in output's dtype."""
+        """Return output [..., N] plus the low-rank product, in output's dtype."""
         x, a, b, sizes, scale, order, product = self
         if torch.compiler.is_compiling() and len(sizes) == 1:
             return _sum_to_compile(output, x, a.squeeze(0), b.squeeze(0), scale, product)
@@ -189,9 +189,9 @@ def add_products(
     product: Callable[..., Tensor],
     in_place: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return (output [n, N] plus the products of x [n, K], in output's dtype; what backward needs).
+    """Return output [n, N] plus the low-rank products of x [n, K], and the tensors that backward needs.
 
-    The other arguments are those of `LowRank`. Other models in the call don't change the bits of a
+    The sum has output's dtype. Arguments: see `LowRank`. Other models in the call don't change the bits of a
     model's result and gradients. in_place: overwrite output. No autograd; call it without autocast.
     Products have r as first dimension: with a small last dimension MKL takes five times as long.
     """

@@ -1,4 +1,4 @@
-"""Which settings each parameter trains with: those of [optimizer], or of a table [[optimizer.groups]]."""
+"""Assigns each parameter the settings of [optimizer], or of a table in [[optimizer.groups]]."""
 
 import re
 from collections.abc import Sequence

@@ -74,7 +74,7 @@ class Muon(RoundedAdam):
                     self._update_together(group, sharing[first : first + at_once])
 
     def _update_together(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Update matrices that the same ranks share, at most one for each of these ranks."""
+        """Update matrices that the same ranks share; there is at most one matrix per rank."""
         lr, options = float(group["lr"]), self.options
         layouts = [self._layout_of[p] for p in params]
         directions = [self._direction(p) for p in params]
@@ -134,7 +134,7 @@ class _Layout:
             self.own_number += self.mesh.get_local_rank(axis)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the whole matrices of which x is this rank's part. Collective."""
+        """Gather the whole matrices. x: this rank's shard of them. Collective."""
         if not is_dtensor(self.p):
             return x
         x = with_local(self.p, x.to(self.mesh.device_type))  # offloaded gradients are on the host

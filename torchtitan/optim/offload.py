@@ -105,7 +105,7 @@ class Offloader:
         """Return tensor id -> (tensor, its copy in host memory) for all tensors on the device.
 
         The host queues all copies and then waits once. The caller replaces the tensors after this wait, because
-        FSDP reads a tensor that it pads while replacing it. Non-blocking copies are in pinned memory, which
+        FSDP reads tensors that it pads when they are replaced. Non-blocking copies are in pinned memory, which
         torch keeps.
         """
         tensors = list(self._detached.values()) if "grad" in kinds else []

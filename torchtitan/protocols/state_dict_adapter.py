@@ -93,7 +93,7 @@ class BaseStateDictAdapter(ABC):
         return False
 
     def holds_untrained_part(self, hf_key: str) -> bool:
-        """True if the ignored tensor is a weight of a part that our model lacks."""
+        """True if `hf_key`, which loading skips, is a weight of a part that our model lacks."""
         return False
 
 
