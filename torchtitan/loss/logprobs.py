@@ -87,7 +87,7 @@ class TokenLogProbs(ChunkedHead[TokenOutputs]):
         return batch_invariant_linear if self.batch_invariant else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
-        """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""
+        """Return the head; if its temperature is a tensor, with one entry per token, [B * T, 1] fp32."""
         temperature = self.temperature
         if isinstance(temperature, str):
             raise ValueError(

@@ -191,7 +191,7 @@ class KeyMapAdapter(StateDictAdapter):
     rotated_heads: our template -> number of heads, for queries and keys that need `swap_rope_layout`.
     quantized_format: format of the family's published files; see `build_quantized_reader`.
 
-    For a sharded model, `to_hf` returns only this rank's experts, and the next `from_hf` takes only them.
+    For a sharded model, `to_hf` returns only this rank's experts, and the next `from_hf` accepts this subset.
     Files of tied models have no output weight; `from_hf` sets it to the embedding's tensor.
     """
 

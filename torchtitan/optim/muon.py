@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) on sharded matrices.
 
-A matrix is updated by, approximately, the orthogonal matrix that is nearest to its average gradient.
+The update of a matrix is approximately the orthogonal matrix that is nearest to its average gradient.
 Computing this needs the whole matrix on one rank:
 
     average the gradients      each rank, its part                                  `_direction`
