@@ -37,7 +37,7 @@ class LoRAConverter(ModelConverter):
             raise ConfigError(
                 f"lora.base_format = {self.options.base_format!r} with FSDP on {ranks} ranks, or with "
                 f"training.enable_cpu_offload, needs torch 2.12 or newer, got {torch.__version__}, whose "
-                "FSDP casts integers; upgrade it"
+                "FSDP casts integers; upgrade torch"
             )
         # Without FSDP, tensor and pipeline parallelism compute in training.dtype, without autocast.
         has_autocast = not (parallel_dims.tp_enabled or parallel_dims.pp_enabled)
@@ -87,7 +87,8 @@ class LoRAConverter(ModelConverter):
         if _OUTPUT in chosen and model.enable_weight_tying:
             raise ConfigError(
                 f"lora.target_modules = {wanted} names the output projection, whose weight is tied to "
-                "the embedding's in this model, and merged files hold tied weights once; leave it out"
+                "the embedding's in this model. Merged files hold a tied weight only once; leave the output "
+                "projection out"
             )
         quantizing = [c for c in self._converters if c.startswith("quantize.grouped_mm.")]
         for name, (module, _) in chosen.items():
@@ -141,7 +142,7 @@ class LoRAConverter(ModelConverter):
                         raise ConfigError(
                             f"lora.base_format = {self.options.base_format!r} needs weights whose rows have a "
                             f"multiple of {nf4.BLOCK} elements, got {list(parameter.shape)} in "
-                            f"{module_name}.{name}; remove it"
+                            f"{module_name}.{name}; remove lora.base_format"
                         )
                     stored = nn.Parameter(nf4.quantize(parameter), requires_grad=False)
                     module.register_parameter(name, stored)
@@ -158,7 +159,7 @@ class LoRAConverter(ModelConverter):
         if not n_quantized:
             raise ConfigError(
                 f"lora.base_format = {self.options.base_format!r} found no frozen layer of class "
-                "torchtitan.numerics.linear.Linear to quantize; remove it"
+                "torchtitan.numerics.linear.Linear to quantize; remove lora.base_format"
             )
         gib = n_quantized * nf4.BYTES / nf4.BLOCK / 2**30
         logger.info(
@@ -167,7 +168,7 @@ class LoRAConverter(ModelConverter):
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield (name, (module, weight name)) of layers; each stacked weight of experts is a layer."""
+    """Yield (layer name, (module, weight name)). Each stacked weight of experts counts as one layer."""
     for name, module in model.named_modules():
         if isinstance(module, StackedExperts):
             for weight_name, parameter in module.named_parameters(recurse=False):

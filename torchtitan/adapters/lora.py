@@ -66,7 +66,7 @@ _LINEAR = "linear_attn"
 
 
 def name_of_layer(model: nn.Module, name: str) -> str:
-    """Return a layer's name for `fits`: with `linear_attn` for `attention` if the attention is linear."""
+    """Return a layer's name for `fits`. Linear attention is named `linear_attn` instead of `attention`."""
     head, found, tail = f"{name}.".partition(".attention.")
     is_linear = found and hasattr(model.get_submodule(head).attention, "conv_q")
     return f"{head}.{_LINEAR}.{tail}".removesuffix(".") if is_linear else name
@@ -239,10 +239,10 @@ def init_adapters(part: nn.Module) -> None:
 def redraw_adapters(
     parts: Iterable[nn.Module], seed: int, rank: int, layers: Collection[str]
 ) -> None:
-    """Initialise the adapters as new ones of rank `rank`; the values do not depend on the layout.
+    """Initialise the adapters again, with rank `rank`. The values do not depend on the parallel layout.
 
-    layers: names, as in `lora.target_modules`; the adapters of other layers are all zero. Rows of A
-    from index `rank` on are zero. These rows and their columns of B stay zero in training.
+    layers: names, as in `lora.target_modules`; the adapters of all other layers become zero. Rows of A from
+    index `rank` on become zero; these rows, and the same columns of B, stay zero in training.
     """
     for part in parts:
         reshard_model(part)
@@ -283,11 +283,11 @@ def merged(
     """Return a state dict without adapters, with W + scale * B A in place of W.
 
     entries: the parts' state dict. Collective: A and B are gathered.
-    dtype: dtype of the merged weights; None keeps each weight's dtype, or for a 4-bit weight the dtype to
-        compute in. The sum is rounded once.
+    dtype: dtype of the merged weights, to which the sum is rounded once. None keeps each weight's dtype; a
+        4-bit weight then gets the dtype that its products are computed in.
     """
     result, parts = dict(entries), list(parts)
-    if not any("lora_a" in name for name in entries):  # quicker than a walk through the modules
+    if not any("lora_a" in name for name in entries):  # faster than looking at all modules
         return result
     in_4_bits = dict(quantized_weights(parts))
     for weight_name, a_name, b_name, scale in adapted_weights(parts):

@@ -36,7 +36,7 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class Stacked:
-    """The stacked adapters of a module. passes: knows which model each row belongs to.
+    """The stacked adapters of a module. passes: the `MultiLoRA` that knows each row's model.
 
     pairs: weight name -> (A [m, r, K], B [m, N, r]); for experts ([m, E, r, K], [m, E, N, r]).
     """
@@ -60,7 +60,7 @@ class Stacked:
 def reasons_for_turns(
     job_config: JobConfig, parallel_dims: ParallelDims, parts: Sequence[nn.Module]
 ) -> list[str]:
-    """Return why models with adapters cannot share a forward and backward pass; [] if they can."""
+    """Return the reasons why models cannot share a forward and backward pass; [] if they can."""
     adapted = adapter_names(adapted_weights(parts))
     reasons = [
         f"{name}, which lora.also_train trains whole, acts on every row"
@@ -76,9 +76,9 @@ def reasons_for_turns(
 class _Matrix(NamedTuple):
     """An A or B matrix, and this rank's part of it.
 
-    shape: shape of the matrix that this rank computes with, maybe a TP or EP shard. own: the slices
-    of this rank's FSDP shard in that matrix. shards: the process groups that hold the other FSDP
-    shards. sums: the process groups that sum the gradient.
+    shape: shape of the matrix that this rank computes with; under TP or EP, the shape of its shard.
+    own: the slices of this matrix that are this rank's FSDP shard. shards: the process groups over which
+    FSDP shards the matrix. sums: the process groups that sum the gradient.
     """
 
     name: str
@@ -90,7 +90,7 @@ class _Matrix(NamedTuple):
 
 
 def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _Matrix:
-    """Return the `_Matrix` of an A or B. group: the ranks that process other rows or tokens."""
+    """Return the `_Matrix` of an A or B. group: see `MultiLoRA`."""
     shape, own = tuple(parameter.shape), tuple(slice(0, size) for size in parameter.shape)
     others = [] if group is None else [group]
     if not is_dtensor(parameter):
@@ -107,7 +107,7 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
     shards = [mesh.get_group(i) for i, (p, split) in axes if not split and not p.is_replicate()]
     # TP or EP axes along which this matrix is replicated; their ranks have partial gradients.
     copies = [mesh.get_group(i) for i, (p, split) in axes if split and p.is_replicate()]
-    if "ep" in names:  # experts: their gradient already covers the tokens of all EP ranks
+    if "ep" in names:  # an expert's gradient already contains the tokens of all EP ranks
         others = [mesh.get_group(i) for i, split in enumerate(is_split) if not split]
     return _Matrix(name, parameter, shape, own, tuple(shards), (*copies, *others))
 
@@ -115,8 +115,8 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
 class MultiLoRA:
     """Runs passes in which each row uses the adapters of its model.
 
-    parts: the sharded model. group: the ranks that process other rows or tokens; gradients are summed
-    over it. has_ddp: the parts are DDP replicas, whose gradients are scaled for DDP's averaging.
+    parts: the sharded model. group: the ranks that share a step's rows and tokens (DP and CP); gradients
+    are summed over it. has_ddp: the parts are DDP replicas, whose gradients are scaled for DDP's averaging.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class MultiLoRA:
     ) -> Iterator[list[dict[str, Tensor]]]:
         """A context for microbatches with these models' adapters; see `set_rows`. Collective.
 
-        weights: for each model, name -> this rank's shard of its A and B. Yields a list. If `trains`,
-        it holds each model's gradients, in the parameters' layout, after the context.
+        weights: for each model, name -> this rank's shard of its A and B. Yields an empty list. If `trains`,
+        the list is filled at the end of the context with each model's gradients, laid out like the parameters.
         """
         gradients: list[dict[str, Tensor]] = []
         if not self._matrices:  # this pipeline stage has no adapters
@@ -224,7 +224,8 @@ class MultiLoRA:
     def _gradients(self, sums: Tensor, n_models: int) -> list[dict[str, Tensor]]:
         self._all_reduce(sums, n_models, lambda matrix: matrix.sums)
         if self._group is not None and self._has_ddp:
-            # A hook has multiplied gradients by this size, which DDP's averaging would undo.
+            # With DDP, a hook multiplies the gradients by the group's size to undo DDP's averaging. Here DDP
+            # averages nothing, so divide.
             sums /= self._group.size()
         stacks = self._stacks(sums, n_models)
 

@@ -18,7 +18,7 @@ CONFIG_FILE = "adapter_config.json"
 # are not in `_OTHER_FIELDS`, are refused, because they change the base or the adapter's computation.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    # Initialisations that don't change the base. Others subtract the initial adapter from the base.
+    # Initialisations that don't change the base. All others subtract the initial adapter from the base.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 # Fields read here, fields that the tensor names repeat, and fields without effect on trained adapters.
@@ -70,7 +70,8 @@ def config_of(
     parameters that train whole.
     `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
     unless the patterns name the joined parameter. In a model with experts, `peft` treats every layer
-    named gate_proj, up_proj or down_proj as an expert's; target_parameters lists such layers elsewhere.
+    named gate_proj, up_proj or down_proj as an expert's; layers with these names outside experts are
+    listed in target_parameters.
     """
     known = set(known)
     ranks = {name: layer.rank for name, layer in layers.items()}
@@ -152,7 +153,10 @@ def _joined_gates(layers: Mapping[str, Layer]) -> dict[str, Layer]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return adapter_config.json; ValueError if it is missing or for another kind of adapter."""
+    """Return the content of adapter_config.json.
+
+    Raises ValueError if the file is missing, or describes other adapters than plain LoRA.
+    """
     path = os.path.join(folder, CONFIG_FILE)
     if not os.path.exists(path):
         raise ValueError(
@@ -165,8 +169,8 @@ def read_config(folder: str) -> dict[str, Any]:
         if value not in allowed if allowed else value:
             raise ValueError(
                 f"{path} has {field} = {value!r}, and only adapters "
-                f"{f'with {field} in {allowed}' if allowed else 'without it'} can be read; merge these "
-                "into the base model with peft, or convert them to plain LoRA there"
+                f"{f'with {field} in {allowed}' if allowed else 'without it'} can be read; use peft "
+                "to merge the adapters into the base model, or to convert them to plain LoRA"
             )
     for field in _TYPES.keys() & config.keys():
         value = config[field]
@@ -206,7 +210,7 @@ def other_scales(
         except (ValueError, bounded.OutOfBoundsError) as error:
             raise ValueError(
                 f"{os.path.join(folder, CONFIG_FILE)} has {field}_pattern = {by_pattern}, which cannot be "
-                f"compared with the names of the layers: {error}; write names of layers there"
+                f"compared with the names of the layers: {error}; use the names of layers as patterns"
             ) from None
         return [default if pattern is None else regexes[pattern] for pattern in found]
 

@@ -7,9 +7,9 @@ base_model.model.<name>. Rows of B have the order of the rows of Hugging Face's 
 layer per expert; `_fused_experts` also reads the fused experts of `peft` for transformers 5. That
 release converts files with one layer per expert to its fused format; `config_of` writes what it needs.
 
-If M joins the rows of several of our weights, its A stacks their A's, and its B is block-diagonal:
-[B1 0; 0 B2] [A1; A2]. If the parts share one A, as in adapters that `peft` trained, each of our weights
-gets a copy of A.
+If M joins the rows of several of our weights, its A stacks the A's of these weights, and its B is
+block-diagonal: [B1 0; 0 B2] [A1; A2]. In adapters that `peft` trained, the joined weights share one A, and
+each of our weights gets a copy of it.
 """
 
 import copy
@@ -116,7 +116,7 @@ def save_peft(
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, WEIGHTS_FILE)
-        with whole_file(path) as weights:  # put in place last: a folder with this file is complete
+        with whole_file(path) as weights:  # appears last: a folder that has it is complete
             save_tensors(dict(sorted(everything.items())), weights.name)
             with suppress(FileNotFoundError):  # an older file does not belong to the new config
                 os.unlink(path)
@@ -145,9 +145,10 @@ def _tensors_of(
     adapter: BaseStateDictAdapter,
     rank: int | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layer], dict[str, str]]:
-    """Return (key in the file -> tensor, HF layer -> its adapter, HF name -> key of parameters that train whole).
+    """Return key in the file -> tensor, HF layer -> its adapter, and HF name -> key of whole-trained parameters.
 
-    whole: our names of these parameters. entries: on the meta device if only shapes are wanted. rank: see `PeftOptions`.
+    whole: our names of the parameters that train whole. entries: may be on the meta device if only shapes are
+    wanted. rank: see `PeftOptions`.
     """
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Layer] = {}
@@ -240,7 +241,7 @@ def load_peft(
     adapter = copy.copy(adapter)
     path = os.path.join(folder, WEIGHTS_FILE)
     config, stored = _read_headers(folder)
-    # A text model's files may have the names of a multimodal model, and the reverse.
+    # The files may have the names of the text model alone, or the names of the multimodal model.
     adapter = adapter.for_export([key.removeprefix(_PREFIX) for key in stored])
     adapted = list(adapted_weights(parts))
     targets = _targets_of(adapted, entries, adapter)
@@ -253,7 +254,7 @@ def load_peft(
         key_a, key_b = (_matrix(target.layers[0], kind) for kind in "AB")
         (rank, *others) = {entries[one.a].shape[-2] for one in target.adapted}
         if not others and stored.get(key_a, wanted[key_a])[0] != wanted[key_a][0]:
-            # The parts share one A.
+            # The joined weights share one A.
             own[target.layers[0]] = Layer(rank, target.adapted[0].scale)
             wanted |= {key_a: (rank, *wanted[key_a][1:]), key_b: (*wanted[key_b][:-1], rank)}
     # Keys of redundant tensors in peft's files -> the key or tensor that each must equal: tied weights
@@ -283,7 +284,7 @@ def load_peft(
                 if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
                     raise ValueError(
                         f"{path} has numbers that are not finite, or not floating-point, in "
-                        f"{key.removeprefix(_PREFIX)}; train or save it again"
+                        f"{key.removeprefix(_PREFIX)}; train or save the adapter again"
                     )
                 return tensor
 
@@ -308,8 +309,9 @@ def load_peft(
 def _parts_of(
     target: _Target, entries: Mapping[str, Any], a: Tensor, blocks: Mapping[str, Tensor]
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yield (our parameter, its value) of a layer. a: its A. blocks: our weight -> its rows of the layer's B.
+    """Yield our parameters of an HF layer, each with its new value.
 
+    a: the layer's A. blocks: our weight -> the rows of the layer's B that belong to this weight.
     Raises ValueError if our adapters cannot represent the layer's adapter.
     """
     rest, first = dict(blocks), 0
@@ -324,10 +326,10 @@ def _parts_of(
         first += rank
     if others := [name for name, rows in rest.items() if rows.any()]:
         raise ValueError(
-            f"The adapter of {target.layers[0]} joins {len(blocks)} weights, which need adapters of rank "
-            f"{a.shape[-2]}, but the model's adapters cannot hold {shorten(others)}; set "
-            f"lora.target_modules to include {target.layers[0].rpartition('.')[2]} and lora.rank, or "
-            f"lora.rank_pattern, to {a.shape[-2]}"
+            f"The adapter of {target.layers[0]} has rank {a.shape[-2]} and joins {len(blocks)} weights. The "
+            f"model's adapters cannot hold {shorten(others)}; add "
+            f"{target.layers[0].rpartition('.')[2]} to lora.target_modules, and set lora.rank or "
+            f"lora.rank_pattern to {a.shape[-2]}"
         )
 
 
@@ -350,7 +352,10 @@ def _matching(
     config: Mapping[str, Any],
     folder: str,
 ) -> dict[str, _Stored]:
-    """Return key -> matrix in the file; ValueError if it differs from all ranks' `wanted`. Collective."""
+    """Return key -> matrix in the file. Collective.
+
+    Raises ValueError if keys or shapes differ from `wanted` of all ranks, or ranks and scales from `layers`.
+    """
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
     of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())
     fused = {matrix.key for matrix in of_experts.values()}
@@ -383,8 +388,8 @@ def _check_copies(copies: Mapping[str, Any], file: Any, path: str) -> None:
 def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
     if not os.path.exists(path):
         raise ValueError(
-            f"There is no file {path}; give the folder that save_pretrained or save_peft wrote. A .bin "
-            "there is not read, because reading a pickle can run code: open the folder with peft and "
+            f"There is no file {path}; give the folder that save_pretrained or save_peft wrote. Files that "
+            "end in .bin are not read, because reading a pickle can run code; load the folder with peft and "
             "call save_pretrained"
         )
     try:

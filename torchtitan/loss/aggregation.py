@@ -91,9 +91,10 @@ def aggregation_weights(
     norm: for seq-mean-token-sum-norm, a length that is the same in every step.
     prompt_ids: for prompt-mean, the id of each sequence's prompt, the same on every rank.
     group: the ranks that hold the step's other sequences; counts are summed over it (collective).
-    normalize: False if other calls add sequences to the step. Then the weights are not divided by N, S,
-        S * norm or G, and the result is (weights, this rank's share of that divisor, 0 for token-sum). Pass
-        the share to `TrainingEngine.optim_step(denominator=...)`. Give all sequences of a prompt in one call.
+    normalize: set it to False if other calls add sequences to the step. Then the weights are not divided by N,
+        S, S * norm or G, and the result is (weights, share). share is this rank's part of the divisor, or 0 for
+        token-sum; pass the sum of all calls' shares to `TrainingEngine.optim_step(denominator=...)`. All
+        sequences of a prompt must be in one call.
     count_empty: S and G include sequences and prompts without a token in the loss, as in verl.
 
     Raises ValueError for an unknown mode, or if the mode's norm or prompt_ids are missing.
@@ -112,7 +113,7 @@ def aggregation_weights(
         raise ValueError(
             f"prompt-mean needs prompt_ids, one for each of {len(masks)} sequences, got {given}"
         )
-    if prompt_ids is not None:  # as numbers, because dicts compare tensors by identity
+    if prompt_ids is not None:  # convert tensors, because dicts compare them by identity
         prompt_ids = [p.item() if isinstance(p, torch.Tensor) else p for p in prompt_ids]
     masks = [mask != 0 for mask in masks]
     counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []

@@ -77,7 +77,8 @@ class ChunkedHead(Generic[Outputs]):
     """A head that computes logits in chunks; a decoder's output projection calls it.
 
     temperature: a number, or [N, 1], that divides the logits. chunk_tokens: tokens in a chunk; None: 1,024 on a
-    CPU, elsewhere 4,096, or 8,192 if compiled. compile_backend: of torch.compile, for all but matrix products.
+    CPU, elsewhere 4,096, or 8,192 if compiled. compile_backend: torch.compile's backend for everything except
+    matrix products; None: not compiled.
     """
 
     temperature: Any = 1.0
@@ -134,7 +135,7 @@ class ChunkedHead(Generic[Outputs]):
             return self.compute(operands, call, labels)
 
     def compute(self, operands: Operands, call: Call, labels: Tensor) -> Outputs:
-        """Return the head's outputs. Autocast is off; labels [B, T] are checked."""
+        """Return the head's outputs. labels: [B, T], already checked. Autocast is off."""
         raise NotImplementedError
 
 
@@ -147,7 +148,10 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_labels(labels: Tensor, shape: torch.Size, n_entries: int) -> None:
-    """shape: the expected shape; n_entries: the vocabulary entries of all ranks."""
+    """Raise ValueError for labels of another shape, or outside [0, n_entries) and not IGNORE_INDEX.
+
+    On an accelerator, values are checked by a device assertion.
+    """
     if labels.shape != shape:
         raise ValueError(
             f"labels must have one entry per token, {list(shape)}, got {list(labels.shape)}"
@@ -212,7 +216,7 @@ class LogProbs(torch.autograd.Function):
                 )
                 del logits
                 gradients.add(chunk, grad_logits, slopes)
-                del grad_logits  # free it before the next chunk's is allocated
+                del grad_logits  # free its memory for the next chunk
         return *gradients.sums(), None, None, None
 
 
@@ -236,7 +240,7 @@ class SummedLoss(torch.autograd.Function):
             sums.append(of_chunk)
             if any(gradients.wanted):
                 gradients.add(chunk, gradient(), slopes)
-            del logits, gradient  # free both before the next chunk's are allocated
+            del logits, gradient  # free their memory for the next chunk
         # Saved tensors, unlike attributes of ctx, are freed after this node's backward.
         ctx.save_for_backward(*gradients.sums())
         loss, *others = (x.clone() for x in torch.stack(sums).sum(0))
@@ -319,15 +323,15 @@ class Gradients:
         for part, operand, wanted in zip(
             self.parts.values(), self.operands, self.wanted, strict=True
         ):
-            if wanted and part is None:  # there were no tokens
+            if wanted and part is None:  # the batch had no tokens
                 part = torch.zeros_like(operand)
             sums.append(part.to(operand.dtype) if wanted else part)
         return sums
 
 
 def chunks_of(x: Tensor, head: ChunkedHead[Any], call: Call) -> list[Chunk]:
-    # Each chunk adds a gradient of the whole weight to a sum in fp32; with small chunks accelerators would
-    # spend much time on these sums. Compiled code stores logits in 16 bits, so its chunks may be larger.
+    # Each chunk adds a gradient of the whole weight to an fp32 sum. With small chunks, accelerators would
+    # spend much time on these additions. Compiled code stores logits in 16 bits, so its chunks may be larger.
     default = 4096 if head.compile_backend is None else 8192
     size = head.chunk_tokens or (1024 if x.device.type == "cpu" else default)
     sizes, begin = call.sizes or [len(x)], 0
@@ -347,8 +351,8 @@ def logits_of(
 ) -> tuple[Tensor, float | Tensor, Slopes]:
     """Return the logits [n, v] of a chunk, its temperature, and what its backward needs.
 
-    With a compile_backend, logits have any dtype and are not divided by the temperature yet. Without one, they
-    are divided, in fp32 (fp64 if x is fp64), and share no memory with the operands.
+    With a compile_backend, logits have any dtype and are not divided by the temperature yet. Without a
+    compile_backend, logits are divided, in fp32 (fp64 if x is fp64), and share no memory with the operands.
     """
     x, weight, bias, adapted_x, a, b = operands
     rows, temperature, low_rank, of_cap = chunk.rows, head.temperature, [], None
@@ -406,11 +410,14 @@ def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hide_entries_(logits: Tensor, n_entries: int | None, call: Call) -> Tensor:
-    """Set logits [n, v] of vocabulary entries >= n_entries to -1e30, so probability 0; None changes nothing."""
+    """Give vocabulary entries >= n_entries the probability 0: set their logits to -1e30.
+
+    logits: [n, v]. n_entries: None changes nothing.
+    """
     if n_entries is not None:
         logits[
             :, max(0, n_entries - call.first) :
-        ] = -1e30  # finite, or ranks with no other entries would compute nan
+        ] = -1e30  # with -inf, a rank whose entries are all hidden would compute nan
     return logits
 
 
@@ -465,9 +472,10 @@ def _gradient_of_logits(
     grad: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return [n, v] in the dtype of `logits`, from gradients [n] of logprobs and entropies.
+    """Return the gradient of the logits z, [n, v] in the dtype of `logits`.
 
-    If not compiled, it overwrites the logits. With p the probabilities, H the entropy:
+    grad, grad_entropy: [n], of logprobs and entropies. If not compiled, the logits are overwritten.
+    With p the probabilities, H the entropy:
     d logprob / dz_j = [j is the label] - p_j and dH / dz_j = -p_j (log p_j + H).
     """
     dtype = logits.dtype
@@ -512,6 +520,9 @@ def _add_at_labels(result: Tensor, own_labels: Tensor, values: Tensor) -> Tensor
 
 
 def _own_index(own_labels: Tensor, n_entries: int) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns [n, 1] on this rank, and bool [n]: the label is another rank's (column 0)."""
+    """Return the labels' columns [n, 1] on this rank, and bool [n], True where another rank has the label.
+
+    Labels of other ranks get column 0.
+    """
     is_elsewhere = (own_labels < 0) | (own_labels >= n_entries)
     return own_labels.masked_fill(is_elsewhere, 0)[:, None], is_elsewhere

@@ -1,22 +1,22 @@
 """Distillation: a student's divergence from a teacher, without storing the whole logits of either model.
 
-z [V] are a token's logits by the student, u by the teacher; T is the temperature, p = softmax(z / T),
-q = softmax(u / T):
+z [V] are the student's logits of a token, u [V] the teacher's logits. With the temperature t,
+p = softmax(z / t) and q = softmax(u / t):
 
-    forward  KL(q || p) = sum_j q_j (log q_j - log p_j)    d/dz_j = (p_j - q_j) / T
-    reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)    d/dz_j = p_j (log p_j - log q_j - KL) / T
+    forward  KL(q || p) = sum_j q_j (log q_j - log p_j)    d/dz_j = (p_j - q_j) / t
+    reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)    d/dz_j = p_j (log p_j - log q_j - KL) / t
 
-The loss multiplies the divergence by T^2, so its gradient is about as large for every T. Sources: forward and T^2,
+The loss multiplies the divergence by t^2, so its gradient is about as large for every t. Sources: forward and t^2,
 Hinton et al. 2015, arXiv:1503.02531, section 2; reverse, Gu et al. 2024, arXiv:2306.08543, eq. 1.
 
-With only the teacher's k most probable tokens, the divergence is over k + 1 outcomes: these tokens, and any
-other token, with probabilities p_r and q_r. It is at most the divergence over all tokens, by the log sum
-inequality (Cover and Thomas 2006, theorem 2.7.1), and equal for k = V. If j is another token, d/dz_j is
-p_j / p_r times the formula above with p_r and q_r.
+If only the teacher's k most probable tokens are known, the divergence is over k + 1 outcomes: these k tokens,
+and the rest of the vocabulary together, with probabilities p_r and q_r. It is at most the divergence over all
+tokens, by the log sum inequality (Cover and Thomas 2006, theorem 2.7.1), and equal for k = V. For a token j of
+the rest, d/dz_j is p_j / p_r times the formula above with p_r and q_r.
 
 B rows, T tokens, M and M_t model dims of student and teacher, V vocabulary entries, v = V / tp entries on
 this rank; n tokens in a chunk, N tokens in all chunks. A `Divergence` is a pair: KL [n], and a function that
-returns T d KL / d logits, [n, v].
+returns t * d KL / d logits, [n, v].
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ Divergence = tuple[Tensor, Callable[[], Tensor]]
 
 class Distilled(NamedTuple):
     """loss: the weighted sum over tokens, a scalar with a gradient. kl, label_loss: the divergence and the cross
-    entropy, summed over tokens whose label is not ignored, without weights, T^2 and gradient. logprobs,
+    entropy, summed over tokens whose label is not ignored, without weights, t^2 and gradient. logprobs,
     entropy: see `TokenOutputs`."""
 
     loss: Tensor
@@ -71,24 +71,26 @@ class TeacherStates(ChunkedHead[Tensor]):
     def compute(self, operands: Operands, call: Call, labels: Tensor) -> Tensor:
         if self.weight is None:
             self.cap = call.cap
-            # If a model pads its vocabulary, its ranks hold other entries: take the entries of the student's rank.
+            # If teacher and student pad the vocabulary to different sizes, their shards differ. Keep the
+            # entries that this rank holds in the student.
             of_ranks = of_all_ranks(operands.weight, call.group)
             n_own = self.n_student // len(of_ranks)
             first = call.first // len(operands.weight) * n_own
             own = of_ranks.flatten(0, 1)[first : first + n_own]
-            self.weight = F.pad(own, (0, 0, 0, n_own - len(own)))  # FSDP frees the weight itself
+            # `pad` copies, because FSDP frees the teacher's weight.
+            self.weight = F.pad(own, (0, 0, 0, n_own - len(own)))
         return operands.x.view(*labels.shape, -1)
 
 
 @dataclass(frozen=True, eq=False)
 class DistillationLoss(ChunkedHead[Distilled]):
-    """A head: sums kl_weight * T^2 * KL + label_weight * cross entropy over tokens, to `Distilled`.
+    """A head: sums kl_weight * t^2 * KL + label_weight * cross entropy over tokens, to `Distilled`.
 
     The batch's "teacher" is the teacher's hidden states [B, T, M_t] if there are `states`, else the result
-    [B, T, 2 k + 1] of `TopTokens(T, k=k, with_rest=True)`. The batch's "loss_weights" [B, T], if any,
+    [B, T, 2 k + 1] of `TopTokens(t, k=k, with_rest=True)`. The batch's "loss_weights" [B, T], if any,
     multiply each token's loss.
 
-    temperature_of_kl: T; the cross entropy is at temperature 1.
+    temperature_of_kl: t; the cross entropy is at temperature 1.
     n_entries: number of vocabulary entries in the divergence, if the models pad the vocabulary to different
         sizes; later entries get probability 0. None: all entries.
     chunk_tokens: as in `TokenLogProbs`; a chunk stores about six tensors [n, v] in fp32.
@@ -167,8 +169,8 @@ def _divergence(
 ) -> Divergence:
     """Return the divergence [n], and a function for its gradient.
 
-    log_p, log_q: log-probs [n, v] of this rank's part of the vocabulary; without a group, of all entries,
-        or [n, k + 1] of the teacher's top k entries and of all others together.
+    log_p, log_q: log-probs [n, v] of this rank's shard of the vocabulary. Without a group: of the whole
+        vocabulary, or [n, k + 1], of the teacher's top k entries and of the rest together.
     """
     a, b = (log_q, log_p) if is_forward else (log_p, log_q)
     kl = of_all_ranks((a.exp() * (a - b)).sum(1, keepdim=True), group).sum(0)
@@ -185,7 +187,7 @@ def _divergence_of_top(
     is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
     ids = ids.masked_fill(is_elsewhere, 0)
     others = log_p.exp()
-    # Not `scatter`: other ranks' ids have column 0, which may also be the column of an id of this rank.
+    # Subtract instead of setting 0: ids of other ranks point to column 0, as one of this rank's ids may.
     others.scatter_add_(1, ids, -others.gather(1, ids).masked_fill(is_elsewhere, 0))
     chosen = log_p.gather(1, ids).masked_fill(is_elsewhere, 0)
     of_ranks = of_all_ranks(torch.cat((chosen, others.sum(1, keepdim=True)), dim=1), call.group)

@@ -87,7 +87,7 @@ class TokenLogProbs(ChunkedHead[TokenOutputs]):
         return batch_invariant_linear if self.batch_invariant else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
-        """Return the head with a tensor of temperatures expanded to tokens, [B * T, 1] fp32."""
+        """Return the head; if its temperature is a tensor, with one entry per token, [B * T, 1] fp32."""
         temperature = self.temperature
         if isinstance(temperature, str):
             raise ValueError(
@@ -146,8 +146,8 @@ class TopTokens(TokenLogProbs):
     def _best_of_ranks(self, of_ranks: Tensor) -> Tensor:
         """Merge the k' best tokens of each rank's vocabulary into the result's rows.
 
-        of_ranks: [ranks, n, 3 + 2 k']: the highest logit; the sum of exp(logit - highest); the same without the
-            k' best tokens; their k' logits; their k' ids.
+        of_ranks: [ranks, n, 3 + 2 k']: the highest logit; the sum of exp(logit - highest); this sum without
+            the k' best tokens; the logits of these tokens; their ids.
         """
         highest, sums, others = of_ranks[..., :3].unbind(-1)
         top = highest.amax(0)
@@ -156,7 +156,7 @@ class TopTokens(TokenLogProbs):
         logits, ids = (part.transpose(0, 1).flatten(1) for part in of_ranks[..., 3:].chunk(2, -1))
         chosen, places = logits.topk(self.k)
         logprobs = logprobs_of_logits(chosen, top[:, None], total[:, None])
-        # Not 1 - sum of the probabilities, which loses its significant digits if the sum is close to 1.
+        # 1 - sum of the probabilities would lose its significant digits if the sum is close to 1.
         not_chosen = (logits - top[:, None]).exp().scatter(1, places, 0).sum(1)
         rest = log_of_sum((scale * others).sum(0) + not_chosen) - total.log()
         rests = (rest[:, None],) if self.with_rest else ()

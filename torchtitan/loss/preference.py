@@ -61,7 +61,7 @@ def dpo(
         )
     pair_ids = batch["pair_ids"].flatten()
     log_ratios = (outputs.logprobs.float() - batch["ref_logprobs"]).flatten()
-    # As long as the largest possible number of pairs, because the actual number is on the device.
+    # Sized for the largest possible number of pairs: reading the actual number would wait for the device.
     of_pairs = log_ratios.new_zeros(pair_ids.numel() // 2 + 1)
     sums, counts = [], []
     for is_answer in (pair_ids > 0, pair_ids < 0):

@@ -2,7 +2,7 @@
 
 import pkgutil
 
-# model.name -> the family's module; a program may add its own
+# model.name -> the family's module; a program may add families of its own
 module_paths: dict[str, str] = {
     module.name: f"{package}.{module.name}"
     for package, paths in {

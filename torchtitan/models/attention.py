@@ -63,8 +63,9 @@ def get_document_mask_mod(
 ) -> MaskMod:
     """A query sees its own document, later tokens included; combine this with a causal mask.
 
-    Documents are read from document_ids, else positions, else batch and eos_id, each [B, T] or one row
-    [T], as in `read_document_ids`. Raises ValueError if none is given, or only `batch` without eos_id.
+    batch, positions and document_ids: [B, T], or [T] for one row. `read_document_ids` reads the documents
+    from document_ids if given, else from positions, else from batch and eos_id.
+    Raises ValueError if none of them is given, or if `batch` is given without eos_id.
     """
     sources = {"input": batch, "positions": positions, "document_ids": document_ids}
     sources = {name: torch.atleast_2d(x) for name, x in sources.items() if x is not None}
@@ -73,7 +74,7 @@ def get_document_mask_mod(
             "get_document_mask_mod needs document_ids [B, T], positions [B, T], or tokens [B, T] with "
             f"eos_id, got {', '.join(sources) or 'none of them'}; give one"
         )
-    # If `batch` is None, `read_document_ids` uses only the shape of "input", which all tensors have.
+    # If `batch` is None, any of the tensors can serve as "input": only its shape is used.
     tokens = next(iter(sources.values()))
     mask_type = "block_causal" if positions is None else "position_block_causal"
     eos_id = None if batch is None else eos_id
@@ -125,7 +126,7 @@ def create_attention_mask(
     """
     if device is None:
         device = get_device_type()
-    # On a CPU compiling takes most of a minute and saves seconds.
+    # On a CPU, compiling takes most of a minute and saves only seconds.
     on_cpu = torch.device(device).type == "cpu"
     create = load_flex_attention().create_block_mask if on_cpu else _compiled_create_block_mask
     return create(mask_mod, B, H, Q_LEN, KV_LEN, device, **kwargs)
@@ -173,8 +174,8 @@ def _tiles(
     return options | {"bwd_num_stages": stages, "bwd_num_warps": warps}
 
 
-# (query head size, value head size) -> the fastest flex attention options in 16 bits of those tried
-# on an H200 (benchmarks/LOG.md); also used on H100.
+# (query head size, value head size) -> flex attention's options for 16-bit inputs on H100 and H200. Of all
+# options measured on an H200, these were the fastest (benchmarks/LOG.md).
 _HOPPER_KERNEL_OPTIONS: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType(
     {
         (64, 64): _tiles(forward=(64, 64, 3, 4), backward=(64, 64, 2, 4)),
@@ -188,12 +189,12 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
-    batch_invariant = False  # every wrapper has this; True: sum as in `numerics.batch_invariant`
+    batch_invariant = False  # True: use the order of sums of `numerics.batch_invariant`
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,  # stores T * T scores of every head
+        SDPBackend.MATH,  # this backend stores T * T scores of every head
     ]
 
     def forward(
@@ -240,7 +241,8 @@ class FlexAttentionWrapper(nn.Module):
     batch_invariant = False
     # Read from the class, never from an instance: `set_determinism` replaces it there.
     _compiled_flex_attn: ClassVar[Callable[..., Any]] = _compiled_flex_attention
-    # (query head size, value head size) -> options in compiled blocks, where torch tunes no kernel.
+    # (query head size, value head size) -> flex attention's options inside a compiled block. There torch
+    # does not search for the fastest options.
     kernel_options: Mapping[tuple[int, int], dict[str, int]] = MappingProxyType({})
 
     def forward(
@@ -274,7 +276,7 @@ class FlexAttentionWrapper(nn.Module):
             "score_mod": score_mod,
             "block_mask": block_mask,
             "scale": scale,
-            # Not torch's `return_lse`, whose warning changes a global that the compiler guards on.
+            # torch's argument `return_lse` warns, and the warning changes a global that the compiler guards on.
             "return_aux": flex.AuxRequest(lse=True) if return_lse else None,
             "enable_gqa": enable_gqa,
         }
@@ -332,7 +334,10 @@ def _varlen(
     return_lse: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q: [N, H, D]; k: [M, K, D]; v: [M, K, Dv], packed. See `VarlenAttentionWrapper`."""
+    """q: [N, H, D]; k: [M, K, D]; v: [M, K, Dv]; N packed queries, M packed keys.
+
+    See `VarlenAttentionWrapper`.
+    """
     # The kernels want one head size. Appending zeros to queries and keys doesn't change their dot
     # products, and zeros appended to values become output columns that are cut off below.
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -358,7 +363,7 @@ def _varlen(
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             extra["enable_gqa"] = True
-        else:  # torch < 2.13
+        else:  # torch < 2.13 has no grouped heads
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if not torch.compiler.is_compiling():
         varlen_attn = VarlenAttentionWrapper._compiled_varlen_attn
@@ -384,7 +389,7 @@ def _pack(x: Tensor) -> Tensor:
 
 
 def _packed(lengths: VarlenMetadata | NeededKeys, *qkv: Tensor) -> list[Tensor]:
-    """Return q, k and v packed; with `NeededKeys`, keys and values are gathered for each stretch of queries."""
+    """Return q, k and v packed. With `NeededKeys`, k and v are also gathered by its `index`."""
     q, *keys = map(_pack, qkv)
     if isinstance(lengths, NeededKeys):
         keys = [x.index_select(0, lengths.index) for x in keys]
@@ -479,9 +484,9 @@ def _kernel_options(
         fits = isinstance(lowered, VarlenMetadata | NeededKeys)
         expected = "a VarlenMetadata"
         options = {"attention_masks": lowered, "window": window, "return_lse": return_lse}
-    else:  # flex, and the kernel of `generation.kv_cache`; their masks contain the window
+    else:  # "flex", or "cache" of `generation.kv_cache`: the mask already contains the window
         is_block_mask = isinstance(lowered, load_flex_attention().BlockMask)
-        fits = is_block_mask or attn_type == "cache"  # the cache takes a bool tensor
+        fits = is_block_mask or attn_type == "cache"  # "cache" takes a bool tensor
         expected = "a BlockMask"
         options = {"block_mask": lowered, "return_lse": return_lse}
     if not fits:

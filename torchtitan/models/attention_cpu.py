@@ -4,9 +4,9 @@ N packed tokens, H query heads, K key/value heads (H a multiple of K), D head si
 A document may have more keys than queries (as under context parallelism). Then there are M packed
 keys, and a document's last query sees its last key.
 
-`document_attention` costs the sum of squared document lengths, or of length times window. It is an
-operator, so that torch.compile and activation checkpointing see one node whatever the documents.
-`block_mask_attention` takes any mask, and is slower.
+The cost of `document_attention` is proportional to the sum of squared document lengths, or with a window
+to the sum of length times window. It is a torch operator: torch.compile and activation checkpointing see
+a single node. `block_mask_attention` takes any mask, and is slower.
 """
 
 import functools
@@ -36,17 +36,18 @@ _library.define(
     " -> (Tensor, Tensor, Tensor)"
 )
 
-# Queries per kernel call under a sliding window; the call's keys are this many plus the window.
+# With a sliding window, each kernel call has this many queries, and this many keys plus the window.
 _WINDOW_QUERIES = 64
 # torch's kernel computes whole blocks of 512 keys, even if causal. Documents of 257 to 512 keys are
 # split into calls of 128 queries, each with the keys up to its last query. This computes about half of
-# the scores, and saves 6 to 10 % of a small model's step at 512. Documents with fewer queries than keys are split too,
-# because the kernel aligns causality at the first key instead of the last.
+# the scores, and saves 6 to 10 % of a small model's step with documents of 512 tokens. Documents with fewer
+# queries than keys are split, too: the kernel aligns the first query with the first key, and a document's
+# last query must be aligned with its last key.
 SHORTEST_SPLIT, LONGEST_SPLIT, _SPLIT_QUERIES = 257, 512, 128
 
 
 def _lone_tokens(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of queries whose document has one key (mostly padding), and of these keys."""
+    """Return the indices of queries whose document has a single key, and the indices of these keys."""
     is_lone = (cu_seq_k.diff() == 1) & (cu_seq_q.diff() > 0)
     return cu_seq_q[:-1][is_lone].long(), cu_seq_k[:-1][is_lone].long()
 
@@ -56,7 +57,7 @@ def _calls(
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield (queries, keys, mask) of each call of the kernel, for documents of two or more keys.
 
-    mask: numbers added to the scores [queries, keys]; None: causal, with as many queries as keys.
+    mask: [queries, keys], added to the scores. None: the call is causal, with as many queries as keys.
     """
     bounds = zip(*(pairwise(x.tolist()) for x in (cu_seq_q, cu_seq_k)), strict=True)
     for (start, end), (first_key, end_key) in bounds:
@@ -81,8 +82,10 @@ def _calls(
 
 
 def _window_mask(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Return [queries, keys]: 0 where the query sees the key, else -inf; the last query is at the
-    last key."""
+    """Return [queries, keys]: 0 where the query sees the key, else -inf.
+
+    The last query and the last key are the same token.
+    """
     query = torch.arange(n_keys - n_queries, n_keys, device="cpu")[:, None]
     distance = query - torch.arange(n_keys, device="cpu")
     hidden = (distance < 0) | (distance >= window)
@@ -103,7 +106,7 @@ def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
 
 
 def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return the number of rows for one call of the kernel, and where documents end in each row.
+    """Return the number of rows for one call of the kernel, and cu_seq_q and cu_seq_k of each row.
 
     If the document lengths repeat with some period, as in rows without packing, each period is a
     row. Otherwise all documents are one row.
@@ -128,16 +131,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within each document.
 
-    q: [N, H, D]; k, v: [M, K, D], all of one dtype. cu_seq_q, cu_seq_k: int [S + 1], from 0 to N
-    and to M. window: a query sees itself and the window - 1 tokens before it.
+    q: [N, H, D]; k, v: [M, K, D], all of one dtype. cu_seq_q, cu_seq_k: int [S + 1], the cumulative
+    lengths from 0 to N and from 0 to M. window: a query sees itself and the window - 1 tokens before it.
     Returns the output [N, H, D] and the log-sum-exp of each query's scores [N, H], which is fp32
-    (fp64 for fp64 inputs). Raises ValueError if a document has fewer keys than queries, or the
-    last boundaries are not N and M.
+    (fp64 for fp64 inputs). Raises ValueError if a document has fewer keys than queries, or if
+    cu_seq_q does not end at N or cu_seq_k not at M.
     """
     if cu_seq_q[-1] != len(q) or cu_seq_k[-1] != len(k):
         raise ValueError(
             f"the documents of the mask cover {int(cu_seq_q[-1])} tokens and the batch has "
-            f"{len(q)}; build the mask from this very batch"
+            f"{len(q)}; build the mask from this batch"
         )
     if (cu_seq_k.diff() < cu_seq_q.diff()).any():
         raise ValueError("a document of the mask has fewer keys (cu_seq_k) than queries (cu_seq_q)")
@@ -146,8 +149,8 @@ def _forward(
     lse = torch.empty(q.shape[:2], dtype=dtype)
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     if len(lone):
-        # With one key the softmax is 1 and the output is the value. A kernel call per padding token
-        # would cost more than the calls for all documents.
+        # With one key the softmax is 1 and the output is the value. Most of these queries are padding;
+        # a kernel call for each of them would take longer than the calls for all other documents.
         out[lone] = _for_queries(v[lone_keys], q.shape[1])
         keys = _for_queries(k[lone_keys], q.shape[1]).to(dtype)
         lse[lone] = (q[lone].to(dtype) * keys).sum(dim=-1) * scale
@@ -155,7 +158,7 @@ def _forward(
     packed = q, k, v, out, lse.unsqueeze(-1)
     qs, ks, vs, outs, lses = (_as_kernel_input(x, n_rows) for x in packed)
     for queries, keys, mask in _calls(*ends, window, dtype):
-        # `F.scaled_dot_product_attention` calls this operator on a CPU but does not return the
+        # `F.scaled_dot_product_attention` also calls `flash_on_cpu`, but does not return the
         # log-sum-exp.
         operands = qs[:, :, queries], ks[:, :, keys], vs[:, :, keys]
         outs[:, :, queries], lses[:, :, queries, 0] = torch_parts.flash_on_cpu(
@@ -185,8 +188,8 @@ def _backward(
     """Gradients of q, k and v, shaped like them; see `_forward`.
 
     With P the probabilities, the kernel's gradient of the scores is P * (grad_out . v - delta),
-    where delta = grad_out . out; the log-sum-exp adds P * grad_lse. The kernel adds that term if
-    each head gets one more number: 1 in the values, grad_lse in grad_out, and 0 in out.
+    where delta = grad_out . out; the log-sum-exp adds P * grad_lse. To make the kernel add
+    P * grad_lse, each head gets one more dimension: 1 in v, grad_lse in grad_out, and 0 in out.
     """
     lone, lone_keys = _lone_tokens(cu_seq_q, cu_seq_k)
     # Several calls may see the same key, and bf16 is too coarse for the sum of its gradients.
@@ -274,7 +277,10 @@ document_attention = torch.ops.torchtitan.document_attention
 
 
 def batch_invariant_document_attention(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """`document_attention` with the sums of `numerics.batch_invariant`; documents have as many queries as keys."""
+    """`document_attention` in tiles, as in `numerics.batch_invariant`.
+
+    Each document must have as many queries as keys.
+    """
     with torch.autocast(q.device.type, enabled=False):
         return DocumentAttention.apply(_batch_invariant_forward, q, *arguments)
 
@@ -292,8 +298,8 @@ def _batch_invariant_forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     starts, lengths = ends[:-1].long(), ends.diff().long()
     n_tiles = -(-lengths // KEYS)
-    # Documents with equally many tiles of keys are computed together, with as many queries as the longest of
-    # them has. Documents of one token, such as padding, get the number 0, and are computed with one query.
+    # Documents with the same number of key tiles are computed together; their queries are padded to the
+    # longest document. n_tiles = 0 marks documents of one token, such as padding; they get one query.
     n_tiles[lengths == 1] = 0
     for n in n_tiles.unique().tolist():
         of_size = n_tiles == n
@@ -358,9 +364,9 @@ def block_mask_attention(
 
 
 def _over_indices(mod: Callable[..., Tensor], n_leading: int = 0) -> Callable[..., Tensor]:
-    """Map a function of scalars (leading..., b, h, q, kv) over 1-D ranges of b, h, q and kv.
+    """Map a function of scalars (*leading, b, h, q, kv) over 1-D ranges of b, h, q and kv.
 
-    The leading tensors and the result have the shape [b, h, q, kv].
+    The result, and each of the `n_leading` leading tensors, has one dimension per range.
     """
     for axis in reversed(range(4)):
         in_dims = [0 if i == axis else None for i in range(4)]

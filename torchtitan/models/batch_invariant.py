@@ -1,4 +1,4 @@
-"""A model whose forward gives a token the same bits in every batch: see `numerics.batch_invariant`."""
+"""Makes a model's forward compute the same bits for a token in every batch; see `numerics.batch_invariant`."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def use_batch_invariant(parts: Sequence[nn.Module]) -> None:
             for module, kind in ((block.attention, Attention), (feed_forward, FeedForward)):
                 if type(module).forward is not kind.forward or not _has_form(module):
                     raise ConfigError(
-                        f"rl.generator.exact needs Llama's form of {kind.__name__}, got a different "
+                        f"rl.generator.exact supports only the {kind.__name__} of Llama, got a different "
                         f"{type(module).__name__} in {type(part).__name__}; turn it off, or choose a "
                         "dense llama3 or qwen3"
                     )

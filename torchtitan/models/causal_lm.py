@@ -1,7 +1,8 @@
 """A decoder that is defined by its args alone: they set how each kind of layer differs from Llama's.
 
-A Hugging Face family without formulas of its own is a table of args; see `models.families`. RoPE pairs the
-dimensions of a head by halves. B rows, T tokens, M model dim, H query heads, K key/value heads, D head size.
+A Hugging Face family without formulas of its own is a table of args; see `models.families`. RoPE rotates
+dimensions i and i + D/2 of a head together. B rows, T tokens, M model dim, H query heads, K key/value heads,
+D head size.
 """
 
 import functools
@@ -121,7 +122,7 @@ class CausalLMArgs(MoEDecoderArgs):
         return get_moe_model_nparams_and_flops(self, model, self.head_dims, seq_len, products)
 
     def check(self) -> None:
-        """Raise ValueError for layer_types or n_kv_heads that don't fit, and for sliding windows with sdpa."""
+        """Raise ValueError for inconsistent layer_types or n_kv_heads, and for sliding windows with sdpa."""
         if self.layer_types and len(self.layer_types) != self.n_layers:
             raise ValueError(
                 f"layer_types must name the kind of each of the {self.n_layers} layers, got "
@@ -134,7 +135,8 @@ class CausalLMArgs(MoEDecoderArgs):
             )
         if self.n_heads % self.all_kv_heads:
             raise ValueError(
-                f"n_kv_heads of every kind in layer_kinds must divide n_heads = {self.n_heads}; correct one"
+                f"n_kv_heads of every kind in layer_kinds must divide n_heads = {self.n_heads}; "
+                "correct n_kv_heads or n_heads"
             )
         if self.attn_type == "sdpa" and any(kind.window for kind in self.layer_kinds.values()):
             raise ValueError(
@@ -160,7 +162,10 @@ class CausalLM(Decoder):
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
-        """See `optim.groups`. Weight decay is off for the states' decay, and for norms, which scale by 1 + weight."""
+        """The model's own groups for `optim.groups`.
+
+        Weight decay is off for A_log and dt_bias, and for norms, which multiply by 1 + weight.
+        """
         if not self.model_args.n_linear_layers:
             return ()
         return (
@@ -212,7 +217,7 @@ class CausalLM(Decoder):
         columns, query_scale = self._rope_columns(), self.model_args.query_scale
         first, size = columns.get(name, (0, None))
         if len(columns) == 1 and size == self.model_args.head_dim_of(kind) and not query_scale:
-            return apply_rotary_emb_to_halves  # uses all columns of the table
+            return apply_rotary_emb_to_halves  # the layer uses all columns of the table
         if size is None and not query_scale:
             return None
         scale_column = -1 if query_scale else None
@@ -256,8 +261,8 @@ class CausalLM(Decoder):
         kinds = self.model_args.layer_kinds
         if self.model_args.n_linear_layers and documents.depths is not None:
             raise ValueError(
-                "linear attention has one state per document, so it takes no trees, got a batch with "
-                "'parent_ids'; give each branch its own copy of its ancestors' tokens"
+                "linear attention has one state per document and cannot use trees of documents, got a "
+                "batch with 'parent_ids'; give each branch its own copy of its ancestors' tokens"
             )
         starts, is_whole = documents.starts, documents.rows_are_documents
         if self.model_args.n_linear_layers and starts is not None and not is_whole:

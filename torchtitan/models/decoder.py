@@ -67,8 +67,7 @@ class Attention(nn.Module):
     apply_rope: (xq, xk, table rows) -> (xq, xk); None for a layer without RoPE.
     mask_name: the key of this layer's mask, if the model's masks are a dict.
     softmax_scale: the factor on the scores; None: D ** -0.5.
-    window: a query sees itself and the window - 1 tokens before it; kept here, too, because varlen's
-        metadata holds no window.
+    window: a query sees itself and the window - 1 tokens before it; used if the mask has no window.
     has_gate: the heads' result is multiplied elementwise by sigmoid(wg(x)), before wo.
     v_norm: the norm of each head [..., D] of values, without parameters; None: no norm.
     """
@@ -145,7 +144,7 @@ class Attention(nn.Module):
         sizes = (-1, self.head_dim)  # under tensor parallelism a rank holds only some of the heads
         if norm is None:
             return numbers.unflatten(-1, sizes)
-        # On CUDA, autocast runs the norm in fp32 (torch 2.13) and casts nothing for varlen: cast back.
+        # With autocast on CUDA, torch 2.13 returns the norm in fp32. Cast back, because varlen needs one dtype.
         if getattr(norm, "spans_heads", False):
             return norm(numbers).to(numbers.dtype).unflatten(-1, sizes)
         return norm(numbers.unflatten(-1, sizes)).to(numbers.dtype)
@@ -365,7 +364,7 @@ class Decoder(ModelProtocol):
         return FeedForward(args.dim, hidden_dim, bias, args.hidden_act)
 
     def build_rope_table(self, length: int) -> Tensor:
-        """Return the RoPE table [length, ...] on torch's default device; attention gets its rows."""
+        """Return the RoPE table [length, ...] on torch's default device. Attention gets one row per token."""
         args, by_halves = self.model_args, self.rope_buffer_name == "rope_cache"
         build = precompute_rope_cache if by_halves else precompute_freqs_cis
         return build(args.attention_head_dim, length, args.rope_theta, self.rope_scaling)
@@ -390,8 +389,8 @@ class Decoder(ModelProtocol):
         positions: [1, T] or [B, T] int, the place of each token in its document, for RoPE only; None
             means 0..T-1. Under context parallelism positions of whole rows are also accepted.
         head: called as head(h [B, T, M], weight, bias, group=...) in place of the output
-            projection; its result is returned. `loss.logprobs` has heads. Under tensor
-            parallelism weight is this rank's [V/tp, M] and group the ranks that hold the other parts.
+            projection; its result is returned. `loss.logprobs` has heads. Under tensor parallelism
+            weight is this rank's shard [V/tp, M], and group is the process group of all shards.
         routed_experts: [B, T, L, k] as in `check_routed_experts`; forward does not check them.
         A pipeline stage after the first takes hidden states [B, T, M] as `tokens`, and a stage before
         the last returns them. With a parallel loss, logits are a DTensor split along V.
@@ -433,7 +432,8 @@ class Decoder(ModelProtocol):
             return sequence.join(h, seq_len)
         h = sequence.gather(h, seq_len)
         if (divisor := self.model_args.logits_divisor) != 1:
-            h = h / divisor  # not the logits, because a head never has them all in memory
+            # Divide h instead of the logits: a head never stores all logits.
+            h = h / divisor
         return self.output(h) if head is None else self.output(h, head)
 
     @functools.cached_property
@@ -442,11 +442,11 @@ class Decoder(ModelProtocol):
         return [i for i in range(self.n_layers) if self.is_moe_layer(i)]
 
     def check_routed_experts(self, tokens: Tensor, routed_experts: Tensor) -> None:
-        """Raise ValueError for experts that this model's routers cannot take for `tokens` [B, T].
+        """Raise ValueError if this model's routers cannot use `routed_experts` for `tokens` [B, T].
 
         routed_experts: the indices [B, T, L, k] of each token's k experts, or -1 in all k places to let the
-            router choose. L is the number of mixtures of experts, or of all layers. Values on an
-            accelerator are not read.
+            router choose. L is the number of MoE layers or the number of all layers. Indices on an
+            accelerator are not checked.
         """
         n_moe = len(self.moe_layers)
         check_replay(
@@ -499,8 +499,8 @@ class Decoder(ModelProtocol):
         """Return `document_masks` in the kernel's own form, as torchtitan 0.2.x's method does.
 
         input_batch: token ids [B, T]. extra_inputs: the batch's other entries. Explicit boundaries
-        (`document_ids`, `seq_lens`, `cu_seqlens`) override those that the mask type would read, and
-        `parent_ids` make the documents branches of trees.
+        (`document_ids`, `seq_lens`, `cu_seqlens`) override the boundaries that the mask type would
+        read. `parent_ids` make the documents branches of trees.
         """
         args = self.model_args
         if args.attn_type == "sdpa":
@@ -570,7 +570,8 @@ class Decoder(ModelProtocol):
         self._tie_weights()
         embedding, output = self.tok_embeddings, self.output
         if self.enable_weight_tying:
-            # A tied weight is filled twice below, as embedding and as output, on each stage with a copy.
+            # Below, a tied weight is filled as the embedding and then as the output. A pipeline stage with
+            # only one of the two modules does both, so that all copies of the weight are equal.
             embedding = output = embedding or output
         if embedding is not None:
             nn.init.normal_(embedding.weight)

@@ -3,8 +3,9 @@
 B rows, T tokens, M model dim, Hk key heads, Hv value heads (value head h uses key head h // (Hv / Hk)), Dk and
 Dv their sizes, W taps of the convolution.
 
-Initialisation as in transformers: linear layers as the decoder's attention, the convolution normal with std
-0.02, A_log the logarithm of a uniform number in (0.01, 16), dt_bias and the norm one.
+Initialisation is that of transformers, except for linear layers, which start like those of the decoder's
+attention. The convolution is normal with std 0.02. A_log is the logarithm of a uniform number in (0.01, 16).
+dt_bias and the norm's weight are 1.
 """
 
 from typing import Any, ClassVar
@@ -81,7 +82,7 @@ class GatedDeltaNet(nn.Module):
     """A gated delta net (Yang et al. 2024, arXiv:2412.06464) within documents, in place of attention.
 
     Under tensor parallelism a rank has some key heads and their value heads. Under context parallelism the
-    ranks trade tokens for heads, so that each has the whole rows of some heads.
+    ranks exchange tokens for heads; each rank then has the whole rows of some heads.
     """
 
     reads_local_parameters: ClassVar[bool] = True

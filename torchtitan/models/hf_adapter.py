@@ -26,7 +26,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter, to_templat
 HF_OUTPUT = "lm_head.weight"
 OUTPUT = "output.weight"
 TOK_EMBEDDINGS = "tok_embeddings.weight"
-# The value head has the same names here and in HF files.
+# The value head has the same names in our model and in HF files.
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
 CORRECTION_BIAS = {"model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias"}
 
@@ -50,8 +50,8 @@ class Fused(NamedTuple):
     """One HF tensor that joins the rows of one or more of our tensors [..., R, C].
 
     rows: the proportions of the tensors' row counts; empty: all tensors have equally many rows.
-    n_groups: see `join_rows`. has_middle: HF's tensor is [R, 1, C], as a convolution's weight.
-    rotated_heads: number of heads, if HF's rows have the order of the other RoPE convention.
+    n_groups: see `join_rows`. has_middle: HF's tensor is [R, 1, C], like the weight of a convolution.
+    rotated_heads: number of heads, if the rows need `swap_rope_layout`.
     """
 
     ours: tuple[str, ...]
@@ -96,7 +96,8 @@ class Fused(NamedTuple):
 
 HFKeyMap = dict[str, str | Fused | None]  # see `KeyMapAdapter`
 
-# Router and experts in files of Qwen 3 and DeepSeek. transformers 5 uses the fused names in memory.
+# Names of routers and experts. Files of Qwen 3 and DeepSeek have one tensor per expert; state dicts of
+# transformers 5 have the fused tensors at the end of the table.
 HF_EXPERTS: HFKeyMap = {
     "model.layers.{}.mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": "layers.{}.moe.experts.w1",
@@ -110,7 +111,10 @@ HF_EXPERTS: HFKeyMap = {
 
 
 def block_hf_key_map(names: Mapping[str, str], *kinds: str) -> HFKeyMap:
-    """Return the table for modules of every block. names: HF's -> ours. kinds: of parameters, by default "weight"."""
+    """Return the key map of modules that every block has.
+
+    names: HF's module name -> ours. kinds: the modules' parameters, by default "weight".
+    """
     return {
         f"model.layers.{{}}.{hf}.{kind}": f"layers.{{}}.{ours}.{kind}"
         for kind in kinds or ("weight",)
@@ -160,7 +164,8 @@ def hf_key_map(args: Any) -> HFKeyMap:
         return table
     table |= HF_EXPERTS
     if args.moe_args.num_shared_experts:
-        has_gate = args.moe_args.shared_expert_gate  # files with a gate, Qwen's, use the singular
+        has_gate = args.moe_args.shared_expert_gate
+        # Qwen's models have the gate, and their files use the singular.
         module = "mlp.shared_expert" if has_gate else "mlp.shared_experts"
         table |= block_hf_key_map(feed_forward_names(module, "moe.shared_experts"))
         if has_gate:
@@ -176,18 +181,17 @@ class KeyMapAdapter(StateDictAdapter):
         Fused, if the HF tensor joins several of our tensors or is transposed.
         None, if the HF tensor is skipped on reading.
 
-    If several HF templates map to one of ours, all are read and the first is written. A name with numbers
-    in place of `{}` takes precedence over its template.
+    If several HF templates map to one of our templates, all of them are read and the first one is written.
+    A key with numbers in place of `{}` takes precedence over the template.
 
     optional: our templates that HF files may lack; these tensors then keep their values on reading.
     ignored_hf_keys: regular expressions that match the start of HF names of parts that our model lacks,
-        such as vision towers. Layers for multi-token prediction, found by their `eh_proj`, are ignored, too.
+        such as vision towers. Layers for multi-token prediction are ignored, too.
     text_prefixes: prefixes of the text model's names in multimodal files, see `name_text_model`.
-    rotated_heads: our template -> number of heads, for queries and keys whose rows HF stores in the
-        order of the other RoPE convention.
+    rotated_heads: our template -> number of heads, for queries and keys that need `swap_rope_layout`.
     quantized_format: format of the family's published files; see `build_quantized_reader`.
 
-    For a sharded model, `to_hf` returns each rank's own experts, and the next `from_hf` accepts these.
+    For a sharded model, `to_hf` returns only this rank's experts, and the next `from_hf` accepts this subset.
     Files of tied models have no output weight; `from_hf` sets it to the embedding's tensor.
     """
 
@@ -204,7 +208,7 @@ class KeyMapAdapter(StateDictAdapter):
         self._layouts: dict[str, StackLayout | None] = {}
         # HF names and templates in the files that will be read; empty if unknown.
         self._hf_templates: frozenset[str] = frozenset()
-        self._mtp_layers: tuple[str, ...] = ()  # like ignored_hf_keys
+        self._mtp_layers: tuple[str, ...] = ()  # patterns, as in ignored_hf_keys
 
     def name_text_model(self, table: HFKeyMap) -> None:
         """Accept names with each of the `text_prefixes`; write names with the prefix that the index file uses.
@@ -252,7 +256,10 @@ class KeyMapAdapter(StateDictAdapter):
     _is_tied = property(lambda self: getattr(self.model_args, "enable_weight_tying", False))
 
     def _to_hf_map(self) -> dict[str, str]:
-        """Return our template -> the HF template to write: one that the files to read contain, else the first."""
+        """Return our template -> the HF template to write.
+
+        If several HF templates map to one of ours, a template that the files contain is chosen, else the first.
+        """
         chosen: dict[str, str] = {}
         in_files = self._hf_templates
         for hf, entry in self.from_hf_map.items():
@@ -439,7 +446,7 @@ def swap_rope_layout(tensor: Tensor, n_heads: int, to_hf: bool) -> Tensor:
 
 
 def _shards_in_hf_rope_layout(shard: LocalShard, n_heads: int) -> Iterator[LocalShard]:
-    """Yield a shard of rows as shards in HF's order: per head, its even rows and its odd rows."""
+    """Yield a shard of rows as shards in HF's order: in each head, even rows precede odd rows."""
     n_rows = shard.shape[0] // n_heads
     first, *other_offsets = shard.offsets
     end = first + shard.tensor.shape[0]

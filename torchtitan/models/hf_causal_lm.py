@@ -34,7 +34,7 @@ NO_ROPE = ", no RoPE"  # suffix of the names of layer kinds without RoPE
 HEAD_DIM = Field(
     "head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"]
 )
-# Biases of all four linear layers of attention.
+# Rows for biases in all four linear layers of attention.
 BIASES = (
     Field("attention_bias", "qkv_bias", bool, False),
     Field("attention_bias", "output_bias", bool, False),
@@ -59,7 +59,7 @@ def every(
 
 
 def has_rope(config: Config) -> list[int]:
-    """Return 1 for each layer with RoPE, and 0 for the others."""
+    """Return a list with 1 for each layer with RoPE and 0 for each layer without."""
     if given := config.get("no_rope_layers"):
         return given
     interval = config.get("no_rope_layer_interval") or 4
@@ -67,13 +67,13 @@ def has_rope(config: Config) -> list[int]:
 
 
 def _dense_layers(config: Config) -> tuple[int, ...]:
-    """Return the indices of the layers without experts, by Qwen's two fields for them."""
+    """Return the indices of the layers without experts, given by two fields of Qwen's config."""
     only, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config["num_hidden_layers"])
     return tuple(n for n in layers if n in only or (n + 1) % step != 0)
 
 
-# Rows for `dense_layers`: the first n layers are dense, or the dense layers follow Qwen's rule.
+# Rows for `dense_layers`: either the first n layers are dense, or Qwen's two fields choose them.
 FIRST_DENSE = Field(
     "first_k_dense_replace",
     "dense_layers",
@@ -102,7 +102,7 @@ QWEN_EXPERTS: tuple[Row, ...] = (
 
 @dataclass(frozen=True)
 class Layers(Row):
-    """The row from HF's layer types, windows and RoPE to `layer_types`, `layer_kinds` and `rope_theta`.
+    """Translates HF's layer types, windows and RoPE to `layer_types`, `layer_kinds` and `rope_theta`.
 
     types: function from a config without layer_types to its layer_types. None: the model_type has no such
         field, and all layers share one window. window: the value if a config lacks sliding_window.
@@ -161,7 +161,7 @@ class Layers(Row):
         head_dim = HEAD_DIM.read(config)["head_dim"]
         if any(rope.size(head_dim) % 2 for rope in ropes.values()):
             name = "partial_rotary_factor"
-            raise refusal(config, name, f"it must turn an even number of a head's {head_dim} dims")
+            raise refusal(config, name, f"it must rotate an even number of {head_dim} dimensions")
         theta = ropes[FULL_ATTENTION].theta
         kinds, names = {}, []
         rotations = has_rope(config) if self.lacks_rope else [1] * n_layers
@@ -205,10 +205,10 @@ class Layers(Row):
                 for name, theta in self.thetas.items()
             }
             for table in tables.values():
-                if table["rope_type"] == "default":  # transformers also rotates whole heads
-                    require(table, "partial_rotary_factor", [1], "default RoPE turns whole heads")
+                if table["rope_type"] == "default":  # transformers rotates whole heads
+                    require(table, "partial_rotary_factor", [1], "default RoPE rotates whole heads")
             return tables
-        if name == "rope_parameters":  # transformers does not read one table for all types
+        if name == "rope_parameters":  # transformers requires one table per layer type
             raise refusal(config, name, f"it must have tables for {' and '.join(self.thetas)}")
         full = {"rope_theta": self.thetas[FULL_ATTENTION]} | rope_table(config)
         local = self.thetas[SLIDING_ATTENTION]
@@ -260,7 +260,7 @@ class Layers(Row):
 MULTIMODAL = ("model.language_model.", "language_model.")
 VISION = (r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\.",)
 _BLOCK_SPARSE = "model.layers.{}.block_sparse_moe"
-# Router and experts in files of Mixtral and MiniMax.
+# Names of routers and experts in files of Mixtral and MiniMax.
 BLOCK_SPARSE_MOE: HFKeyMap = {
     f"{_BLOCK_SPARSE}.gate.weight": "layers.{}.moe.router.gate.weight",
     **{
@@ -271,7 +271,7 @@ BLOCK_SPARSE_MOE: HFKeyMap = {
 
 
 class CausalLMAdapter(HFAdapter):
-    """The adapter of `CausalLMArgs`: names that follow from the args, and the names of their `HFType`."""
+    """The adapter of `CausalLMArgs`. `HFType.names` takes precedence over names that follow from the args."""
 
     def __init__(self, model_args: CausalLMArgs, hf_assets_path: str | None):
         _, hf_type = hf_types()[model_args.hf_type]

@@ -80,7 +80,7 @@ def from_hf_config(config: Config | str | os.PathLike[str]) -> HFMatch:
         warn_once(
             logger,
             f"The config.json of a {model_type} has fields that are not read: {', '.join(unknown)}; "
-            "the model here is right only if these fields change nothing",
+            "the converted model is correct only if these fields don't change its results",
         )
     same = [name for name, args in flavors.items() if not differing(args, model_args)]
     return HFMatch(family, same[0] if same else None, model_args)
@@ -162,7 +162,7 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
         "architectures": [hf_type.name + head],
         "model_type": model_type,
         "initializer_range": 0.02,
-        "pad_token_id": None,  # some types' default is outside a small vocabulary
+        "pad_token_id": None,  # the default of transformers may exceed a small vocabulary
         **give(model_args, (*ALL_TYPES, *hf_type.rows)),
     }
     if model_args.value_head:
@@ -211,7 +211,7 @@ def _has_value_head(config: Config) -> bool:
 def differing(a: DecoderArgs, b: DecoderArgs) -> dict[str, tuple[Any, Any]]:
     """Return name -> (a's value, b's value) of fields that differ and affect the weights or the result."""
     scalings = [getattr(args, "rope_scaling_args", None) for args in (a, b)]
-    if all(scalings):  # the same frequencies can be written with different original lengths
+    if all(scalings):  # args with different original lengths may give the same frequencies
         shortest = [dataclasses.astuple(scaling.shortened(1)) for scaling in scalings]
         if shortest[0] == shortest[1]:
             b = dataclasses.replace(b, rope_scaling_args=scalings[0])
@@ -229,7 +229,7 @@ def names_of_choices(table: Mapping[str, Any]) -> set[str]:
     return names | {derived for derived, fields in DERIVED.items() if names & {*fields}}
 
 
-# Fields that depend on the run and not on the weights, or that nothing reads.
+# Fields that depend on the run and not on the weights, and fields that no code reads.
 _IGNORED_FIELDS = set(
     "max_seq_len eos_id attn_type attn_mask_type depth_init max_batch_size dtype "
     "expert_parallel_comm_backend value_head fp32_head _enforced "
@@ -241,7 +241,7 @@ def facts_of(args: DecoderArgs) -> dict[str, Any]:
     """Return name -> value of all fields that affect the weights or the result."""
     facts: dict[str, Any] = {}
     for name, value in dataclasses.asdict(args).items():
-        if isinstance(value, dict):  # moe_args, rope_scaling_args
+        if isinstance(value, dict):  # such as moe_args and rope_scaling_args
             facts |= {f"{name}.{field}": inner for field, inner in value.items()}
         else:
             facts[name] = value

@@ -210,7 +210,7 @@ def take(config: Config, rows: Iterable[Row]) -> dict[str, Any]:
     for row in rows:
         if isinstance(row, Field) and row.is_missing(config):
             missing.append(row.hf)
-        elif not missing or isinstance(row, Field):  # other rows may need what is missing
+        elif not missing or isinstance(row, Field):  # other rows might read a missing field
             found |= row.read(config)
     if missing:
         raise ValueError(f"The Hugging Face config lacks {', '.join(missing)}; add these fields")
@@ -376,7 +376,7 @@ def _magnitude(table: Config, scaling: Any) -> float:
 
 @dataclass(frozen=True)
 class RoPE(Row):
-    """The row of RoPE for args without `layer_kinds`.
+    """Translates the RoPE of args without `layer_kinds`.
 
     of: function from our args to their `RoPEArgs`. kind: the only rope_type accepted besides "default".
     ours: field of the scaling class -> our field, or the name of our field that holds the whole scaling.

@@ -1,8 +1,8 @@
 """Splits and joins stacked weights, plain or DTensors, without copies, for `hf_adapter`.
 
-Hugging Face files hold one matrix per expert, or several of our tensors joined into one. A reader
-that fills a view fills the parameter, and each rank handles only its own shard. E experts, R rows, C
-columns.
+Hugging Face files hold one matrix per expert, or several of our tensors joined into one. Views share the
+memory of our parameters, so reading a file into a view fills the parameter. Each rank handles only its own
+shard. E experts, R rows, C columns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +151,7 @@ def shard_with_middle(shard: LocalShard) -> LocalShard:
 
 
 def unstacked_shards(shard: LocalShard) -> dict[int, LocalShard]:
-    """Return index along dim 0 -> shard of that matrix."""
+    """Return the shard of each matrix of a stack: index along dim 0 -> shard [R, C]."""
     views = enumerate(shard.tensor.unbind(0), start=shard.offsets[0])
     return {n: LocalShard(view, shard.offsets[1:], shard.shape[1:]) for n, view in views}
 

@@ -68,7 +68,7 @@ def _ops_saved_by_selective_checkpointing(compile_blocks: bool) -> set[Any]:
     ops = torch.ops
     saved: set[Any] = {
         ops.aten.mm.default,
-        ops.torchtitan.mm.default,  # oneDNN's product
+        ops.torchtitan.mm.default,  # mm by oneDNN
         ops.aten.addmm.default,  # a Linear with a bias
         ops.torchtitan.linear_with_low_rank.default,  # a Linear with an adapter
         ops.torchtitan.nf4_mm.default,
@@ -103,11 +103,12 @@ def __getattr__(name: str) -> Any:
 def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = False) -> None:
     """Compile each block in place; blocks of the same shape share the compiled code.
 
-    If a block's experts wait for the device to read their token counts (under expert parallelism,
-    or computed one by one), the block's parts are compiled separately. A second call does nothing.
+    If a block's experts read their token counts on the host, its attention, router and shared experts are
+    compiled separately. This is so under expert parallelism, and if experts are computed one by one.
+    A second call does nothing.
     """
-    # All blocks share one limit of compiled variants: kinds of layers, static and dynamic shapes,
-    # with and without gradients, context parallelism. With fullgraph, exceeding it is an error.
+    # The compiler limits the number of compiled variants of all blocks together, and with fullgraph exceeding
+    # the limit is an error. Layer kinds, dynamic shapes, no_grad and context parallelism each add variants.
     dynamo = torch_parts.dynamo_config
     host.change_attribute(dynamo, "recompile_limit", max(dynamo.recompile_limit, 64))
     options: dict[str, Any] = {"backend": compile_config.backend, "fullgraph": True}
@@ -123,8 +124,8 @@ def apply_compile(model: nn.Module, compile_config: Compile, ep_enabled: bool = 
             continue
         # Norms are left out: each is one kernel without compiling.
         for piece in (block.attention, moe.router, moe.shared_experts):
-            # Private: `Module.compile` stores the compiled call here (torch 2.13), and a second
-            # `compile` would compile again.
+            # A second `compile` would compile again, so look at the private attribute in which
+            # `Module.compile` stores the compiled call (torch 2.13).
             if piece is not None and torch_parts.compiled_call(piece) is None:
                 piece.compile(**options)
         if moe.experts.use_grouped_mm:
@@ -151,6 +152,6 @@ def _apply_data_parallel(
             edp_mesh=parallel_dims.get_mesh(expert_axes) if parallel_dims.ep_enabled else None,
             register_buffers=job_config.parallelism.fsdp_register_buffers,
         )
-    elif replicates and not parallel_dims.pp_enabled:  # a pipeline schedule sums over replicas
+    elif replicates and not parallel_dims.pp_enabled:  # the pipeline schedule reduces gradients
         mesh = parallel_dims.get_mesh("dp_replicate")
         distributed.apply_ddp(model, mesh, enable_compile=compile_blocks)

@@ -1,10 +1,10 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 B rows, T tokens, D head size, L table length. Position p rotates pair i of a head by the angle
-p * f_i, where f_i = theta ** (-2 i / D). Two conventions pair the D numbers differently:
-    neighbours (2i, 2i + 1), as in the original Llama weights; table complex64 [L, D/2] of numbers
+p * f_i, where f_i = theta ** (-2 i / D). Two conventions pair the D dimensions differently:
+    neighbours (2i, 2i + 1), as in the original Llama weights; the table is complex64 [L, D/2], numbers
         of magnitude 1 with these angles
-    halves (i, i + D/2), as in Hugging Face; table fp32 [L, 2 D], the cosines for all D numbers
+    halves (i, i + D/2), as in Hugging Face; the table is fp32 [L, 2 D], the cosines of all D dimensions
         and then the sines
 """
 
@@ -22,8 +22,9 @@ from torchtitan.tools.torch_parts import assert_on_device
 class RoPEScalingArgs:
     """Llama 3.1's scaling of low frequencies for longer contexts.
 
-    With L = original_max_position_embeddings, wavelengths longer than L / low_freq_factor are stretched by
-    scaling_factor, wavelengths shorter than L / high_freq_factor stay, and wavelengths between are blended.
+    Let L = original_max_position_embeddings. Wavelengths longer than L / low_freq_factor are multiplied by
+    scaling_factor. Wavelengths shorter than L / high_freq_factor are unchanged. Between these two bounds the
+    frequency is interpolated.
     """
 
     scaling_factor: float = 8.0
@@ -32,7 +33,10 @@ class RoPEScalingArgs:
     original_max_position_embeddings: int = 8192
 
     def shortened(self, most: int) -> Self:
-        """Return args with the same frequencies; the original length is halved, while even, to be below `most`."""
+        """Return args with the same frequencies and, if possible, an original length below `most`.
+
+        The length is halved as long as it is even.
+        """
         n, share = self.original_max_position_embeddings, 1.0
         while n >= most and n % 2 == 0:
             n, share = n // 2, share / 2  # halving is exact in floating point
@@ -49,7 +53,7 @@ class RoPEScalingArgs:
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         slow = frequencies / self.scaling_factor
         span = self.high_freq_factor - self.low_freq_factor
-        if span == 0:  # a step instead of a blend
+        if span == 0:  # a step instead of an interpolation
             return torch.where(turns < self.low_freq_factor, slow, frequencies)
         keep = ((turns - self.low_freq_factor) / span).clamp(0, 1)
         return torch.lerp(slow, frequencies, keep)
@@ -107,8 +111,8 @@ class LinearRoPE:
 class LongRoPE:
     """Each frequency divided by a factor of its own (Ding et al. 2024, arXiv:2402.13753).
 
-    short_factors, long_factors: [D/2], for rows of up to original_seq_len tokens, and for longer rows. The
-    model's max_seq_len (training.seq_len) selects one of them, so no frequency depends on a batch.
+    short_factors [D/2] are for rows of up to original_seq_len tokens, long_factors [D/2] for longer rows. The
+    model's max_seq_len (training.seq_len) selects one of the two, so no frequency depends on a batch.
     """
 
     short_factors: tuple[float, ...]
@@ -123,7 +127,7 @@ class LongRoPE:
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
         factors = torch.tensor(self.short_factors, dtype=torch.float32)
         exponents = torch.arange(0, 2 * len(factors), 2, dtype=torch.float32) / (2 * len(factors))
-        return 1.0 / (factors * theta**exponents)  # rounds like published models
+        return 1.0 / (factors * theta**exponents)  # this order rounds as in published models
 
 
 RoPEScaling = RoPEScalingArgs | YaRNArgs | LinearRoPE | LongRoPE
@@ -131,10 +135,11 @@ RoPEScaling = RoPEScalingArgs | YaRNArgs | LinearRoPE | LongRoPE
 
 @dataclass(frozen=True)
 class RoPEArgs:
-    """How the layers of one kind rotate heads, whose dimensions are paired by halves.
+    """The RoPE of all layers of one kind, with dimensions paired by halves.
 
-    theta: None means the model's rope_theta. share: only this first part of a head's dimensions is rotated.
-    proportional: pairs span the whole head, and only the first `share` of the pairs is rotated (Gemma 4).
+    theta: None means the model's rope_theta. share: the fraction of a head's dimensions that is rotated: the
+        first dimensions or, if proportional, the first pairs.
+    proportional: pairs span the whole head (Gemma 4), not only the first `share` of its dimensions.
     magnitude: multiplies cosines and sines.
     """
 
@@ -273,7 +278,7 @@ def precompute_rope_cache(
 def apply_rotary_emb_to_halves(
     xq: Tensor, xk: Tensor, rope_cache: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `apply_rotary_emb`, with pairs of each head's two halves; fp32 inside."""
+    """As `apply_rotary_emb`, but rotates dimensions i and i + D/2 together. Computes in fp32."""
     cos, sin = reshape_for_broadcast(rope_cache, xq, positions).chunk(2, dim=-1)
     first, second = sin.chunk(2, dim=-1)
     sin = torch.cat((-first, second), dim=-1)
@@ -319,7 +324,7 @@ def query_factors(positions: Tensor, scale: float, step: float) -> Tensor:
     return torch.log1p(steps).mul(scale).add(1)[:, None]
 
 
-# ---- for `numerics.batch_invariant`: operations whose rounding does not depend on the place in a tensor ----
+# ---- for `numerics.batch_invariant`: an element's rounding does not depend on its index in the tensor ----
 
 
 def _batch_invariant_neighbours(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

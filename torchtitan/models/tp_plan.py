@@ -72,7 +72,7 @@ def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: 
             ep_etp_mesh=parallel_dims.get_optional_mesh(["ep", "etp"]),
         )
         logger.info(
-            "expert parallelism: experts are distributed over %d ranks, each expert is split over %d",
+            "expert parallelism: experts are distributed over %d ranks, each expert is split over %d ranks",
             parallel_dims.ep,
             parallel_dims.etp,
         )
@@ -84,7 +84,7 @@ def split_parameters(model: nn.Module, parallel_dims: ParallelDims, job_config: 
             model,
             mesh,
             loss_parallel=not job_config.parallelism.disable_loss_parallel,
-            # A LoRA adapter reads hidden states in high precision, so gather no float8.
+            # LoRA adapters need the hidden states in high precision, so with LoRA don't gather them in float8.
             enable_float8_tensorwise_tp="quantize.linear.float8" in job_config.model.converters
             and "lora" not in job_config.model.converters
             and recipe in (None, "tensorwise"),
@@ -119,7 +119,7 @@ def apply_tp(
     )
 
 
-apply_non_moe_tp = apply_tp  # as families with experts call it in 0.2.x
+apply_non_moe_tp = apply_tp  # the name in families with experts of torchtitan 0.2.x
 
 
 def apply_moe_ep_tp(

@@ -20,9 +20,9 @@ def get_moe_model_nparams_and_flops(
 ) -> tuple[int, int]:
     """Return (parameters, FLOPs of forward and backward per token) of a transformer.
 
-    Counted as in the PaLM paper (Chowdhery et al. 2022, appendix B): 6 per matmul parameter and
-    token, without the experts that a token does not choose, plus attention over the whole row. The
-    embedding lookup costs nothing. An embedding tied to the output is counted in neither number.
+    FLOPs are counted as in the PaLM paper (Chowdhery et al. 2022, appendix B): 6 per matmul parameter
+    and token, without the experts that a token does not choose, plus attention over the whole row. The
+    embedding lookup costs nothing. A tied embedding is left out of both results.
     head_dims: query head size + value head size. attention: multiplications of attention in a forward per
         token; None: n_heads * head_dims * seq_len in each layer.
     """

@@ -3,8 +3,9 @@
 A library chooses the kernel of a product, and so the order of its sums, by the product's shape. Here
 every product has one shape: linear layers get blocks of `ROWS` tokens, attention gets tiles of
 `QUERIES` queries and `KEYS` keys, added in order; tiles that a query does not see add zeros. Elementwise
-functions round every number alike, except torch's `silu` and complex product, which round the last numbers
-of a tensor differently if they don't fill a vector register. Backward is that of the ordinary operations.
+functions round all elements of a tensor in the same way. The exceptions are torch's `silu` and complex
+product: they round the last elements differently if these don't fill a vector register. Backward is that of
+the ordinary operations.
 
 n products, B rows, T tokens, R queries, S keys, H query heads, K key/value heads, D head size, M
 inputs, N outputs.
@@ -19,8 +20,8 @@ from torch.nn import functional as F
 from torchtitan.numerics.linear import is_slow_product, linear
 from torchtitan.numerics.nf4 import dequantize
 
-# The ROWS of one product share one read of the weight. Generating a token for only a few rows costs as
-# much as for ROWS rows.
+# One product reads the weight once for ROWS rows. With fewer rows, generating a token costs as much as with
+# ROWS rows.
 ROWS, QUERIES, KEYS = 32, 8, 64
 
 
@@ -99,7 +100,7 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[T
     n_missing = -n_queries % QUERIES
     q, visible = F.pad(q, (0, 0, 0, n_missing)), F.pad(visible, (0, 0, 0, n_missing))
     visible[:, n_queries:, 0] = True
-    # For each tile of queries, the number of key tiles up to and including the last that it sees.
+    # ends: for each tile of queries, the index after the last key tile that one of its queries sees.
     seen = visible.view(len(visible), -1, QUERIES, visible.shape[-1] // KEYS, KEYS)
     seen = seen.any(dim=4).any(dim=2).any(dim=0)
     ends = (seen * torch.arange(1, seen.shape[1] + 1)).amax(dim=1).tolist()
@@ -136,11 +137,11 @@ def attend_to_visible(
     n_kv_heads = k.shape[1]
     group = n_heads // n_kv_heads
 
-    def of_group(x: Tensor) -> Tensor:  # [B, H, T, ...] -> [B K, T g, ...]
+    def of_group(x: Tensor) -> Tensor:  # [B, H, T, ...] -> [B * K, T * group, ...]
         x = x.unflatten(1, (n_kv_heads, group)).transpose(2, 3)
         return x.flatten(2, 3).flatten(0, 1)
 
-    def of_heads(x: Tensor) -> Tensor:  # the inverse
+    def of_heads(x: Tensor) -> Tensor:  # the inverse of `of_group`
         x = x.unflatten(1, (n_queries, group)).unflatten(0, (n_rows, n_kv_heads))
         return x.transpose(2, 3).flatten(1, 2)
 

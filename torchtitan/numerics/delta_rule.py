@@ -9,9 +9,9 @@ and a document's first token starts from S = 0. Keys and queries are divided by 
 by sqrt(Dk). All sums are in fp32 (fp64 for fp64 inputs).
 
 Tokens are computed in chunks of C (the paper's section 3.3). G_i is the sum of g over the tokens of i's
-document in the chunk, up to and including i but without the document's first token. A sum over the whole
-chunk would let other documents change this one's rounding. All decays are exponentials of differences
-G_i - G_j <= 0:
+document in the chunk, up to and including i but without the document's first token. With a sum over all
+documents of the chunk, a document's rounding would depend on the other documents. All decays are exponentials
+of differences G_i - G_j <= 0:
 
     D_ij = exp(G_i - G_j)   if j <= i and both belong to one document, else 0
     c_i  = exp(G_i)         if i's document began before the chunk, else 0
@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from torchtitan.numerics import delta_rule_fla as fla
 
 _GROUP = 16  # chunks that are computed together; forward keeps one state for each group
-_LEAST_EXPONENT = -80.0  # exp(-80) is 1e-35, far below the rounding of any sum with it
+_LEAST_EXPONENT = -80.0  # exp(-80) is 1e-35, far below the rounding of its sums
 _EPS = 1e-6  # inside the root of the L2 norm
 
 _library = library.Library("torchtitan", "FRAGMENT")
@@ -71,12 +71,12 @@ def gated_delta_rule(
     q, k: [B, T, Hk, Dk]; v: [B, T, Hv, Dv]; g (logarithms of the decays) and beta: [B, T, Hv].
     starts: int [B, T], the column where each token's document begins, as in `DocumentMask`; negative if the
         document began before these tokens and continues from `state`.
-    state: fp32 [B, Hv, Dk, Dv] (fp64 for fp64 inputs); None is zeros.
+    state: fp32 [B, Hv, Dk, Dv] (fp64 for fp64 inputs); None means zeros.
     cu_seqlens: `VarlenMetadata.cu_seq_q` of the same documents. With it, flash-linear-attention is used
         where it is supported (see `numerics.delta_rule_fla`), unless a state is given or returned.
-    return_state: without it the state is None.
-    chunk: tokens per chunk, a power of two; None is the fastest on CPUs (16, or 32 for Dk > 64), and 64 on
-        other devices.
+    return_state: if False, None is returned in place of the state.
+    chunk: tokens per chunk, a power of two; None means 64, and on CPUs the fastest number: 16, or 32 for
+        Dk > 64.
     """
     if cu_seqlens is not None and state is None and not return_state and fla.is_supported(q, v):
         return fla.gated_delta_rule(q, k, v, g, beta, cu_seqlens), None
@@ -89,7 +89,7 @@ def gated_delta_rule(
 def end_rows(
     lengths: Tensor, g: Tensor, beta: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return g, beta and starts changed so that padding after a row's last token keeps the state.
+    """Return new g, beta and starts, with which padding after a row's last token does not change the state.
 
     lengths: int [B], the number of tokens before a row's padding. Outputs at padding are undefined.
     """
@@ -121,13 +121,13 @@ def gated_delta_step(
 
 def multiplications_per_token(key_dim: int, value_dim: int, chunk: int = 64) -> int:
     """Return the number of multiplications of the chunked rule, per token and value head."""
-    # K K^T, Q K^T; the inverse times keys and values (triangular); the outputs; the state's three products.
+    # K K^T and Q K^T; the triangular inverse times keys and values; the outputs; the state's three products.
     in_chunk = 2 * chunk * key_dim + chunk * (key_dim + value_dim) // 2 + chunk * value_dim
     return in_chunk + 3 * key_dim * value_dim
 
 
 def scratch_bytes(k: Tensor, v: Tensor, is_backward: bool, chunk: int = 64) -> int:
-    """Return the operator's scratch memory in bytes, about; k and v as in `gated_delta_rule`."""
+    """Return the approximate scratch memory of the operator in bytes. k, v: see `gated_delta_rule`."""
     n = min(_GROUP, -(-v.shape[1] // chunk)) * v.shape[0] * v.shape[2]
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     # Measured numbers of tensors [C, C], of tensors [C, Dk] and [C, Dv], and of states.
@@ -176,7 +176,7 @@ def _inverse(lower: Tensor) -> Tensor:
 class _Documents(NamedTuple):
     """How n chunks of C tokens lie in their documents.
 
-    pairs: bool [n, B, C, C], True where token j comes before i or is i, in the same document.
+    pairs: bool [n, B, C, C], True at [i, j] if j <= i and both tokens are in the same document.
     is_first: bool [n, B, C], True at a document's first token.
     is_carried: bool [n, B, C], True where the document began before the chunk.
     """
@@ -187,7 +187,7 @@ class _Documents(NamedTuple):
 
 
 def _documents(starts: Tensor, chunk: int) -> _Documents:
-    """starts: [n, B, C], the index in the chunk where each token's document begins; negative if before it."""
+    """starts: [n, B, C], the index in the chunk where each token's document begins, or negative."""
     places = torch.arange(chunk, device=starts.device)
     pairs = (starts.unsqueeze(-1) <= places) & (places <= places.unsqueeze(-1))
     return _Documents(pairs, starts == places, starts < 0)
@@ -196,7 +196,7 @@ def _documents(starts: Tensor, chunk: int) -> _Documents:
 def _decays(g: Tensor, documents: _Documents) -> tuple[Tensor, Tensor]:
     """Return D [n, B, Hv, C, C] and c [n, B, Hv, C] of g [n, B, Hv, C]."""
     g = g.masked_fill(documents.is_first.unsqueeze(2), 0)
-    # Numbers of other documents are multiplied by 0, and adding 0 changes no bit.
+    # g of other documents is multiplied by 0, and adding 0 changes no bit.
     sums = (documents.pairs.to(g.dtype) @ g.mT).mT  # G
     gaps = sums.unsqueeze(-1) - sums.unsqueeze(-2)
     # Masked before exp, which would overflow for j > i. Clamped, because CPUs are slow at subnormal results.
@@ -210,17 +210,17 @@ class _Chunks(NamedTuple):
 
     documents: _Documents
     rows: Tensor  # [n, B, Hk, 2 C, Dk]: normalised queries, then keys
-    norms: Tensor  # the factors that normalised them [n, B, Hk, 2 C, 1]
+    norms: Tensor  # [n, B, Hk, 2 C, 1]: 1 / the norms of queries, then of keys
     values: Tensor  # [n, B, Hk, G, C, Dv]
-    beta: Tensor  # [n, B, Hk, G, C], like c
+    beta: Tensor  # [n, B, Hk, G, C]; c has the same shape
     c: Tensor
     decays: Tensor  # D [n, B, Hk, G, C, C]
-    scores: Tensor  # Q K^T * D, like `decays`
-    system: Tensor  # K K^T * D, like `decays`; only the strictly lower part counts
+    scores: Tensor  # Q K^T * D [n, B, Hk, G, C, C]
+    system: Tensor  # K K^T * D, in the same shape; only the strictly lower part is used
     inverse: Tensor  # T [n, h, C, C]
     carried_q: Tensor  # c Q [n, h, C, Dk]
-    carried_k: Tensor  # beta c K, likewise
-    ending_k: Tensor  # e K, likewise
+    carried_k: Tensor  # beta c K [n, h, C, Dk]
+    ending_k: Tensor  # e K [n, h, C, Dk]
     kept: Tensor  # c_C [n, h, 1, 1]
 
 
@@ -364,7 +364,7 @@ def _backward(
     states: Tensor,
     chunk: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, g, beta and the first state."""
+    """Return the gradients of q, k, v, g, beta and the initial state."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
     grad_state = torch.zeros_like(states[0]) if grad_state is None else grad_state
     current = grad_state.flatten(0, 1)
@@ -437,12 +437,12 @@ def _chunks_backward(
     decays, c, beta = chunks.decays, chunks.c, chunks.beta
     ends = decays[..., -1, :]
 
-    # The gradient of each decay times the decay: for pairs of tokens, for the chunk's end, and for c.
+    # Gradients of the decays' exponents (each decay's gradient times the decay): of D, of e, and of c.
     grad_system = grad_system.tril(-1)
     of_system = grad_system * chunks.system
     of_pairs = (grad_scores * chunks.scores).addcmul_(of_system, beta.unsqueeze(-1))
     of_pairs[..., -1, :] += ends * (grad_ending * k).sum(-1)
-    # Drop the diagonal: it would cancel below, except for the rounding of its large numbers.
+    # Drop the diagonal. Its terms cancel below, but they are large and would leave rounding errors.
     of_pairs.tril_(-1)
     from_k = c * (grad_k * k).sum(-1)
     of_carried = c * (grad_q * q).sum(-1) + beta * from_k
@@ -473,7 +473,7 @@ def _chunks_backward(
 
 @contextlib.contextmanager
 def _full_precision(x: Tensor) -> Iterator[None]:
-    """No autocast and no TF32, which is too coarse for the inverse and for sums of logarithms."""
+    """A context without autocast and TF32. TF32 is too coarse for the inverse and for sums of logarithms."""
     matmul = torch.backends.cuda.matmul
     with torch.autocast(x.device.type, enabled=False):
         if x.device.type != "cuda":

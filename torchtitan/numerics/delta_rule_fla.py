@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, library
 
-_LARGEST_HEAD = 256  # the kernels refuse larger keys
+_LARGEST_HEAD = 256  # fla's kernels refuse larger key heads
 
 _library = library.Library("torchtitan", "FRAGMENT")
 _library.define(
@@ -21,7 +21,7 @@ _library.define(
 )
 
 
-# Found here, because the compiler would trace a look-up inside a function.
+# Looked up on import: inside a function, the compiler would trace the look-up.
 _IS_INSTALLED = find_spec("fla") is not None
 
 

@@ -113,7 +113,7 @@ class Linear(nn.Linear):
         return self.compute(x, self.weight, self.bias)
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the layer's result for this weight and bias, which may be a rank's parts."""
+        """Return the layer's result for this weight and bias, which may be a rank's shards."""
         adapter = None if self.low_rank is None else self.low_rank(self, x)
         return (self.product if adapter is None else adapter.add_to_layer)(x, weight, bias)
 

@@ -31,7 +31,7 @@ class LowRank(NamedTuple):
     product: Callable[..., Tensor] = linear
 
     def add_to(self, output: Tensor) -> Tensor:
-        """Return output [..., N] plus the product, in output's dtype."""
+        """Return output [..., N] plus the low-rank product, in output's dtype."""
         x, a, b, sizes, scale, order, product = self
         if torch.compiler.is_compiling() and len(sizes) == 1:
             return _sum_to_compile(output, x, a.squeeze(0), b.squeeze(0), scale, product)
@@ -76,9 +76,9 @@ def _sum_to_compile(
     if x.device.type != "cpu" or is_slow_product(x) or product is not linear:
         # On a GPU the compiler fuses the sum into the kernel that reads it; `addmm` would copy the output.
         return output + product(scale * product(x, a), b)
-    # One kernel, because an elementwise operation on outputs takes as much time as the product.
+    # `addmm` is one kernel: a separate addition to the output would take as much time as the product.
     low_rank = linear(a, x.flatten(0, -2)).t()
-    b = b.t().contiguous()  # b's gradient is then computed in this layout
+    b = b.t().contiguous()  # autograd then computes b's gradient in this layout
     return torch.addmm(output.flatten(0, -2), low_rank, b, alpha=scale).view_as(output)
 
 
@@ -113,7 +113,7 @@ _library.impl("linear_with_low_rank", _linear_with_low_rank, "CompositeExplicitA
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """A layer's product plus the low-rank product, added in place in forward and in the gradient of x."""
+    """A frozen layer's product plus the low-rank product. Both, and their gradients of x, are summed in place."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class _AddLowRank(torch.autograd.Function):
         ctx.sizes, ctx.scale = sizes, scale
         with torch.autocast(x.device.type, enabled=False):
             tokens = (t.flatten(0, -2) for t in (output, x))
-            # Selective activation checkpointing keeps results of products, so none is changed in place.
+            # Not in place: selective activation checkpointing keeps results of products, which must not change.
             result, low_rank = add_products(*tokens, a, b, sizes, scale, product)
         ctx.save_for_backward(x, a, b, *low_rank)
         return result.view_as(output)
@@ -189,9 +189,9 @@ def add_products(
     product: Callable[..., Tensor],
     in_place: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return (output [n, N] plus the products of x [n, K], in output's dtype; what backward needs).
+    """Return output [n, N] plus the low-rank products of x [n, K], and the tensors that backward needs.
 
-    The other arguments are those of `LowRank`. Other models in the call don't change the bits of a
+    The sum has output's dtype. Arguments: see `LowRank`. Other models in the call don't change the bits of a
     model's result and gradients. in_place: overwrite output. No autograd; call it without autocast.
     Products have r as first dimension: with a small last dimension MKL takes five times as long.
     """

@@ -1,9 +1,9 @@
 """Frozen matrices in 4 bits: NF4, the "normal float" of QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
 
 A row of numbers is cut into blocks of 64. A block is stored in 36 bytes: 32 bytes that hold two indices into
-`VALUES` each, the earlier number's in the upper half, and the block's largest absolute value in fp32.
-Each number becomes VALUES[index] * largest, with the index of the nearest value. bitsandbytes makes the same
-numbers (without double quantization, and if rows are multiples of 64 numbers).
+`VALUES` each, the first index in the upper half, and the block's largest absolute value in fp32. Each number
+becomes VALUES[index] * largest, with the index of the nearest value. bitsandbytes without double
+quantization stores the same numbers if rows are multiples of 64 numbers.
 
 Numbers [..., N, K] are stored as uint8 [..., N, 36 * K / 64]. A part of the rows, or of a row's blocks,
 is stored as the same part of the stored tensor, so stored tensors are sharded like other parameters.
@@ -20,20 +20,20 @@ from torch.nn import functional as F
 
 from torchtitan.numerics.linear import is_slow_product, linear
 
-# Quantiles of the normal distribution, divided by the largest (appendix E).
+# Quantiles of the normal distribution, divided by the largest quantile (appendix E of the paper).
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-BLOCK = 64  # numbers
+BLOCK = 64  # numbers in a block
 BYTES = BLOCK // 2 + 4
-_NUMBERS_AT_ONCE = 2**22  # bounds temporaries
+_NUMBERS_AT_ONCE = 2**22  # limits the memory of temporary tensors
 
 
 def count(stored: int) -> int:
-    """Return how many numbers this many bytes hold."""
+    """Return how many numbers are stored in `stored` bytes."""
     return stored * BLOCK // BYTES
 
 
@@ -93,7 +93,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 def _in_parts(*tensors: Tensor) -> Any:
-    """Yield parts of the tensors' rows, with at most about `_NUMBERS_AT_ONCE` numbers."""
+    """Yield slices of the tensors' rows, each with at most about `_NUMBERS_AT_ONCE` elements."""
     rows = [t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0) for t in tensors]
     n = max(1, _NUMBERS_AT_ONCE // max(1, *(t.shape[-1] for t in rows)))
     return zip(*(t.split(n) for t in rows), strict=True)

@@ -26,7 +26,7 @@ def rms_norm(
         or len(normalized_shape) != 1
         or x.dtype != torch.float32
         or weight.dtype != torch.float32
-        or any(hasattr(t, "placements") for t in (x, weight))  # DTensors
+        or any(hasattr(t, "placements") for t in (x, weight))  # a DTensor
     ):
         return F.rms_norm(x, normalized_shape, weight, eps)
     if not torch.is_grad_enabled():
@@ -35,7 +35,7 @@ def rms_norm(
 
 
 def _factor(x: Tensor, eps: float) -> Tensor:
-    # The same steps as in torch's forward on other devices and in compiled blocks, for the same bits.
+    # These are the steps of torch's forward on other devices and in compiled blocks, so the bits are equal.
     return x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, factor = ctx.saved_tensors
-        # With f the factor and M numbers: f' = -f^3 x / M, so grad_x = f w g - x f^3 (g w . x) / M.
+        # With f the factor: df/dx = -f^3 x / M, so grad_x = f w g - x f^3 (g w . x) / M.
         products = (grad * x).reshape(-1, x.shape[-1])
         with torch.autocast("cpu", enabled=False):
             shared = (products @ weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])

@@ -17,7 +17,7 @@ from torchtitan.tools import host, torch_parts
 
 # For smaller products the call costs more than oneDNN gains.
 _LEAST_MULTIPLICATIONS = 2**24
-_LEAST_OF_ADAPTERS = 2**22  # MKL is slower if a matrix has few rows
+_LEAST_OF_ADAPTERS = 2**22  # less than above: MKL is slow if a matrix has few rows
 _FEW_ROWS = 256  # tokens of a small training step
 
 _library = library.Library("torchtitan", "FRAGMENT")
@@ -51,7 +51,7 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 def avoid_onednn() -> None:
     """Undo `use_onednn` until the engine is closed, for batches with rows of several models.
 
-    oneDNN is chosen by the number of rows, so other models' rows could change the bits of a model's results.
+    oneDNN is chosen by the number of rows, so the rows of one model could change the rounding of another.
     """
     host.change(False, _use, lambda: _is_used)
 
@@ -93,7 +93,7 @@ def mm_of_few_rows(a: Tensor, b: Tensor) -> Tensor:
     ):
         return a @ b
     multiply = torch_parts.onednn_linear.default
-    if is_transposed:  # each row of b.t() is K adjacent numbers
+    if is_transposed:  # rows of b.t() are contiguous
         return multiply(b.t(), a, *_NOTHING_ELSE).t()
     return multiply(a, b.t(), *_NOTHING_ELSE)
 
@@ -116,7 +116,7 @@ def _own_mm_pass() -> Any:
                     node.target = torch.ops.torchtitan.mm.default
 
         def uuid(self) -> str:
-            return "torchtitan::mm for aten::mm"  # part of the key of inductor's cache
+            return "torchtitan::mm for aten::mm"  # inductor's cache key contains this text
 
     return UseOwnMm()
 

@@ -20,9 +20,10 @@ from torchtitan.step.objective import Objective
 
 
 class Distillation(Objective):
-    """Scores a student's rows with a fixed teacher in the student's layout, and computes the loss from both.
+    """Computes a student's loss from its own logits and those of a teacher, which is not trained.
 
-    settings: `[loss]` or `[rl.teacher]`. The other arguments, and the errors, are those of `check_scorer`.
+    The teacher has the student's parallel layout. settings: `[loss]` or `[rl.teacher]`. key, folder,
+    tokenizer: see `check_scorer`, which also says what raises.
     """
 
     replaces_loss = True
@@ -63,7 +64,10 @@ class Distillation(Objective):
         ]
 
     def _score(self, batch: TokenBatch) -> Tensor:
-        """Return top tokens [B, T, 2 k + 1] or states [B, T, M_t]; zeros [B, T, 1] without the last stage."""
+        """Return the teacher's top tokens [B, T, 2 k + 1] or states [B, T, M_t].
+
+        Pipeline ranks without the last stage return zeros [B, T, 1].
+        """
         others = {key: x for key, x in batch.entries.items() if key != "routed_experts"}
         rows: Any = dataclasses.replace(batch, entries=others)
         if self.teacher.pp_schedule is not None:

@@ -20,14 +20,14 @@ from torchtitan.step.objective import Objective
 class PreferenceObjective(Objective):
     """The loss of `loss.preference.dpo`, a mean over pairs, with the settings in `[loss]`.
 
-    The batch has the `pair_ids` [B, T] of `data.row_streams.Packing`, and its `ref_logprobs` if
-    loss.reference is "precomputed". Other references score the rows before each step.
+    The batch has the `pair_ids` [B, T] of `data.row_streams.Packing`. If loss.reference is "precomputed",
+    the batch also has `ref_logprobs`; otherwise a reference model computes them before each step.
     """
 
     replaces_loss = whole_rows = True
 
     _scorer: TrainingEngine | None
-    _context: Any  # context in which the reference scores
+    _context: Any  # context manager for the reference's forward
 
     def __init__(self, trainer: TrainingEngine) -> None:
         config, lora = trainer.job_config, trainer.job_config.lora
@@ -84,6 +84,6 @@ class PreferenceObjective(Objective):
 def _pair_ids(batch: TokenBatch) -> Tensor:
     """Return the pair id of each label, [B, T]; 0 for ignored labels.
 
-    A rank that has run out of validation data repeats a batch with all labels ignored.
+    All labels of a batch are ignored on a rank that has run out of validation data and repeats the batch.
     """
     return batch.entries["pair_ids"].masked_fill(batch.labels == IGNORE_INDEX, 0)

@@ -19,12 +19,13 @@ from torchtitan.tools.errors import ConfigError
 def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
     """Return a changeable copy of a job's config for an engine that only scores.
 
-    The copy writes no file and has no loss. keeps_initial: keep the settings of a new run's initial weights.
+    An engine with this config writes no file and has no loss. keeps_initial: keep checkpoint.initial_*, which
+    set a new run's initial weights.
     """
     config = copy.deepcopy(config)
     config.job.print_config, config.job.save_config_file = False, None
     config.loss = Loss()
-    config.training.time_limit_minutes = 0.0  # a time limit would need checkpoint.enable
+    config.training.time_limit_minutes = 0.0  # because a time limit needs checkpoint.enable
     prefixes = ("verify_on_load", "initial_") if keeps_initial else ("verify_on_load",)
     kept = {k: v for k, v in vars(config.checkpoint).items() if k.startswith(prefixes)}
     config.checkpoint = Checkpoint(**kept)
@@ -42,11 +43,11 @@ def scoring_config(trainer: TrainingEngine, *, keeps_initial: bool = False) -> J
 def check_scorer(
     key: str, folder: str, trainer: TrainingEngine, tokenizer: Any, top_k: int = 0
 ) -> JobConfig:
-    """Return the config of a forward-only engine for a Hugging Face folder; the trainer needs no model yet.
+    """Return the config of a forward-only engine for a Hugging Face folder.
 
-    The engine uses the mask type and kernel of the trainer's model, whether config or flavor chose them.
-    key: the setting that names the folder. tokenizer: the trainer's. Raises ConfigError if the folder has no
-    model that the trainer's layout can run, another tokenizer, or at most top_k vocabulary entries.
+    The trainer needs no model yet. The engine uses the mask type and attention kernel of the trainer's model.
+    key: the setting that names the folder. tokenizer: the trainer's. Raises ConfigError if the trainer's layout
+    cannot run the folder's model, if its tokenizer differs, or if it has at most top_k vocabulary entries.
     """
     config = scoring_config(trainer)
     args = derive_model_args(config, trainer.train_spec)
@@ -81,7 +82,10 @@ def check_scorer(
 
 
 def check_reference(trainer: TrainingEngine) -> JobConfig | None:
-    """Return the config for the folder in loss.reference if it has a config.json; see `check_scorer`."""
+    """Return the config for the folder in loss.reference, or None if it has no config.json.
+
+    Raises ConfigError like `check_scorer`.
+    """
     folder = trainer.job_config.loss.reference
     if folder in REFERENCES:
         return None
@@ -93,7 +97,7 @@ def check_reference(trainer: TrainingEngine) -> JobConfig | None:
     if not os.path.exists(os.path.join(folder, "config.json")):
         return None
     config = check_scorer("loss.reference", folder, trainer, trainer.tokenizer)
-    # Quantize the reference like the policy.
+    # Quantize the reference like the trained model.
     given = trainer.job_config
     config.model.converters = [name for name in given.model.converters if name != "lora"]
     config.quantize = copy.deepcopy(given.quantize)
@@ -103,9 +107,9 @@ def check_reference(trainer: TrainingEngine) -> JobConfig | None:
 def reference_engine(trainer: TrainingEngine) -> TrainingEngine:
     """Return a forward-only engine with the trainer's layout, in evaluation mode. Collective.
 
-    loss.reference: a Hugging Face folder, with any model of the trainer's tokenizer; or a checkpoint of the
-        trainer's model without adapters; or "initial", the weights that a new run starts from, even if the
-        trainer resumes.
+    loss.reference may be a Hugging Face folder with any model that has the trainer's tokenizer; a checkpoint
+    of the trainer's model without adapters; or "initial", the weights that a new run starts from, even if
+    the trainer resumes.
     """
     folder = trainer.job_config.loss.reference
     options: dict[str, Any] = {"layout": trainer.layout, "forward_only": True}

@@ -55,7 +55,7 @@ class RoundedAdam(Optimizer):
         super().load_state_dict(state_dict)
         if self.state_dtype is None:
             return
-        for state in self.state.values():  # torch converted the state to the parameters' dtype
+        for state in self.state.values():  # undo torch's conversion to the parameters' dtype
             for name in state.keys() - {"step"}:
                 state[name] = state[name].to(self.state_dtype)
 

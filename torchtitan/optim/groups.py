@@ -1,4 +1,4 @@
-"""Which settings each parameter trains with: those of [optimizer], or of a table [[optimizer.groups]]."""
+"""Assigns each parameter the settings of [optimizer], or of a table in [[optimizer.groups]]."""
 
 import re
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ class ParameterGroups:
         return next(fitting, 0)
 
     def of_part(self, part: nn.Module, betas: tuple[float, float]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups of a part; a missing key takes the optimizer's value.
+        """Return torch's parameter groups of a part. A key that a group lacks takes the optimizer's value.
 
-        betas: those of [optimizer]. Every part has every group, so that one schedule state fits all
-        parts. Groups may be empty.
+        betas: those of [optimizer]. Every part gets all groups, even if some are empty, so that all parts can
+        load the same schedule state.
         """
         groups: list[dict[str, Any]] = [{"params": []}]
         for table in self.tables:
@@ -57,7 +57,7 @@ class ParameterGroups:
         return groups
 
     def matrices(self) -> list[nn.Parameter]:
-        """Return the parameters for Muon: 2-D and 3-D, in `layers`, no bias, in a group that allows it."""
+        """Return the parameters for Muon: 2-D and 3-D weights in `layers`, unless a group has muon = false."""
         by_muon = [True, *(table.muon for table in self.tables)]
         return [
             parameter
@@ -70,7 +70,7 @@ class ParameterGroups:
 
 
 def check_groups(model: nn.Module, config: OptimizerConfig) -> None:
-    """Raise ConfigError if an [[optimizer.groups]] table gets no parameter of the model, or Muon no matrix."""
+    """Raise ConfigError if a table in [[optimizer.groups]] gets no parameter, or if Muon gets no matrix."""
     groups = ParameterGroups([model], config)
     for i, table in enumerate(getattr(config, "groups", [])):
         if i + 1 in groups.numbers.values():

@@ -58,7 +58,7 @@ class LRSchedulersContainer:
         return first.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError if the saved schedule is for another number of parameter groups."""
+        """Load a saved schedule. Raises ValueError if it has another number of parameter groups."""
         saved, own = len(state_dict["base_lrs"]), len(self.schedulers[0].base_lrs)
         if saved != own:
             raise ValueError(
@@ -66,12 +66,12 @@ class LRSchedulersContainer:
                 "as in the saved run, or exclude optimizer and lr_scheduler from loading"
             )
         for scheduler in self.schedulers:
-            own_copy = copy.deepcopy(state_dict)  # a scheduler keeps the loaded objects
+            own_copy = copy.deepcopy(state_dict)  # `load_state_dict` keeps references
             scheduler.load_state_dict(own_copy)
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Restore this schedule's learning rates, after loading optimizers with the rates of another schedule."""
+    """Set the optimizers' learning rates to this schedule's, after loading rates of another schedule."""
     if isinstance(lr_schedulers, LRSchedulersContainer):
         lr_schedulers.set_step(lr_schedulers.last_epoch)
 
@@ -99,9 +99,9 @@ def build_lr_schedulers(
         p = (e + D - T) / D              min_lr_factor + (1 - min_lr_factor) * curve(p)
 
     With `lr_scheduler.step_offset` = 0 no step has learning rate 0: the first step has 1/W of the
-    peak and step W all of it. With -1 the first step has 0/W; then "linear", "cosine" and the
-    constant schedule (decay_ratio = 0) are those of `transformers.get_*_schedule_with_warmup` and
-    of verl. The offset does not move the decay.
+    peak and step W all of it. With -1 the first step has 0/W, as in transformers and verl: "linear",
+    "cosine" and the constant schedule (decay_ratio = 0) then equal `get_*_schedule_with_warmup` of
+    transformers. The offset does not move the decay.
     """
     config = lr_scheduler_config
     total_steps = training_steps if config.total_steps is None else config.total_steps

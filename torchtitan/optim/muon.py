@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) on sharded matrices.
 
-A matrix is updated by, approximately, the orthogonal matrix that is nearest to its average gradient.
+The update of a matrix is approximately the orthogonal matrix that is nearest to its average gradient.
 Computing this needs the whole matrix on one rank:
 
     average the gradients      each rank, its part                                  `_direction`
@@ -38,7 +38,7 @@ class Muon(RoundedAdam):
     """`torch.optim.Muon` for `matrices`, and AdamW for all other parameters.
 
     options: those of torch.optim.Muon. replicas: the ranks that replicate unsharded parameters (DDP).
-    Steps are collective over the ranks that share a matrix; a missing gradient counts as zero there.
+    Steps are collective over the ranks that share a matrix. If such a matrix has no gradient, zeros are used.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class Muon(RoundedAdam):
                     matrices.setdefault((layout.mesh, layout.axes), []).append(p)
             self._update_by_adam(group, others)
             for sharing in matrices.values():
-                # Matrices of similar cost together. The cost is about m * n * min(m, n) per matrix.
+                # Sort by cost, about m * n * min(m, n): matrices of similar cost are then computed together.
                 sharing.sort(key=lambda p: p.numel() * min(p.shape[-2:]), reverse=True)
                 at_once = self._layout_of[sharing[0]].num_ranks
                 for first in range(0, len(sharing), at_once):
                     self._update_together(group, sharing[first : first + at_once])
 
     def _update_together(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Update matrices that the same ranks share, at most one for each of these ranks."""
+        """Update matrices that the same ranks share; there is at most one matrix per rank."""
         lr, options = float(group["lr"]), self.options
         layouts = [self._layout_of[p] for p in params]
         directions = [self._direction(p) for p in params]
-        if not lr:  # torch creates missing states by a step with learning rate 0
+        if not lr:  # with learning rate 0, torch runs a step only to create missing states
             return
         own = None
         for number, (layout, direction) in enumerate(zip(layouts, directions, strict=True)):
@@ -107,7 +107,7 @@ class Muon(RoundedAdam):
 class _Layout:
     """How a parameter [m, n] or [E, m, n] is spread over ranks.
 
-    axes: the mesh's axes whose ranks share the matrices. own_number: this rank's index among them.
+    axes: the mesh axes whose ranks share the matrices. own_number: this rank's index among these ranks.
     """
 
     def __init__(self, p: Tensor, replicas: DeviceMesh | None) -> None:
@@ -119,7 +119,7 @@ class _Layout:
             return
         replicate = load_dtensor().Replicate()
         placements = p.placements if is_dtensor(p) else [replicate] * self.mesh.ndim
-        # A shard along the first of three dimensions has whole matrices.
+        # Sharding along the expert dimension keeps matrices whole, so `gather` keeps this sharding.
         self.target = [
             x if getattr(x, "dim", p.ndim) < p.ndim - 2 else replicate for x in placements
         ]
@@ -134,7 +134,7 @@ class _Layout:
             self.own_number += self.mesh.get_local_rank(axis)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the whole matrices of which x is this rank's part. Collective."""
+        """Gather the whole matrices. x: this rank's shard of them. Collective."""
         if not is_dtensor(self.p):
             return x
         x = with_local(self.p, x.to(self.mesh.device_type))  # offloaded gradients are on the host
@@ -170,7 +170,8 @@ def orthogonalize(x: Tensor, coefficients: Sequence[float], steps: int) -> Tenso
     The Newton-Schulz iteration of torch.optim.Muon, in the dtype of x.
     """
     if x.ndim == 3 and len(x) and x.device.type == "cpu":
-        # One by one: on the CPU batched products round differently; they only save launches on a GPU.
+        # One matrix at a time: on the CPU batched products round differently, and on a GPU they would only save
+        # kernel launches.
         return torch.stack([orthogonalize(matrix, coefficients, steps) for matrix in x])
     a, b, c = coefficients
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm

@@ -39,7 +39,7 @@ class Offloader:
         self._has_pinned = False
 
         def put_back(optimizer: Optimizer) -> None:
-            """Move loaded state to its place: torch loads state to the device of the parameters."""
+            """Move loaded state from the parameters' device, where torch puts it, to its current place."""
             if self.places["optimizer"] != self.places["model"]:
                 _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
 
@@ -104,8 +104,9 @@ class Offloader:
     def _pinned_copies(self, kinds: set[str]) -> dict[int, tuple[Tensor, Tensor]]:
         """Return tensor id -> (tensor, its copy in host memory) for all tensors on the device.
 
-        The host waits once, after all copies are queued. The caller puts them in place only then, because
-        FSDP reads tensors that it pads. torch puts non-blocking copies into pinned memory, which it keeps.
+        The host queues all copies and then waits once. The caller replaces the tensors after this wait, because
+        FSDP reads tensors that it pads when they are replaced. Non-blocking copies are in pinned memory, which
+        torch keeps.
         """
         tensors = list(self._detached.values()) if "grad" in kinds else []
         for part in self.model_parts:
@@ -138,7 +139,7 @@ class Offloader:
         for parameter in (p for part in self.model_parts for p in part.parameters()):
             if parameter.grad is not None:
                 gradients[parameter] = parameter.grad
-                # torch swaps DTensor parameters in place, which a gradient would prevent.
+                # torch swaps DTensor parameters in place, and refuses to if they have gradients.
                 parameter.grad = None
         seen: dict[int, Tensor] = {}
 
@@ -172,7 +173,7 @@ def release_pinned_memory() -> None:
 
 def _replace_state(optimizer: Optimizer, relocate: Callable[[Tensor], Tensor]) -> None:
     for group in optimizer.param_groups:
-        # Except in these two cases torch counts steps on the host, whatever the parameter's device.
+        # torch keeps the step count on the host, except with these two options.
         counts_on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

@@ -35,7 +35,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
 
     It is a torch Optimizer itself: step hooks registered on it fire once per `step()`. `state` and
     `param_groups` hold the inner optimizers' own dicts. `state_dict()` is keyed by parameter name,
-    so the state loads on another layout.
+    so the state can be loaded with another parallel layout.
     groups_by_part: torch's parameter groups of each part; by default one with all trainable parameters.
     """
 
@@ -86,12 +86,12 @@ class OptimizersContainer(Optimizer, Generic[T]):
             fresh = [optimizer for optimizer in optimizers if not optimizer.state]
             of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
             if fresh:
-                # torch (2.13) makes missing states by a step with zero gradients: undo its step count.
+                # torch (2.13) creates missing states by a step with zero gradients: reset the step count.
                 for state in (state for o in fresh for state in o.state.values()):
                     if "step" in state:
                         state["step"] = state["step"] * 0
                 of_part = dcp.get_optimizer_state_dict(model, optimizers, options=options)
-            if tied_copies.holds_second(model):  # both copies of tied weights have equal state
+            if tied_copies.holds_second(model):  # save the state of a tied weight only once
                 names = tied_copies.SECOND, tied_copies.FIRST
                 of_part = {_renamed(key, *names): value for key, value in of_part.items()}
             state_dict.update(of_part)
@@ -106,7 +106,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
                 names = tied_copies.FIRST, tied_copies.SECOND
                 of_part = {_renamed(key, *names): value for key, value in state_dict.items()}
                 for key in of_part.keys() - state_dict.keys():
-                    # Clone, because the first copy of the weight, if on this rank, gets the tensor itself.
+                    # Clone, because this rank may also hold the first copy, which keeps the tensor.
                     if isinstance(of_part[key], torch.Tensor):
                         of_part[key] = of_part[key].clone()
             dcp.set_optimizer_state_dict(model, optimizers, of_part, options=options)
@@ -139,7 +139,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
         del self.state, self.param_groups
 
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
-        """Yield each model part with its optimizers; the part's gradients are set aside meanwhile."""
+        """Yield each model part with its optimizers. Until the next part, its gradients are removed."""
         # A forward without gradient leaves FSDP2 modules gathered, and optimizers hold only shards.
         for part in self.model_parts:
             distributed.reshard_model(part)
@@ -272,13 +272,13 @@ for _builder in (build_optimizers, build_optimizers_with_moe_load_balancing):
 
 
 def skips_on_device(optimizers: Iterable[Optimizer]) -> bool:
-    """True if `skipped_where` works for all optimizers, as for torch's "fused" implementations."""
+    """True if all optimizers support `skipped_where`; torch's "fused" implementations do."""
     return all(torch_parts.field_of(o, "skips_on_device") for o in optimizers)
 
 
 @contextmanager
 def skipped_where(optimizers: Iterable[Optimizer], skip: torch.Tensor) -> Iterator[None]:
-    """In the block, optimizer steps change nothing if `skip` is True, a bool that stays on the device."""
+    """A context in which optimizer steps change nothing if `skip`, a bool tensor on the device, is True."""
     for optimizer in optimizers:
         optimizer.found_inf = skip.to(torch.float32)  # the attribute that torch's GradScaler sets
     try:
@@ -292,7 +292,7 @@ class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The `state` mappings of several optimizers, read and written as one."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        # Not read from the states, which have no entry for a parameter that was never stepped.
+        # Built from the groups, because `state` has no entry for a parameter before its first step.
         self._state_with = {
             param: optimizer.state
             for optimizer in optimizers
@@ -316,7 +316,7 @@ class _JoinedState(MutableMapping[nn.Parameter, dict[str, Any]]):
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        # `in` adds no entry to an optimizer's state, which is a defaultdict; a look-up would.
+        # `state` is a defaultdict, so `state[param]` would add an entry.
         return param in self._state_with.get(param, ())
 
 

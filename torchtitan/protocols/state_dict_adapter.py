@@ -83,17 +83,17 @@ class BaseStateDictAdapter(ABC):
     def for_export(self, base_names: Collection[str]) -> "BaseStateDictAdapter":
         """Return an adapter that uses the tensor names of an export.
 
-        base_names: tensors in the base model's files, whose untrained parts the export copies; empty if
-            it copies nothing.
+        base_names: names of the tensors in the base model's files, if the export copies parts of these files
+            that are not trained; else empty.
         """
         return self
 
     def ignores_hf_key(self, hf_key: str) -> bool:
-        """True if a load skips this tensor; any other tensor that the model lacks fails the load."""
+        """True if loading skips this tensor. Loading fails for other tensors that the model lacks."""
         return False
 
     def holds_untrained_part(self, hf_key: str) -> bool:
-        """True if the ignored tensor is a weight of a part that our model lacks."""
+        """True if `hf_key`, which loading skips, is a weight of a part that our model lacks."""
         return False
 
 

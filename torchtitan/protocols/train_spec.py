@@ -51,7 +51,7 @@ class TrainSpec:
 
     A client may change a field, or a flavor's args, before it builds a trainer. If a builder is None,
     the trainer works without that part. The fields after `state_dict_adapter` tell the config checks what
-    the builders support; None takes the builder's attribute of the same name, if it has one.
+    the builders support. If a field is None, the builder's attribute of the same name is used, if any.
     """
 
     model_cls: type  # a ModelProtocol
@@ -78,7 +78,7 @@ class TrainSpec:
     shards_one_rank: bool | None = None
 
     def fact(self, name: str) -> Any:
-        """Return a field of `_BUILDER_OF`; None if neither the spec nor the builder has a value."""
+        """Return the spec's field `name`, or if it is None, the builder's attribute of this name (or None)."""
         value, builder = getattr(self, name), getattr(self, _BUILDER_OF[name])
         return getattr(builder, name, None) if value is None else value
 
@@ -129,7 +129,8 @@ def get_train_spec(name: str) -> TrainSpec:
     )
 
 
-# Names that clients import from here, loaded on access because their modules are slow or import this one.
+# Names that clients import from this module. They load on access, because their modules are slow to import
+# or import this module.
 _MODULE_OF = {
     "BaseDataLoader": "torchtitan.data.dataloader",
     "LossFunction": "torchtitan.loss.cross_entropy",

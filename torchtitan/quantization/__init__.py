@@ -83,8 +83,8 @@ def require_gpu(key: str, major: int, minor: int, remedy: str, or_else: bool = F
 def module_filter_fn(
     mod: nn.Module, fqn: str, filter_fqns: list[str], multiple: int = _DIM_MULTIPLE
 ) -> bool:
-    """True for a linear layer whose sizes are multiples of `multiple`, if no entry of `filter_fqns` is part
-    of its name."""
+    """True if the module is linear, its sizes are multiples of `multiple`, and its name contains no entry of
+    `filter_fqns`."""
     return (
         isinstance(mod, nn.Linear)
         and all(size % multiple == 0 for size in mod.weight.shape)

@@ -26,8 +26,8 @@ AUTO_FILTER_SMALL_KN_FLAG = "auto_filter_small_kn"
 class Float8LinearConverter(QuantizationConverter):
     """Replaces linear layers by torchao's Float8Linear.
 
-    Raises ValueError on hardware without float8, unless an uncompiled model emulates float8, and for
-    a recipe together with float8 all-gather. Raises ImportError without torchao.
+    On hardware without float8, raises ValueError unless the config emulates float8 without compiling.
+    Raises ValueError if a recipe and float8 all-gather are both set, and ImportError without torchao.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:

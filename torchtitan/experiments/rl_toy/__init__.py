@@ -19,7 +19,7 @@ toy_args = {
 
 
 def get_train_spec() -> TrainSpec:
-    """Return a new spec: Llama 3's with these flavors, no tokenizer, and generated data."""
+    """Return a new spec: Llama 3 with the flavors above, without a tokenizer, and with generated data."""
     return replace(
         get_llama3_spec(),
         model_args=toy_args,

@@ -30,7 +30,7 @@ class CharTokenizer(BaseTokenizer):
         return ids + [self.eos_id] * add_eos
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """Return the text of ids; ids beyond the vocabulary, which a larger model may draw, are U+FFFD."""
+        """Return the text of ids. Ids beyond the vocabulary, which a larger model may draw, become U+FFFD."""
         characters = self.characters
         return "".join(
             characters[i - 1] if i <= len(characters) else "\ufffd" for i in token_ids if i > 0
@@ -63,7 +63,7 @@ class CharTask(Task):
 
 
 class SumDigitsTask(CharTask):
-    """Add `num_min` to `num_max` numbers from 0 to `value_max`: "3+4=" expects "7"."""
+    """Add numbers from 0 to `value_max`: "3+4=" expects "7". Sums have num_min to num_max numbers."""
 
     def __init__(self, num_min: int = 2, num_max: int = 2, value_max: int = 9, seed: int = 0):
         super().__init__("0123456789+=", seed)
@@ -118,7 +118,7 @@ class GuessTask(CharTask):
 
 
 def build(rl: Any, *_: Any) -> Task:
-    """Build the task that `rl.task.name` names; a `tasks.TaskBuilder`."""
+    """Return the task that `rl.task.name` names. This function is a `TaskBuilder`."""
     task = rl.task
     match task.name:
         case "sum_digits":

@@ -38,10 +38,11 @@ class DeepSeekV3ModelArgs(MoEDecoderArgs):
     max_batch_size: not read, accepted for compatibility.
     inter_dim, moe_inter_dim: hidden size of the dense feed-forward and of one expert.
     n_dense_layers: number of first layers, which have no experts.
-    q_lora_rank, kv_lora_rank: sizes of the latents that queries (0: no latent), keys and values are
-        projected from.
+    q_lora_rank, kv_lora_rank: size of the latent of queries (0: no latent), and of the latent that keys
+        and values share.
     qk_nope_head_dim, qk_rope_head_dim: parts of a query and key head without and with RoPE.
-    original_seq_len, rope_theta, rope_factor, beta_fast, beta_slow: as in `YaRNArgs`.
+    rope_theta: the base of RoPE's frequencies. rope_factor: the factor of `YaRNArgs`.
+    original_seq_len, beta_fast, beta_slow: as in `YaRNArgs`.
     mscale: `yarn_mscale`'s argument for the softmax scale, Hugging Face's `mscale_all_dim`.
     rope_mscale: Hugging Face's `mscale`, for the magnitude of RoPE; None: equal to mscale.
     attention_bias: wq_a, wkv_a and wo have biases. hf_type: model_type in Hugging Face's config.json.
@@ -198,7 +199,7 @@ class DeepSeekV3StateDictAdapter(HFAdapter):
                 "self_attn.kv_b_proj": "attention.wkv_b",
             }
         ),
-        **CORRECTION_BIAS,  # missing in V2's files
+        **CORRECTION_BIAS,  # V2's files lack this bias
     }
 
 
@@ -254,7 +255,7 @@ _ROWS = (
     *hf.ROUTER_GROUPS,
     hf.SILU,
     hf.Must("num_key_value_heads", lambda args: args.n_heads),
-    # transformers reads head_dim as qk_rope_head_dim; published files lack head_dim.
+    # transformers reads head_dim as qk_rope_head_dim; published config.json files lack head_dim.
     hf.Must("head_dim", lambda args: args.qk_rope_head_dim, is_written=False),
     hf.Must("mlp_bias", False, "its feed-forwards have no biases", is_written=False),
     hf.Field("attention_bias", "attention_bias", bool, False),
@@ -283,9 +284,9 @@ _ROWS = (
 
 
 def _router(norm_topk_prob: bool, scoring_func: str, method: Any) -> tuple[hf.Row, ...]:
-    """Return the router's rows. method: the only topk_method accepted.
+    """Return the rows of the router's fields. method: the only topk_method accepted.
 
-    norm_topk_prob, scoring_func: the values if a config lacks these fields.
+    norm_topk_prob, scoring_func: the defaults of these fields.
     """
     return (
         hf.Field("norm_topk_prob", "moe_args.route_norm", bool, norm_topk_prob),

@@ -19,7 +19,10 @@ _GLOBAL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 
 @dataclass(frozen=True)
 class _Layers(Layers):
-    """`Layers` whose full-attention layers, always including the last layer, have their own head sizes."""
+    """`Layers` for models whose full-attention layers have head sizes of their own.
+
+    The last layer always has full attention.
+    """
 
     @property
     def fields(self) -> Iterable[str]:
@@ -39,17 +42,17 @@ class _Layers(Layers):
         if n_kv_heads is not None and config["attention_k_eq_v"]:
             sizes["num_key_value_heads"] = n_kv_heads
         full_layers = [str(n) for n, name in enumerate(types) if name == FULL_ATTENTION]
-        by_layer = config.get("per_layer_config")  # where transformers writes these sizes
+        by_layer = config.get("per_layer_config")  # transformers writes the sizes to this field
         if by_layer is not None:
             sizes = next(iter(by_layer.values()), {})
             given = {str(layer): own for layer, own in by_layer.items()}
             if given != dict.fromkeys(full_layers, sizes) or not {*sizes} <= {*_SIZES}:
                 reason = f"only layers {', '.join(full_layers)} may have own {' and '.join(_SIZES)}"
-                raise hf.refusal(config, "per_layer_config", f"{reason}, with the same values")
+                raise hf.refusal(config, "per_layer_config", f"{reason}, all with equal values")
         for name in sizes:
             hf.check_kind(sizes, name, hf.SIZE)
         if sizes.get("head_dim", 0) % 2:
-            raise hf.refusal(sizes, "head_dim", "RoPE turns an even number of a head's dims")
+            raise hf.refusal(sizes, "head_dim", "RoPE rotates an even number of dimensions")
         facts = {_SIZES[name]: size for name, size in sizes.items() if size != config[name]}
         full = values["layer_kinds"][FULL_ATTENTION]
         values["layer_kinds"][FULL_ATTENTION] = dataclasses.replace(
@@ -74,11 +77,11 @@ _ROWS = (
     hf.Must("enable_moe_block", False, "layers have no experts here"),
     hf.Must("num_experts", None, "layers have no experts here", is_written=False),
     hf.Must("moe_intermediate_size", None, "layers have no experts here", is_written=False),
-    # With "vision" only the tokens of an image see each other both ways.
+    # With "vision" only the tokens of an image have bidirectional attention.
     hf.Must("use_bidirectional_attention", "vision", "text is causal here", is_written=False),
     _Layers(types=hf_lm.every(6), window=512, thetas=_THETAS),
 )
-# Published files leave these fields out.
+# The config.json files of published models omit these fields.
 _DEFAULTS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, global_head_dim=512)
 _DEFAULTS |= dict(vocab_size=262144, hidden_size_per_layer_input=256, attention_k_eq_v=False)
 _DEFAULTS |= dict(rms_norm_eps=1e-6, max_position_embeddings=131072, tie_word_embeddings=True)

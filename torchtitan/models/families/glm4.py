@@ -1,4 +1,4 @@
-"""GLM 4.5, 4.6 and 4.7; GLM-4.7-Flash has DeepSeek V3's architecture, so `deepseek_v3` has its rows."""
+"""GLM 4.5, 4.6 and 4.7; GLM-4.7-Flash, which has DeepSeek V3's architecture, is in `models.deepseek_v3`."""
 
 from torchtitan.models import hf_causal_lm as hf_lm
 from torchtitan.models import hf_fields as hf

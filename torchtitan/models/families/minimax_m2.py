@@ -42,7 +42,7 @@ hf_types = {
         names=hf_lm.BLOCK_SPARSE_MOE
         | {
             f"model.layers.{{}}.{module}.{_BIAS}": "layers.{}.moe.expert_bias"
-            for module in ("block_sparse_moe", "mlp")  # transformers uses "mlp" in memory
+            for module in ("block_sparse_moe", "mlp")  # in files, and in transformers' state dicts
         },
     )
 }

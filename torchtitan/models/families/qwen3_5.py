@@ -12,7 +12,10 @@ from torchtitan.models.hf_causal_lm import LINEAR_ATTENTION, Layers
 
 
 def _names(args: CausalLMArgs) -> HFKeyMap:
-    """Return the table of linear-attention layers, by layer index: other layers' weights have other HF names."""
+    """Return the key map of linear-attention layers.
+
+    Its names contain the layer's index, because full-attention layers have different weights.
+    """
     keys = args.linear_key_heads * args.linear_key_dim
     values = args.linear_value_heads * args.linear_value_dim
     qkv = (keys, keys, values)

@@ -2,7 +2,7 @@
 
 Letters as in `models.decoder` and, for experts, in `models.moe.moe`. Initialisation differs from the
 decoder's table: all weights of a block, and the biases and sinks of attention and experts, have the std
-that depends on depth; the router's bias starts at 0.
+of attention.wo. The router's bias starts at 0.
 """
 # ruff: noqa: F401 (names of torchtitan 0.2.x)
 
@@ -38,8 +38,8 @@ class GptOssModelArgs(MoEDecoderArgs):
     max_batch_size, dtype: not read, accepted for compatibility.
     moe_inter_dim: hidden size of one expert. swiglu_limit: the bound in `swiglu`.
     sliding_window_size: number of tokens that a token of an even layer sees, itself included.
-    original_seq_len, rope_theta, rope_factor, ntk_beta, ntk_alpha: as in `YaRNArgs`, where the
-        last two are beta_fast and beta_slow.
+    rope_theta: the base of RoPE's frequencies. rope_factor, original_seq_len, ntk_beta, ntk_alpha: factor,
+        original_seq_len, beta_fast and beta_slow of `YaRNArgs`.
     """
 
     max_batch_size: int = 8
@@ -83,7 +83,7 @@ def feed_forward(
     bias2: Tensor,
     limit: float,
 ) -> Tensor:
-    """The experts' two layers; see `run_for_loop`."""
+    """The two layers of all experts, with `swiglu` between them; see `run_for_loop`."""
     return linear(swiglu(linear(x, mlp1, bias1), limit=limit), mlp2, bias2)
 
 
@@ -145,7 +145,7 @@ def precompute_rope_cache(
 
 
 def _yarn(*sizes: Any) -> RoPEArgs:
-    """YaRN that does not round the blend's bounds to whole pairs. sizes: the first fields of `YaRNArgs`."""
+    """Return YaRN with truncate = False. sizes: the first fields of `YaRNArgs`."""
     return RoPEArgs(scaling=YaRNArgs(*sizes, truncate=False), magnitude=yarn_mscale(sizes[0]))
 
 
@@ -226,7 +226,7 @@ def _expert_names(hf_name: str, name: str) -> HFKeyMap:
     return {
         hf: Fused((f"{ours}_weight",), transposed=True),
         f"{hf}_blocks": f"{ours}_weight",
-        f"{hf}_scales": None,  # the reader has applied the scales
+        f"{hf}_scales": None,  # `MXFP4Reader` has already multiplied the blocks by their scales
         f"{hf}_bias": f"{ours}_bias",
     }
 
@@ -253,7 +253,7 @@ def _experts(num_experts: int) -> MoEArgs:
     return MoEArgs(num_experts, num_shared_experts=0, score_before_experts=False, **router)
 
 
-# For a CPU: a vocabulary of 2,048, and experts as wide as the model.
+# Sizes of a flavor for CPUs: a vocabulary of 2,048, and experts as wide as the model.
 _SMALL = {"vocab_size": 2048, "moe_inter_dim": 256, "n_heads": 8, "n_kv_heads": 2}
 _SMALL |= {"sliding_window_size": 32}
 gptoss_configs: dict[str, GptOssModelArgs] = {

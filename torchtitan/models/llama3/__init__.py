@@ -47,7 +47,10 @@ class TransformerModelArgs(DecoderArgs):
         return self.hidden_dim_by_rule() if self.hidden_dim is None else self.hidden_dim
 
     def hidden_dim_by_rule(self, n_shares: int = 1) -> int:
-        """Return the hidden size of each of `n_shares` feed-forwards by the rule of 8/3 dim."""
+        """Return the hidden size by the formula for multiple_of and ffn_dim_multiplier.
+
+        n_shares: divide the size by this number of experts before it is rounded up.
+        """
         hidden = int(8 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:
             hidden = int(self.ffn_dim_multiplier * hidden)
@@ -73,7 +76,7 @@ class Transformer(Decoder):
 
 
 class Llama3StateDictAdapter(HFAdapter):
-    """Renames to Hugging Face's LlamaForCausalLM, which pairs a head's numbers by halves in RoPE."""
+    """Renames to Hugging Face's LlamaForCausalLM, whose RoPE rotates dimensions i and i + D/2 together."""
 
     @property
     def rotated_heads(self) -> dict[str, int]:

@@ -47,8 +47,8 @@ class RoPEScalingArgs(rope.RoPEScalingArgs):
 class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
     """Llama 4's text model: Llama 3 plus layers without RoPE, chunks, and experts.
 
-    every_n_layers_nope: n; the layers of index n - 1, 2 n - 1, ... have no RoPE, and there a token
-        attends to its whole document; None: all layers have RoPE.
+    every_n_layers_nope: n; the layers of index n - 1, 2 n - 1, ... have no RoPE, and in these layers a
+        token attends to its whole document. None: all layers have RoPE.
     fixed_attn_block_size: in layers with RoPE a token attends only to its chunk of this many tokens.
         A document's first chunk begins with the document.
     interleave_moe_layer_step: s; the layers of index s - 1, 2 s - 1, ... have experts; 1 means all.
@@ -86,12 +86,12 @@ class TransformerModelArgs(llama3.TransformerModelArgs, MoEDecoderArgs):
         return self.hidden_dim_by_rule(per_token if self.auto_scale_hidden_dim else 1)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """As `MoEDecoderArgs.update_from_config`. Raises ValueError like `check_chunks`."""
+        """Apply the config as `MoEDecoderArgs` does, then call `check_chunks`, which may raise ValueError."""
         super().update_from_config(job_config, **kwargs)
         self.check_chunks(self.max_seq_len)
 
     def check_layers(self) -> None:
-        """Raise ValueError for an interval or a size that is too small."""
+        """Raise ValueError if a layer interval, the chunk size or floor_scale is too small."""
         smallest = {"every_n_layers_nope": 2, "interleave_moe_layer_step": 1}
         smallest |= {"fixed_attn_block_size": 1, "floor_scale": 1}
         for name, least in smallest.items():

@@ -166,7 +166,7 @@ def _needs_padding(parameter: Tensor) -> bool:
 class RouterGate(nn.Linear):
     """A Linear that computes in fp32 for every dtype of input and weight.
 
-    In bf16 close scores would tie or swap, and other experts would be chosen.
+    In bf16, scores that are close would tie or swap, which would change the choice of experts.
     """
 
     reads_local_parameters: ClassVar[bool] = True
@@ -250,9 +250,9 @@ class TokenChoiceTopKRouter(nn.Module):
             limited = num_limited_groups or 0
             if rest or least is None or group_size < least or not 1 <= limited <= num_expert_groups:
                 raise ValueError(
-                    f"num_expert_groups = {num_expert_groups} must divide num_experts = {num_experts} "
-                    f"into groups of 2 or more experts (1 with group_score = 'max'), num_limited_groups "
-                    f"must be 1 to num_expert_groups, and group_score 'top2_sum' or 'max'; got "
+                    f"num_expert_groups = {num_expert_groups} must divide num_experts = {num_experts}, "
+                    f"num_limited_groups must be 1 to num_expert_groups, and group_score must be 'max', or "
+                    f"'top2_sum' with groups of 2 or more experts; got "
                     f"num_limited_groups = {num_limited_groups}, group_score = {group_score!r}"
                 )
             num_candidates = group_size * limited
@@ -344,8 +344,8 @@ class TokenReorderer(nn.Module):
 class MoE(nn.Module):
     """Routed experts, by default `GroupedExperts`, plus shared experts that see every token.
 
-    expert_bias [E] fp32 balances the load: before each step the optimizer changes it by the counts
-    that training forwards have added to tokens_per_expert [E] fp32.
+    expert_bias [E] fp32 balances the load. Training forwards add their token counts to tokens_per_expert
+    [E] fp32, and before each step the optimizer adjusts expert_bias to these counts.
     """
 
     expert_bias: Tensor | None
@@ -387,7 +387,7 @@ class MoE(nn.Module):
             replayed = replayed.reshape(-1, self.router.top_k)
         top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias, replayed)
         # Count training tokens only, not validation. Count before the experts: recomputation of a
-        # checkpointed block may stop early, but after this point, so every token counts exactly twice.
+        # checkpointed block may stop early, but not before this line, so it counts every token again.
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert.add_(num_tokens_per_expert)

@@ -11,7 +11,7 @@ _NAME = "the batch's 'routed_experts'"
 
 
 def check_replay(tokens: Tensor, experts: Tensor, n_moe: int, n_layers: int, args: Any) -> None:
-    """Raise ValueError for experts [B, T, L, k] that don't fit tokens [B, T], L = n_moe or n_layers.
+    """Raise ValueError if experts [B, T, L, k] don't fit tokens [B, T]. L must be n_moe or n_layers.
 
     n_moe: the number of mixtures of experts among the n_layers. args: their `MoEArgs`.
     """
@@ -42,6 +42,6 @@ def check_replay(tokens: Tensor, experts: Tensor, n_moe: int, n_layers: int, arg
     is_wrong = (in_order.diff(dim=-1) == 0).any(dim=-1) | (in_order[..., 0] < 0)
     if (is_known & is_wrong).any():
         raise ValueError(
-            f"{_NAME} must name {args.top_k} different experts for a token, or {args.top_k} times -1, "
-            "got an expert twice, or -1 in some places; mark tokens without known experts by -1 in all"
+            f"{_NAME} must give each token {args.top_k} different experts, or -1 in all {args.top_k} places, "
+            "got an expert twice or -1 in some places; give -1 in all places if the experts are unknown"
         )

@@ -32,13 +32,13 @@ def _permute(
 
 
 def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `func(*weights, x, num_tokens_per_expert)` for x sorted by rank and then by expert.
+    """Wrap `func(*weights, x, num_tokens_per_expert)`, so that it takes x sorted by rank and then by expert.
 
-    func gets each local expert's tokens together and padded; its result's padding is removed. The largest
-    dim 0 of the weights is the number of local experts.
+    The wrapper sorts and pads the tokens by local expert, calls func, and then restores order and size.
+    The largest dim 0 of the weights is the number of local experts.
     """
 
-    # Not `functools.wraps`: the compiler cannot trace it on a partial, which `func` may be.
+    # No `functools.wraps`: `func` may be a partial, which the compiler could not trace then.
     def padded(*weights_x_and_counts: Tensor) -> Tensor:
         *weights, x, num_tokens_per_expert = weights_x_and_counts
         num_local_experts = max(weight.shape[0] for weight in weights)
