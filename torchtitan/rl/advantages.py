@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan.rl.rewards import LARGEST_REWARD
 
-# A smaller standard deviation is rounding error: the rewards, or advantages, are equal.
+# If the standard deviation is smaller, the rewards or advantages are equal up to rounding.
 _SMALLEST_STD = 1e-8
 
 
@@ -97,15 +97,16 @@ class GAE:
     def __call__(
         self, rewards: Sequence[float], values: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return per-token advantages, and the returns, which are the targets of the values.
+        """Return (advantages, returns); returns are the critic's targets: advantage before whitening + value.
 
-        values: one tensor [n] for each completion of n sampled tokens. Results have the same shapes, in fp64.
-        A return is the advantage before whitening plus the value.
+        values: one tensor [n] for each completion of n sampled tokens. Advantages and returns have the
+        same shapes, in fp64.
         """
         lengths = [len(of_tokens) for of_tokens in values]
         if not sum(lengths):
             return list(values), list(values)
-        padded = pad_sequence([v.double() for v in values], batch_first=True)  # [S, T]
+        # [number of completions, length of the longest completion]
+        padded = pad_sequence([v.double() for v in values], batch_first=True)
         ends = torch.tensor(lengths)
         has_tokens, is_token = ends > 0, torch.arange(padded.shape[1]) < ends[:, None]
         delta = -padded

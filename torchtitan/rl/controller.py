@@ -61,7 +61,7 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
 class Controller:
     """Trains a policy with RL.
 
-    task: used instead of the config's task. remote: the generating ranks of `rl.generator.ranks`.
+    task: replaces the config's task. remote: the separate generating ranks, if `rl.generator.ranks` is set.
     Raises ConfigError for a config that cannot run.
     """
 
@@ -230,7 +230,7 @@ class Controller:
         if updates:  # empty while only the critic learns
             merged = metrics_of_updates([update.metrics for update in updates])
             metrics["loss"] = merged.pop("loss")
-            # `describe` returns the advantage metrics of all episodes.
+            # Leave out advantage metrics of the updates: `describe` computes them over all episodes.
             metrics |= {f"loss/{n}": x for n, x in merged.items() if not n.startswith("advantage_")}
             metrics["grad_norm"] = fmean(update.grad_norm for update in updates)
             metrics["lr"] = updates[-1].lr
@@ -245,7 +245,7 @@ class Controller:
         return metrics
 
     def _take(self, number: int) -> list[Episode]:
-        """Return the episodes of a batch; begin to draw up to `rl.async_steps` later batches."""
+        """Return the episodes of a batch, and begin to draw up to `rl.async_steps` later batches."""
         steps_left = self.job_config.training.steps - self.step
         last = number - 1 + max(1, -(-steps_left // self.updates_per_batch))
         self.rollouts.start_until(min(number + self.config.async_steps, last))
@@ -263,7 +263,7 @@ class Controller:
     def _update(
         self, samples: list[TrainingSample], measured: dict[str, float]
     ) -> list[OptimStepOutput]:
-        """Take the optimizer steps on a batch of samples; adds metrics to `measured`."""
+        """Take a batch's optimizer steps and return their results; also add metrics to `measured`."""
         # The completions of a prompt stay together, because advantages compare them.
         groups = list(dict.fromkeys(sample.group_id for sample in samples))
         n_parts = self.config.minibatches
@@ -276,7 +276,7 @@ class Controller:
             of_critic = [self.critic.batcher.batch(part) for part in parts]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
-        # Before the first update, so these are log-probs of the policy at the start of the step.
+        # Rescore before the first update, to get log-probs of the policy at the start of the step.
         if self.config.generator.rescore:
             rescored = [self.trainer.rescore(batch) for batch in batches]
             batches = [batch for batch, _ in rescored]
@@ -344,7 +344,7 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the engine does not save, as a JSON string. Collective."""
         state = {
-            "rollouts": self.rollouts.state_dict(),  # first, because this call may reset the task
+            "rollouts": self.rollouts.state_dict(),  # before the task's state, which it may reset
             "task": self.task.state_dict(),
             "num_batches": self.num_batches,
         }

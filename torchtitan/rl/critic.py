@@ -85,7 +85,7 @@ class Critic(Learner):
     def begin(self) -> None:
         """Load initial weights unless resuming. Collective.
 
-        LoRA checkpoints lack the base, so the base is always loaded.
+        With LoRA, always load initial weights, because checkpoints lack the base weights.
         """
         if self.is_loaded:
             if "lora" in self.engine.job_config.model.converters:
@@ -150,7 +150,7 @@ class Critic(Learner):
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer, schedule and counters."""
+        """Return the state of model, optimizer and schedule, and the counters."""
         states = self.engine.checkpointer.states
         return {name: state.state_dict() for name, state in states.items() if state is not None}
 
@@ -167,7 +167,7 @@ def critic_config(job_config: JobConfig) -> JobConfig:
     job, critic = copy.deepcopy(job_config), job_config.rl.critic
     job.job.description = f"critic of {job.job.description}"
     job.job.print_config, job.job.save_config_file = False, None
-    job.model.value_head, job.model.fp32_head = True, False  # a value head is in fp32 anyway
+    job.model.value_head, job.model.fp32_head = True, False  # a value head is always in fp32
     for name in ("lr", "weight_decay"):
         if (value := getattr(critic, name)) is not None:
             setattr(job.optimizer, name, value)

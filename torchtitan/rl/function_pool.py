@@ -23,9 +23,10 @@ from torchtitan.tools.host import signal_at_parents_death
 Call = tuple[Sequence[Any], dict[str, Any]]
 """Positional and keyword arguments of a function."""
 
-_SECONDS_TO_START = 300  # limit to start a process and import the user's module
-# The pipe of a dead process usually closes at once. But a process that it forked may hold the pipe
-# open.
+_SECONDS_TO_START = 300  # time limit to start a process and import the user's module
+
+# The pipe of a dead process usually closes at once. But if the process has forked, its child may hold the
+# pipe open, so the pool also checks whether the process is alive.
 _SECONDS_BETWEEN_CHECKS = 0.5
 
 
@@ -68,7 +69,9 @@ class FunctionPool:
         self._convert, self._what, self._keys = convert, what, keys
         self._threads, self._of_thread = ThreadPoolExecutor(n_processes, "calls"), threading.local()
         self._workers: list[_Worker] = []  # never replaced: the finalizer holds this list
-        # As in multiprocessing's pools: `_kill_all` runs before the SIGTERM at exit, and not in forks.
+
+        # At exit, this finalizer runs before multiprocessing sends SIGTERM to the processes. A forked copy of
+        # this process does not run it. multiprocessing's pools do the same.
         Finalize(self, _kill_all, (self._workers,), exitpriority=10)
 
     def call_all(self, calls: Sequence[Call], numbers: Sequence[int] | None = None) -> list[Result]:
@@ -83,9 +86,9 @@ class FunctionPool:
         except BaseException:
             for future in futures:
                 future.cancel()
-            self.close()  # ends the other threads' calls
+            self.close()  # end the processes, so that the other threads' calls return
             wait(futures)
-            self.close()  # a thread may have started a process after the first `close`
+            self.close()  # end processes that threads started after the first `close`
             raise
 
     def _call(self, number: int, call: Call) -> Result:
@@ -103,9 +106,10 @@ class FunctionPool:
                 self._end(worker)
                 limit = f"{self._timeout_seconds:g} s ({self._keys[1]})"
                 return Result(failure=f"{self._what} took longer than {limit}")
-            has_ended = not process.is_alive()  # then poll once more: it may have answered
+            # If the process has ended, poll once more: it may have answered before its end.
+            has_ended = not process.is_alive()
         else:
-            with suppress(EOFError, OSError):  # OSError: it died in the middle of a result
+            with suppress(EOFError, OSError):  # OSError: the process died while it sent the result
                 return pipe.recv()
         self._end(worker)
         code = process.exitcode
@@ -118,8 +122,9 @@ class FunctionPool:
         if worker in self._workers:
             if worker.process.is_alive():
                 return worker
-            self._end(worker)  # kills processes that it left behind
-        # Spawn, not fork, because this process has threads and perhaps a device.
+            self._end(worker)  # kill the children of the dead process
+
+        # Spawn, not fork, because this process has threads and perhaps uses a device.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = (theirs, self._functions, self._convert)
@@ -142,7 +147,7 @@ class FunctionPool:
 
     def _end(self, worker: _Worker) -> None:
         _kill(worker)
-        with suppress(ValueError):  # `close` has removed it
+        with suppress(ValueError):  # `close` may have removed the worker
             self._workers.remove(worker)
 
     def close(self) -> None:
@@ -156,7 +161,7 @@ def _kill_all(workers: list[_Worker]) -> None:
 
 
 def _kill(worker: _Worker) -> None:
-    # `_work` makes the process a group leader: this also kills processes that its calls started.
+    # `_work` makes the process a group leader, so killing the group also kills processes of its calls.
     with suppress(OSError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.kill()
@@ -165,7 +170,7 @@ def _kill(worker: _Worker) -> None:
 
 
 def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
-    """The main loop of a process: answer calls until the pool closes the pipe."""
+    """The main loop of a worker process: answer calls until the pool closes the pipe."""
     # A generating rank ignores SIGTERM, and this process inherits that. When the parent exits,
     # multiprocessing ends its daemons with SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

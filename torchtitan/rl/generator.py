@@ -53,8 +53,8 @@ class Generator(ABC):
 
     is_collective: True if all ranks have to call `generate` together, with the same arguments; then
         every rank gets all completions.
-    ranks_per_copy: number of consecutive ranks over which one copy of the model is sharded; they call
-        `generate` together, if it is not collective.
+    ranks_per_copy: number of consecutive ranks over which one copy of the model is sharded. If
+        `is_collective` is False, these ranks have to call `generate` together.
     """
 
     policy_version: int = -1
@@ -111,7 +111,10 @@ class Generator(ABC):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later call without `sampling.seed` needs, besides weights, to draw the same tokens."""
+        """Return the state that later calls without `sampling.seed` need to draw the same tokens.
+
+        The state does not include weights.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027, for no state
@@ -148,7 +151,7 @@ class DecoderGenerator(Generator):
 
     @property
     def max_length(self) -> int:
-        """Length limit of prompt plus completion, whose last token the model never reads."""
+        """Length limit of prompt plus completion; the model never reads the completion's last token."""
         return self.decoder.max_length + 1
 
     def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
@@ -214,7 +217,7 @@ class LocalGenerator(DecoderGenerator):
 
     Call `update_weights` after every change of the weights, or `generate` raises StaleWeightsError.
     Data-parallel ranks continue different prompts; each makes as many forwards as the rank with the
-    longest completion. options: of `DecoderGenerator`.
+    longest completion. options: arguments of `DecoderGenerator`.
     """
 
     is_collective = True
@@ -266,7 +269,7 @@ class CopyGenerator(DecoderGenerator):
     """Samples from a separate, whole model on this process, with weights from `update_weights`.
 
     `generate` does not communicate, so a thread may call it while another thread trains.
-    options: of `DecoderGenerator`.
+    options: arguments of `DecoderGenerator`.
     """
 
     weight_names = "ours"
@@ -283,20 +286,23 @@ class CopyGenerator(DecoderGenerator):
     def from_policy(
         cls, policy: "PolicyModel", *, dtype: torch.dtype | None = None, **options: Any
     ) -> "CopyGenerator":
-        """Return a generator with the policy's model class, without weights. dtype: default `compute_dtype`."""
+        """Return a generator with a new model of the policy's class, without weights.
+
+        dtype: dtype of the weights; None takes the policy's `compute_dtype`.
+        """
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
-        # The engine does the same; otherwise draws would differ between ranks with and without an engine.
+        # Engines do the same. Otherwise draws would differ between ranks with and without an engine.
         use_onednn(model, policy.device)
         model.to_empty(device=policy.device)
-        with seeded_init(model, 0):  # fills the buffers; weights are overwritten
+        with seeded_init(model, 0):  # fills the buffers; `update_weights` overwrites the weights
             model.init_weights()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if not OurNames().keeps_dtype(name):
                 parameter.data = parameter.data.to(dtype or policy.compute_dtype)
-        # Not the engine's own context, because another thread may be inside it.
+        # Don't use the engine's own autocast context, because another thread may be inside it.
         autocast = maybe_enable_amp(
             policy.parallel_dims, training.mixed_precision_param, policy.device.type
         )
@@ -313,14 +319,15 @@ class BufferedGenerator(Generator):
 
     `update_weights` stores a copy of the weights, and `pinned` returns a generator that loads this copy
     before it draws, so the weights of a draw do not depend on timing. One thread draws, in the order of
-    the `pinned` calls. in_flight: load the newest copy before each token instead.
+    the `pinned` calls. in_flight: load the newest copy before each token instead of before each draw.
     """
 
     def __init__(self, generator: Generator, *, in_flight: bool = False):
         self._generator, self._in_flight = generator, in_flight
         if in_flight:
             assert isinstance(generator, DecoderGenerator)
-            this = weakref.proxy(self)  # a cycle would keep the model until garbage collection
+            # A weak reference: a cycle would keep the model in memory until garbage collection.
+            this = weakref.proxy(self)
             generator.before_forward = lambda: this._take_over()
         self.weight_names, self.weight_dtype = generator.weight_names, generator.weight_dtype
         self.ranks_per_copy = generator.ranks_per_copy
@@ -331,7 +338,7 @@ class BufferedGenerator(Generator):
         return self if self._in_flight else copy.copy(self)
 
     def _take_over(self) -> None:
-        staged = self._staged  # read once: another thread may replace it
+        staged = self._staged  # read the attribute once, because another thread may replace it
         assert staged is not None
         if self._generator.policy_version != staged.version:
             self._generator.update_weights(staged, check_digest=self._checks_digest)
@@ -365,7 +372,10 @@ class PolicyModel:
 
     @property
     def compute_dtype_name(self) -> str:
-        """The dtype of weights in the trainer's forward: FSDP casts them, otherwise it is training.dtype."""
+        """The dtype of weights in the trainer's forward.
+
+        With FSDP it is `training.mixed_precision_param`, to which FSDP casts; else `training.dtype`.
+        """
         training, uses_fsdp = self.job_config.training, self.parallel_dims.uses_fsdp
         return training.mixed_precision_param if uses_fsdp else training.dtype
 
@@ -399,7 +409,7 @@ def _local_options(rl: RL) -> dict[str, Any]:
 
 
 def build_copy(policy: PolicyModel) -> Generator:
-    """Return a generator with a model of its own, without weights yet; raises as `build_generator`."""
+    """Return a generator with its own model, without weights yet. Raises what `build_generator` raises."""
     config, rl = policy.job_config, policy.job_config.rl
     settings = rl.generator
     if settings.backend == "local":

@@ -62,7 +62,8 @@ class JsonlTask(Task):
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._prompts = self._read(path)
         self._held_out = self._read(eval_path) if eval_path else self._prompts
-        self._order: tuple[int, list[int]] = (-1, [])  # (index of the pass, its permutation)
+        # (index of the current pass over the file, order of the prompts in this pass)
+        self._order: tuple[int, list[int]] = (-1, [])
         if chat is not None and tools is not None:
             messages = self.messages(self._prompts[0])
             result = {"role": "tool", "name": "", "content": "what the tool returned"}
@@ -102,7 +103,7 @@ class JsonlTask(Task):
         """Return the prompt of a line; raises ValueError for a bad line."""
         try:
             values = json.loads(line)
-            json.dumps(values, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+            json.dumps(values, ensure_ascii=False).encode()  # raises for an unpaired surrogate
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}") from error
         text = values.get(self._prompt_key) if isinstance(values, dict) else None
@@ -150,7 +151,7 @@ class JsonlTask(Task):
     # ---- replies ----
 
     def messages(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """Return the messages of a chat's prompt."""
+        """Return the messages of a prompt that is a list of messages."""
         assert prompt.row is not None
         return prompt.row[self._prompt_key]
 

@@ -41,7 +41,7 @@ class PolicyTrainer(Learner):
         self, job_config: JobConfig, *, engine: TrainingEngine | None = None, tokenizer: Any = None
     ):
         if not logger.handlers:
-            init_logger()  # a process of an actor library has no log handlers
+            init_logger()  # Ray and similar libraries start processes without log handlers
         self.job_config = job_config
         loss: PolicyLoss | LossWithTeacher = loss_from_config(job_config.rl.loss)
         check_trainer_config(job_config)
@@ -78,7 +78,7 @@ class PolicyTrainer(Learner):
 
     @property
     def policy_version(self) -> int:
-        """Counts optimizer steps and replacements of the weights; a resumed run keeps counting."""
+        """Number of optimizer steps and replacements of the weights; a resumed run keeps counting."""
         return self.engine.weights_version
 
     def _output_layer(self, loss_fn: PolicyLoss | LossWithTeacher | None = None) -> Head:
@@ -105,7 +105,10 @@ class PolicyTrainer(Learner):
     # ---- log-probs of a batch by the current weights ----
 
     def top_tokens(self, batch: TrainingBatch, k: int) -> list[Tensor | None]:
-        """Return for each sample the k most probable tokens at each slot, [n, 2 k]: see `TopTokens`."""
+        """Return the k most probable tokens at each slot: a tensor [n, 2 k] per sample of n slots.
+
+        The columns are those of `TopTokens`.
+        """
         rl = self.job_config.rl
         exact, temperature = rl.generator.exact, rl.sampling.temperature
         return self.forward(batch, TopTokens(temperature, batch_invariant=exact, k=k))
@@ -114,8 +117,8 @@ class PolicyTrainer(Learner):
         """Replace the generator's log-probs by the trainer's; also returns the largest change on any rank.
 
         This forward uses the same microbatches as training, so until the weights change, training gets
-        bitwise equal log-probs, and every ratio is exactly 1. Only this rank's microbatches change; in a
-        pipeline, only on the last stage. Raises ValueError as `forward_backward` does.
+        bitwise equal log-probs, and every ratio is exactly 1. Only this rank's microbatches get new
+        log-probs, and in a pipeline only on the last stage. Raises ValueError as `forward_backward` does.
         """
         rescored = self._with_scores(batch, name := "generator_logprobs")
         pairs = zip(*(x.of_rank(self.engine.dp_rank) for x in (batch, rescored)), strict=True)
@@ -143,7 +146,7 @@ class PolicyTrainer(Learner):
     def skip_step(self) -> None:
         """Advance the step and the schedule without an update of the policy."""
         self.engine.step += 1
-        with warnings.catch_warnings():  # torch warns if the schedule steps before the optimizer
+        with warnings.catch_warnings():  # torch warns if a schedule steps before the optimizer
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.engine.lr_schedulers.step()
 
