@@ -27,7 +27,7 @@ class _Store:
 
     Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens; `end`, the number of
     filled slots after the call; and `counts` [B], the number of new tokens of each row, without padding.
-    max_length: the size of dim 2, with an entry per cached token; 0: the tensors have no such dim.
+    max_length: size of dim 2, which has an entry per cached token; 0 if the tensors have no such dim.
     """
 
     max_length = 0
@@ -159,7 +159,10 @@ class CachedDeltaRule(_Store, DeltaRule):
 
 
 class ExpertRecord(_Store):
-    """The expert indices of cached tokens, int16 [B, L, max_length, k]; 0 for layers of other pipeline stages."""
+    """The expert indices of cached tokens, int16 [B, L, max_length, k].
+
+    Layers of other pipeline stages have 0.
+    """
 
     def __init__(self, parts: Sequence[Decoder], max_length: int):
         moe_layers = parts[0].moe_layers
@@ -210,7 +213,8 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        kernels = [layer.inner_attention for layer in layers]  # or another cache's replacements
+        # If another cache has replaced the model's kernels, these are the other cache's kernels.
+        kernels = [layer.inner_attention for layer in layers]
         invariant = any(getattr(kernel, "batch_invariant", False) for kernel in kernels)
         self.kernels = [
             CachedDeltaRule()
@@ -247,7 +251,7 @@ class CachedForward:
         if min(starts) != end - width:
             starts_of_rows = torch.tensor(starts, device=self._device)
             slots = starts_of_rows[:, None] + torch.arange(width, device=self._device)
-        # A mask depends only on slots, so evaluate it for the new tokens' slots.
+        # Masks depend only on slots, so evaluate them for the slots of the new tokens.
         keys = torch.arange(end, device=self._device)
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         masks = map_masks(
@@ -260,7 +264,8 @@ class CachedForward:
         for store in self._stores:
             store.slots, store.end, store.counts = slots, end, n_new
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
-            if layer.inner_attention is not kernel:  # another cache of this model ran since
+            # If another cache of this model ran in between, it has replaced this cache's kernels.
+            if layer.inner_attention is not kernel:
                 layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         with ExitStack() as hooks:
@@ -288,7 +293,7 @@ class CachedForward:
             store.put_rows(at, given, index)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; a row may be repeated."""
+        """Keep only these rows, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self._device)
         self.lengths = [self.lengths[row] for row in rows]
         for store in self._stores:

@@ -69,10 +69,10 @@ def _secret(token: str, rank: int) -> bytes:
 class WeightLane:
     """Sends one rank's weights to the workers of one vLLM server.
 
-    backend: as the server's `--weight-transfer-config '{"backend": ...}'`.
-    call: (endpoint name, message) -> the server's answer, by a POST, or a GET if the message is None.
-        After `call` has raised, the lane cannot be used again.
-    url: the server's. The lane listens at this machine's address on the route to the server.
+    backend: the backend in the server's `--weight-transfer-config '{"backend": ...}'`.
+    call: takes an endpoint's name and a message, sends a POST, or a GET if the message is None, and returns
+        the server's answer. After `call` has raised, the lane cannot be used again.
+    url: the server's address. The lane listens at this machine's address on the route to the server.
     delta: send only the changes since the last update; for "gloo".
     """
 
@@ -98,7 +98,7 @@ class WeightLane:
             "master_port": server.getsockname()[1],
             "rank_offset": 1,  # the sender is rank 0
             "world_size": size,
-            "packed": False,  # each tensor is a separate message
+            "packed": False,  # send each tensor as a separate message
         }
         if backend == "gloo":
             self._device = torch.device("cpu")
@@ -106,7 +106,7 @@ class WeightLane:
             expected = {digest_of(_secret(token, rank)): rank for rank in range(1, size)}
         else:
             self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
-            server.close()  # NCCL listens at this port instead
+            server.close()  # free the port, because NCCL listens at it
 
         def meet_workers() -> Any:
             if backend == "gloo":
@@ -116,7 +116,7 @@ class WeightLane:
             use_device(self._device)
             return nccl_common.trainer_init(info)
 
-        # "gloo": connections; "nccl": vLLM's communicator
+        # With "gloo": a list of connections. With "nccl": vLLM's communicator.
         self._workers = _beside(
             meet_workers, lambda: call("init_weight_transfer_engine", {"init_info": info})
         )

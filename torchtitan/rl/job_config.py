@@ -269,7 +269,7 @@ class RL(Section):
     # Number of steps by which generation may run ahead of training; with 0 they alternate
     async_steps: Count = 0
     eval_every: Count = 0  # Evaluate every N steps and after the last step; 0 means never
-    eval_samples: Positive = 200  # Number of prompts per evaluation; the prompts are always the same
+    eval_samples: Positive = 200  # Number of prompts per evaluation, always the same prompts
     seed: Annotated[int, Range(0, math.inf)] = 0  # Seed of the prompts and of the sampling
     # Number of episodes per step that are appended to episodes.jsonl; -1 appends all, 0 none
     log_samples: Annotated[int, Range(-1, 10**9)] = 16

@@ -267,7 +267,7 @@ class CommandLoop:
 
 
 def drop_oldest(entries: dict[str, Any], most: int) -> None:
-    """Keep BASE and the newest `most` entries of a dict that threads share."""
+    """Drop the oldest entries of a dict that threads share; keep BASE and the newest `most` entries."""
     for name in list(entries)[:-most]:
         if name != BASE:
             entries.pop(name, None)

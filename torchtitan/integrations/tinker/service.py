@@ -36,7 +36,7 @@ from torchtitan.tools.logging import logger
 # A session ends after this time without a request; clients send a heartbeat every 10 s.
 SECONDS_UNTIL_GONE = 20
 _MAX_SESSIONS = 4096
-_MAX_SAMPLES = 4096  # per request
+_MAX_SAMPLES = 4096  # limits of one sample request
 _MAX_TOP_K = 1024
 # Unsupported options of a sample request -> the value that turns the option off.
 _NOT_SUPPORTED = {
@@ -77,7 +77,7 @@ class Sessions:
             raise Refused(f"session {session_id} is unknown; make a new ServiceClient", 410)
 
     def seconds_left(self, id_in_session: str) -> float:
-        """Return the seconds until the session ends without another request; 0 if it has ended."""
+        """Return the seconds until the session ends if no request comes; 0 if the session has ended."""
         until = self._alive_until.get(id_in_session.partition(":")[0], 0.0)
         return max(0.0, until - time.monotonic())
 
@@ -88,7 +88,7 @@ class Sessions:
 
 
 class Service:
-    """Answers requests, from any thread. put: queues a command for the policy."""
+    """Answers requests, from any thread. put: a function that queues a command for the policy."""
 
     def __init__(
         self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
@@ -110,7 +110,7 @@ class Service:
             "parallel_fwdbwd_chunks": False,  # the policy runs one call at a time
             "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
             "sample_use_retrieve_futures": True,
-            "sample_enable_stuck_detection": False,  # sampling may wait long while the policy trains
+            "sample_enable_stuck_detection": False,  # samples may wait a long time while the policy trains
         }
         self._routes: list[tuple[str, Callable[..., Answer]]] = [
             ("GET healthz", lambda _: Answer({"status": "ok"})),
@@ -194,7 +194,7 @@ class Service:
         """Submit the command that starts a session's new model. rank: LoRA rank; ignored without adapters."""
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
-        if (answer := self._results.known(request_id, values)) is not None:  # sent again
+        if (answer := self._results.known(request_id, values)) is not None:  # a repeated request
             return answer
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
@@ -217,7 +217,7 @@ class Service:
         def undo() -> None:
             with self._lock:
                 self._models.pop(model_id, None)
-                if self._lora is None and not self._models:  # restore the replaced model
+                if self._lora is None and not self._models:  # put the replaced model back
                     self._models.update(before)
 
         return self._results.submit(

@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger, warn_once
 FLAVOR = "of_verl"  # name of the flavor that `job_config_of` builds
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
-# Our key -> the field of verl's `TorchtitanEngineConfig` or `TorchtitanOptimizerConfig`.
+# Key of `JobConfig` -> the field of verl's `TorchtitanEngineConfig` or `TorchtitanOptimizerConfig`.
 _ENGINE_FIELDS = {
     "parallelism.data_parallel_replicate_degree": "data_parallel_replicate_size",
     "parallelism.data_parallel_shard_degree": "data_parallel_shard_size",
@@ -191,7 +191,7 @@ def in_verls_words(message: str) -> str:
     return message
 
 
-# ---- the parts ----
+# ---- setting keys of the job config ----
 
 
 def _set(job: JobConfig, key: str, value: Any) -> None:
@@ -220,14 +220,14 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
         warmup = int(config.lr_warmup_steps_ratio * total) if is_known else 0
     schedule = job.lr_scheduler
     schedule.warmup_steps = warmup
-    schedule.step_offset = -1  # the first step of verl's schedules has learning rate 0
+    schedule.step_offset = -1  # verl's schedules begin with a step of learning rate 0
     schedule.total_steps = total if is_known else max(warmup, 1)
     if not is_known:
-        schedule.decay_ratio = 0.0  # no decay, because it would need the total
+        schedule.decay_ratio = 0.0  # no decay, because decay needs the total number of steps
     job.training.steps = schedule.total_steps
 
 
-# ---- what is refused ----
+# ---- settings that are refused ----
 
 
 def _engine_problems(config: Any) -> Iterator[str]:

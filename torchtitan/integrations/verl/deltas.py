@@ -1,6 +1,6 @@
 """Finds the weight elements that changed since the last send to rollouts, without gathering weights.
 
-For verl's checkpoint engine `delta_sharded`. Each rank compares its shards (blocks) of weights with
+Used by verl's checkpoint engine `delta_sharded`. Each rank compares its shards (blocks) of weights with
 copies in host memory. If several ranks hold the same block, the first of these ranks reports it.
 """
 
