@@ -54,14 +54,14 @@ _MAX_FILE_BYTES = 4 * 2**30  # weights of larger models are written to several f
 class OpenAIGenerator(ForeignGenerator):
     """Samples with HTTP servers. Each rank sends the requests for its own share of prompts.
 
-    Each completion has its own seed, so it does not depend on the server. A lost server is skipped until
-    the next update, or until no other server is left.
+    Each completion has its own seed, so it is the same on every server. A lost server is skipped until the
+    next update, or until no other server is left.
 
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
-    settings: `[rl.generator]`. dtype: dtype of the weights in the files; None: the trainer's.
+    settings: `[rl.generator]`. dtype: dtype of the weights in the files; None keeps the trainer's.
     folder: gets a subfolder per weight version; each update removes the other subfolders.
     hf_assets_path: folder whose config.json and tokenizer are copied to each version's folder.
-    vocab_size: limit for the token ids of an answer; None: no check.
+    vocab_size: token ids in answers must be below this number; None turns this check off.
     delta: with `weight_transfer` = "gloo", send only the changes since the last update.
     """
 

@@ -1,4 +1,4 @@
-"""Advantages of completions, from their rewards: within a prompt's group, or with a critic."""
+"""Computes advantages from rewards: within the completions of a prompt, or with a critic."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -25,7 +25,8 @@ class AdvantageEstimator:
                                            2024, arXiv:2402.14740); 0 if n = 1
         none        r
 
-    std: divide by the standard deviation of the group's rewards (divisor n). Equal rewards give 0.
+    std: divide by the standard deviation of the prompt's rewards (divisor n). If all rewards are equal,
+    the advantages are 0.
     """
 
     name: str = "group_mean"
@@ -145,7 +146,7 @@ class OverlongPenalty:
 
 
 def mean_and_std(advantages: Sequence[float]) -> dict[str, float]:
-    """Return the advantages' mean and standard deviation (divisor n) as metrics; 0 without advantages."""
+    """Return mean and standard deviation (divisor n) of advantages as metrics, both 0 for an empty list."""
     n = max(len(advantages), 1)
     mean = math.fsum(advantages) / n
     variance = math.fsum((a - mean) ** 2 for a in advantages) / n

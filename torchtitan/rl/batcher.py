@@ -254,7 +254,8 @@ class Batcher:
         }
         is_shared = any(any(tree.shared) for tree in trees)
         if is_shared:
-            # A shared slot takes the values of a sample that trains on it, or else of a sample with a label.
+            # If samples share a slot, use the values of a sample that trains on the slot, or else of a sample
+            # that has a label there.
             n_tokens = len(slot_of_token)
             rank_of_token = (values["loss_mask"] != 0).long() + (values["labels"] != IGNORE_INDEX)
             order = torch.arange(n_tokens) + n_tokens * rank_of_token

@@ -1,8 +1,8 @@
 """The RL loop: sample, grade, train, send the new weights to the generator.
 
-In `Rollouts` the generator completes the task's prompts and the task grades them, which gives `Episode`s.
-An `AdvantageEstimator` or a `Critic` computes advantages from rewards, a `Batcher` builds the microbatches
-of all ranks, and a `PolicyTrainer` updates the weights, which are sent to the generator.
+In `Rollouts` the generator completes the task's prompts, and the task grades the completions. The results
+are `Episode`s. An `AdvantageEstimator` or a `Critic` computes advantages from rewards, a `Batcher` builds
+the microbatches of all ranks, and a `PolicyTrainer` updates the weights, which are sent to the generator.
 
 Under torchrun every rank runs this loop with the same episodes, so all ranks make the same decisions.
 """
@@ -125,7 +125,7 @@ class Controller:
     # ---- the loop ----
 
     def setup(self) -> bool:
-        """Load the newest checkpoint, if any, and send the generator its weights.
+        """Load the newest checkpoint, if any, and send the weights to the generator.
 
         Returns False if the run is complete already.
         """
@@ -227,7 +227,7 @@ class Controller:
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
         metrics = {}
-        if updates:  # empty while only the critic learns
+        if updates:  # there are no policy updates while only the critic learns
             merged = metrics_of_updates([update.metrics for update in updates])
             metrics["loss"] = merged.pop("loss")
             # Leave out advantage metrics of the updates: `describe` computes them over all episodes.

@@ -59,7 +59,7 @@ class ImportanceCorrection:
 
     @property
     def corrects(self) -> bool:
-        """True if the loss weights or masks tokens by the ratio of trainer and generator."""
+        """True if the loss weights or masks tokens by their ratio exp(m)."""
         return self.masks or self.correction != "none"
 
     @property

@@ -124,7 +124,7 @@ class Critic(Learner):
         old = [values[i][mask] for i, mask in zip(fitting, sampled, strict=True)]
         advantages, returns = self._estimate([rewards[i] for i in fitting], old)
 
-        # Samples that fit no row get zeros: all samples of a batch must have the same tensors.
+        # Samples that fit no row get zeros, because all samples of a batch must have the same tensors.
         names = ("advantages", "old_values", "returns")
         zeros: Any = [{name: torch.zeros(len(sample)) for name in names} for sample in samples]
         for i, mask, *of_tokens in zip(fitting, sampled, advantages, old, returns, strict=True):

@@ -105,8 +105,8 @@ class LocalDecoder:
     def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
         """Return the logits of one forward; None on ranks without the last stage.
 
-        `Runner.run` is not used, because it leaves autocast and reshards FSDP's root unit after every
-        forward. Then every token would cast the weights and gather the root unit again.
+        This method replaces `Runner.run`, which leaves autocast and reshards FSDP's root unit after every
+        forward. So `Runner.run` would cast the weights and gather the root unit again for every token.
         """
         schedule = self.runner.schedule
         if schedule is None:
@@ -318,7 +318,10 @@ class _Rows:
                 self.experts[row] = self.forward.experts.of_row(place, n_read)
 
     def _drop_ended(self) -> None:
-        """Drop ended rows once half have ended, but keep one: all ranks must make the same forwards."""
+        """Drop ended rows once half of the rows have ended.
+
+        Keep at least one row, because all ranks must make the same number of forwards.
+        """
         if len(self.is_open) == 1 or sum(self.is_open) > len(self.is_open) // 2:
             return
         kept = self._places(is_open=True) or [0]

@@ -32,7 +32,7 @@ _SECONDS_BETWEEN_CHECKS = 0.5
 
 @dataclass(frozen=True)
 class Result:
-    """A call's value, or its exception as text, or why it has neither (`failure`)."""
+    """The result of a call: a value, an exception as text (`error`), or why there is neither (`failure`)."""
 
     value: Any = None
     error: str | None = None
@@ -48,9 +48,9 @@ class FunctionPool:
     """Calls functions in `n_processes` other processes; a thread here waits for each of them.
 
     functions: one or several names, module:function, which each process imports.
-    timeout_seconds: of one call. After it, the process and all processes that it started are killed,
-        except those in another session, and the next call starts a new process.
-    convert: applied to a function's return value in its process, before it is sent back.
+    timeout_seconds: timeout of one call. After a timeout, the pool kills the process and all processes that
+        it started, except processes in another session. The next call starts a new process.
+    convert: converts a function's return value in the process, before the value is sent back.
     what: the functions' name in messages. keys: config keys of the functions and of the time limit.
     """
 
@@ -117,7 +117,7 @@ class FunctionPool:
         return Result(failure=f"{self._what}'s process ended ({how})")
 
     def _worker(self) -> _Worker:
-        """Return this thread's process; start a new one if it has none or the process has died."""
+        """Return this thread's process; start a new one if the thread has none or its process has died."""
         worker = getattr(self._of_thread, "worker", None)
         if worker in self._workers:
             if worker.process.is_alive():
@@ -171,8 +171,8 @@ def _kill(worker: _Worker) -> None:
 
 def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
     """The main loop of a worker process: answer calls until the pool closes the pipe."""
-    # A generating rank ignores SIGTERM, and this process inherits that. When the parent exits,
-    # multiprocessing ends its daemons with SIGTERM.
+    # A generating rank ignores SIGTERM, and this process inherits the signal handlers. But when the parent
+    # exits, multiprocessing ends its daemons with SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     # A killed parent runs no `close`, and a call that hangs does not notice the closed pipe.

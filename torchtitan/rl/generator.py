@@ -89,7 +89,7 @@ class Generator(ABC):
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """Return what `generate` returns. rows: each completion's index among those of all ranks."""
+        """Return what `generate` returns. rows: each completion's index among the completions of all ranks."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless the weights have the version `policy_version`."""
@@ -124,7 +124,7 @@ class Generator(ABC):
 class DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
-    max_rows: number of completions that a rank continues at once; 0 for all.
+    max_rows: number of completions that a rank continues at the same time; 0 means no limit.
     records_experts: completions include the experts of their tokens; ConfigError for a dense model.
     """
 
@@ -235,7 +235,7 @@ class LocalGenerator(DecoderGenerator):
     ) -> Iterator[None]:
         """Inside the context, `generate` uses the adapters `weights[of_prompts[i]]` for prompt i. Collective.
 
-        weights: for each model, this rank's part of its A and B, as `snapshots.host_copy` returns them.
+        weights: for each model, this rank's shards of the LoRA matrices, from `snapshots.host_copy`.
         Raises ValueError if the models cannot share a batch; see `reasons_for_turns`.
         """
         parts, dims = self.engine.model_parts, self.engine.parallel_dims

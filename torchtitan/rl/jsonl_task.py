@@ -158,7 +158,7 @@ class JsonlTask(Task):
     def chat_reply(
         self, prompt: Prompt, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]
     ) -> str:
-        """Return the text of messages that answer the last turn; `reply` can return this text."""
+        """Render messages that answer the last turn as a text that `reply` can return."""
         assert self.chat is not None
         return self.chat.continuation(
             self.messages(prompt), messages, stop=turns[-1].stop, tools=self._schemas

@@ -242,7 +242,8 @@ class _ClippedRatioLoss(PolicyLoss):
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
         low, high = self.clip_range
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-        # At a clip bound both gains are equal: use `gain`, as `clamp` has no gradient there since torch 2.14.
+        # At a clip bound both gains are equal. Use `gain`, because since torch 2.14 `clamp` has no gradient
+        # there.
         clipped = torch.where(gain <= clipped_gain, gain, clipped_gain)
         lowest = torch.full_like(gain, -torch.inf)
         if self.dual_clip:

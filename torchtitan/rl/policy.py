@@ -151,14 +151,14 @@ class PolicyTrainer(Learner):
             self.engine.lr_schedulers.step()
 
     def save_checkpoint(self, path: str | None = None) -> None:
-        """Save all that a run needs to resume. path: None takes a step folder in `checkpoint.folder`."""
+        """Save all that a run needs to resume. path: None saves to a step folder in `checkpoint.folder`."""
         self.engine.save(path)
 
     def load_checkpoint(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint of `save_checkpoint` and zero the gradients; returns False if there is none.
 
-        path: None is the run's newest checkpoint, or the config's initial one. model_only: load only the
-            weights; the optimizer starts with no state.
+        path: None loads the run's newest checkpoint, or the config's initial checkpoint if the run has none.
+        model_only: load only the weights; the optimizer starts with no state.
         """
         if not self.engine.load(path, model_only=model_only):
             return False

@@ -415,7 +415,7 @@ class Rollouts:
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
-        """Begin to draw every step up to and including `last_step` that has not begun yet."""
+        """Begin to draw the steps up to and including `last_step` that have not begun yet."""
         for step in range(self._next_step, last_step + 1):
             self._task_before[step] = self.task.state_dict()
             tries = []

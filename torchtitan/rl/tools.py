@@ -52,7 +52,7 @@ def _parsed(text: str) -> ToolCall:
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     """Return a function's attribute `schema`, or a schema from its annotations; ValueError if invalid."""
     if hasattr(function, "schema"):
-        with suppress(TypeError, ValueError, RecursionError):  # `schema` is not JSON
+        with suppress(TypeError, ValueError, RecursionError):  # if `schema` is not JSON
             match json.loads(json.dumps(function.schema)):
                 case {"function": {"name": str(own_name), **others}} if own_name:
                     if isinstance(others.get("parameters", {}), dict):
@@ -87,7 +87,8 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
 class Toolbox:
     """Functions that the policy may call, in separate processes.
 
-    functions: by their names, module:function. n_processes: of this rank. timeout_seconds: limit of one call.
+    functions: name (module:function) -> function. n_processes: number of processes of this rank.
+    timeout_seconds: time limit of one call.
     Raises ValueError for functions without a schema, or two functions of the same name.
     """
 

@@ -75,7 +75,7 @@ def adapters_of(
     if rank > lora.rank:
         raise ValueError(
             f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
-            "ask for less, or start the server with a larger one"
+            "request a lower rank, or start the server with a larger lora.rank"
         )
     parts = {"attention": attn, "mlp": mlp, "output": unembed and has_output_adapter(lora)}
     layers = [name for name, trains in parts.items() if trains]

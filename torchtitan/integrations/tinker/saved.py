@@ -104,7 +104,7 @@ class SavedFiles:
         found = []
         for kind, kind_of_client in _KINDS.items():
             folder = Path(self._folder, folder_of(f"tinker://{model}/{kind}/any")).parent
-            for state in sorted(folder.glob("[!.]*")):  # ".": a state that is being written
+            for state in sorted(folder.glob("[!.]*")):  # a name with "." in front is being written
                 saved_at = datetime.fromtimestamp(state.stat().st_mtime, UTC)
                 found.append(
                     {
