@@ -31,7 +31,8 @@ class _Store:
     """
 
     max_length = 0
-    stored: list[Tensor]  # a list, because buffers would appear in a model's state dict
+    # A plain list, because buffers would appear in the model's state dict.
+    stored: list[Tensor]
     slots: Tensor
     counts: Tensor
     end = 0
@@ -76,10 +77,12 @@ class CachedAttention(_Store, nn.Module):
         q: [B, H, T, D]; k, v: [B, K, T, D]. block_mask: a bool tensor [1 or B, 1, T, S], not a
         BlockMask: True for the slots that a token sees.
         """
-        if not self.stored:  # shapes, dtype and device are known from the first call on
+        # Allocate in the first call, when shapes, dtype and device are known.
+        if not self.stored:
             self._allocate(k, v)
         for stored, new in zip(self.stored, (k, v), strict=True):
-            if len(self.slots) == 1:  # all rows write to the same slots
+            # All rows write to the same slots.
+            if len(self.slots) == 1:
                 stored[:, :, self.end - new.shape[2] : self.end] = new
             else:
                 index = self.slots[:, None, :, None].expand_as(new)
@@ -133,7 +136,8 @@ class CachedDeltaRule(_Store, DeltaRule):
         mask: DocumentMask,
     ) -> Tensor:
         widths, (n_rows, n_tokens) = [w.shape[1] for w in taps], g.shape[:2]
-        if not self.stored:  # the initial state is zero
+        # The initial state is zero.
+        if not self.stored:
             n_values, n_heads = inputs[2].shape[-1], g.shape[-1]
             sizes = n_rows, n_heads, key_dim, n_values // n_heads
             dtype = torch.promote_types(g.dtype, torch.float32)

@@ -57,9 +57,10 @@ def draw(
     # Keep the target below the sum even after rounding, because tokens past it have probability 0.
     target = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, target, right=True)
-    tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits give an index past the end
+    # NaN logits give an index past the end, so clamp the index.
+    tokens.clamp_(max=logits.shape[-1] - 1)
     chosen = logits.gather(-1, tokens).squeeze(-1).float() / temperature
-    # Renormalise over the tokens that are kept.
+    # Renormalise over the kept tokens.
     kept_sums = exps.sum(dim=-1) if is_truncated else sums
     return Drawn(tokens.squeeze(-1), logprobs_of_logits(chosen, highest, kept_sums))
 

@@ -48,7 +48,8 @@ _HOW_VLLM_RELOADS = {
     "--max-lora-rank of at least lora.rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
     "environment",
 }
-_MAX_FILE_BYTES = 4 * 2**30  # weights of larger models are written to several files
+# The weights of larger models are written to several files.
+_MAX_FILE_BYTES = 4 * 2**30
 
 
 class OpenAIGenerator(ForeignGenerator):
@@ -88,7 +89,8 @@ class OpenAIGenerator(ForeignGenerator):
             self.remedy = _HOW_VLLM_RELOADS[way]
         # Each run draws a name for its adapters, because the server may hold adapters of an earlier run.
         self._run = from_rank_zero(lambda: secrets.token_hex(4)) if settings.adapters else ""
-        self._adapter = ""  # name of the adapters of the last update
+        # Name of the adapters of the last update.
+        self._adapter = ""
         self._servers = Servers(settings.url, settings.timeout_seconds)
 
     def _complete_all(
@@ -134,7 +136,8 @@ class OpenAIGenerator(ForeignGenerator):
             token_ids = choice.get("token_ids")
             details = choice.get("logprobs") or {}
             logprobs = [float(value) for value in details.get("token_logprobs") or ()]
-            if token_ids is None:  # the server spells tokens as "token_id:17"
+            # The server writes tokens as "token_id:17".
+            if token_ids is None:
                 texts = details.get("tokens") or ()
                 parts = [text.rpartition(":") for text in texts]
                 is_id = all(x == "token_id" and number.isdecimal() for x, _, number in parts)
@@ -162,7 +165,8 @@ class OpenAIGenerator(ForeignGenerator):
         try:
             super().update_weights(weights, check_digest=check_digest)
         except WeightMismatchError as error:
-            failure = error  # only rank 0 gets here; the other ranks wait in `share`
+            # Only rank 0 gets here; the other ranks wait in `share`.
+            failure = error
         if self._settings.weight_transfer and failure is None:
             self._servers.trust(self._servers.addresses())
         self._servers.share()
@@ -201,7 +205,8 @@ class OpenAIGenerator(ForeignGenerator):
                 if "has already been loaded" not in str(error):
                     raise
             if previous:
-                with suppress(RunError):  # a restarted server does not have the previous adapters
+                # RunError: a restarted server does not have the previous adapters.
+                with suppress(RunError):
                     self._command(f"{server}/v1/unload_lora_adapter", {"lora_name": previous})
         else:
             rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
@@ -221,7 +226,8 @@ class OpenAIGenerator(ForeignGenerator):
             self._lane = WeightLane(settings.weight_transfer, call, server, seconds, self._delta)
         try:
             self._lane.send(pairs, version)
-        except BaseException:  # part of the update may be in transit: do not reuse the connection
+        except BaseException:
+            # Part of the update may be in transit, so do not reuse the connection.
             self._lane.close()
             self._lane = None
             raise
@@ -250,7 +256,8 @@ def _array(text: Any) -> np.ndarray | None:
 
 def _write(pairs: Pairs, folder: str, hf_assets_path: str) -> None:
     """Write a model's folder: weights, the index of the weights, and the other files of `hf_assets_path`."""
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have left this folder
+    # An earlier run may have left this folder.
+    shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     for entry in os.scandir(hf_assets_path) if os.path.isdir(hf_assets_path) else ():
         if entry.is_file() and not entry.name.endswith((".safetensors", ".bin", "index.json")):
@@ -300,7 +307,8 @@ def _post(
             with error, suppress(OSError, http.client.HTTPException):
                 problem += f": {error.read(500).decode(errors='replace')}"
             may_recover = error.code in (408, 429) or error.code >= 500
-        except (OSError, http.client.HTTPException) as error:  # urllib's errors are OSErrors
+        except (OSError, http.client.HTTPException) as error:
+            # urllib's errors are subclasses of OSError.
             problem, may_recover, is_gone = f"{type(error).__name__}: {error}", True, True
         except ValueError as error:
             problem, may_recover, is_gone = f"the answer is not JSON: {error}", False, False

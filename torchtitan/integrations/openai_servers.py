@@ -48,10 +48,12 @@ class Servers:
 
     def __init__(self, setting: str, timeout_seconds: float) -> None:
         self._setting, self._timeout_seconds = setting, timeout_seconds
-        self._lock = threading.Lock()  # held while servers load weights
+        # Held while servers load weights.
+        self._lock = threading.Lock()
         self._turns = itertools.count()
         self._ready: dict[str, _Connection] = {}
-        self._load: Callable[[str], None] = lambda _: None  # the first update replaces it
+        # The first update replaces this function.
+        self._load: Callable[[str], None] = lambda _: None
 
     def addresses(self) -> list[str]:
         return addresses_in(self._setting)
@@ -157,7 +159,7 @@ class Servers:
             if (idle := self._ready.pop(address, None)) is not None:
                 idle.socket.close()
                 if reason:
-                    logger.warning("the server %s is left out: %s", address, reason)
+                    logger.warning("the server %s is skipped: %s", address, reason)
 
 
 class _Connection:

@@ -62,7 +62,8 @@ class VLLMGenerator(ForeignGenerator):
         if max_len := settings.max_seq_len or seq_len:
             options["max_model_len"] = max_len
         if settings.adapters:
-            choices = (8, 16, 32, 64, 128, 256, 320)  # vLLM allows these LoRA ranks, and 512
+            # vLLM allows these LoRA ranks, and 512.
+            choices = (8, 16, 32, 64, 128, 256, 320)
             rank = next((n for n in choices if n >= lora_rank), 512)
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if settings.replay_experts:
@@ -81,7 +82,8 @@ class VLLMGenerator(ForeignGenerator):
         folder = os.path.join(folder, f"rank-{dist.get_rank() if n_ranks > 1 else 0}")
         super().__init__(dtype, seed, folder, settings.adapters, settings.replay_experts)
         self._vllm = vllm
-        self._adapters: Any = None  # vLLM's LoRARequest for the last update
+        # vLLM's LoRARequest for the last update.
+        self._adapters: Any = None
         self._llm = vllm.LLM(
             model=hf_assets_path,
             dtype="auto" if dtype is None else dtype,
@@ -140,17 +142,18 @@ class VLLMGenerator(ForeignGenerator):
             self._write_adapters(pairs, version)
             name, path = f"version-{version}", self._folder_of(version)
             self._adapters = self._vllm.lora.request.LoRARequest(name, version + 1, path)
-            self._llm.llm_engine.add_lora(self._adapters)  # load now, to raise here if vLLM cannot
+            # Load the adapters now, to raise here if vLLM cannot use them.
+            self._llm.llm_engine.add_lora(self._adapters)
             self._remove_other_versions(version)
             return
         self._llm.collective_rpc(_pack_experts_again)
         # The model's own `load_weights` cannot be used, because vLLM has rearranged the parameters.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
         if next(pairs, None) is not None:
-            raise RunError("it did not read all weights")
+            raise RunError("vLLM did not read all weights")
         if self._llm.reset_prefix_cache() is False:
             raise RunError(
-                "it kept its prefix cache, with keys and values of earlier weights, because a request "
+                "vLLM kept its prefix cache, with keys and values of earlier weights, because a request "
                 "was still running; end all requests before an update"
             )
 

@@ -35,7 +35,8 @@ def register() -> None:
     """Register our receiver as "gloo" with vLLM, which calls this in each of its processes."""
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    except ImportError:  # this vLLM has no weight transfer
+    except ImportError:
+        # This version of vLLM has no weight transfer.
         return
     # vLLM calls plug-ins again in processes that it forks.
     if "gloo" not in WeightTransferEngineFactory._registry:
@@ -96,9 +97,11 @@ class WeightLane:
         info = {
             "master_address": address,
             "master_port": server.getsockname()[1],
-            "rank_offset": 1,  # the sender is rank 0
+            # The sender is rank 0.
+            "rank_offset": 1,
             "world_size": size,
-            "packed": False,  # send each tensor as a separate message
+            # Send each tensor as a separate message.
+            "packed": False,
         }
         if backend == "gloo":
             self._device = torch.device("cpu")
@@ -106,7 +109,8 @@ class WeightLane:
             expected = {digest_of(_secret(token, rank)): rank for rank in range(1, size)}
         else:
             self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
-            server.close()  # free the port, because NCCL listens at it
+            # Free the port, because NCCL listens at it.
+            server.close()
 
         def meet_workers() -> Any:
             if backend == "gloo":
@@ -140,7 +144,8 @@ class WeightLane:
     def close(self) -> None:
         """Close the TCP connections, which ends a thread that is sending."""
         for worker in self._workers if self._device.type == "cpu" else ():
-            with contextlib.suppress(OSError):  # the worker may have closed it already
+            # OSError: the worker may have closed the connection already.
+            with contextlib.suppress(OSError):
                 worker.shutdown(socket.SHUT_RDWR)
             worker.close()
 

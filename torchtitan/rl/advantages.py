@@ -61,7 +61,7 @@ class AdvantageEstimator:
         mean_and_scale = {}
         for group, own in groups.items():
             n = len(own)
-            # Equal rewards must give exactly 0, so their mean must not be rounded.
+            # Equal rewards must give advantages of exactly 0, so their mean must not be rounded.
             mean = math.fsum(own) / n if min(own) < max(own) else own[0]
             scale = n / max(n - 1, 1) if self.name == "rloo" else 1.0
             if self.std:

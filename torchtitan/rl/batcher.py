@@ -129,7 +129,8 @@ class Batcher:
             values[name] = joined(name).masked_fill(~mask, 0)
         if has["routed_experts"] and kept:
             values["routed_experts"] = _joined_experts(fitting)
-        in_rows = list(range(len(kept)))  # indices of `kept`
+        # For each sample in a row, its index in `kept`.
+        in_rows = list(range(len(kept)))
         if self.skip_zero_advantage and kept:
             of_samples = values["advantages"].split(lengths)
             is_in_row = torch.tensor([bool(own.any()) for own in of_samples])

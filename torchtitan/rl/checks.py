@@ -224,7 +224,8 @@ def _loop(job_config: JobConfig) -> Iterator[str]:
                 f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.advantage.name to 'none' or "
                 "'gae' and rl.redraws to 0"
             )
-    prompts = rl.num_prompts_per_step  # a minibatch has whole prompts
+    # A minibatch has all completions of its prompts.
+    prompts = rl.num_prompts_per_step
     yield from _at_most("rl.minibatches", rl.minibatches, "rl.num_prompts_per_step", prompts)
     if not loss_class(rl.loss.name).has_generator:
         yield (
@@ -252,7 +253,8 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
             f"rl.critic.initial_load_path must be a folder of weights, got {path!r} (looked in "
             f"{os.getcwd()}); correct the path"
         )
-    warmup_steps = rl.critic.warmup_steps  # at least one step must also train the policy
+    # At least one step must also train the policy.
+    warmup_steps = rl.critic.warmup_steps
     yield from _at_most("rl.critic.warmup_steps", warmup_steps, "training.steps - 1", steps - 1)
 
 

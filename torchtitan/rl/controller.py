@@ -51,7 +51,8 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
     """Build this rank's part of the job: the last `rl.generator.ranks` ranks get a `GeneratorRank`."""
     if not job_config.rl.generator.ranks:
         return Controller(job_config, task=task)
-    job_config = _check(job_config)  # before the ranks split, so every rank reports the error
+    # Check the config before the ranks split, so that every rank reports an error.
+    job_config = _check(job_config)
     generates, link, n_trainers = join_role(job_config)
     if generates:
         return GeneratorRank(job_config, link, n_trainers, task)
@@ -131,7 +132,8 @@ class Controller:
         """
         if not load_newest_checkpoint(self.trainer.engine):
             return False
-        self.num_batches = self.num_batches or self.step  # 0 if the state "rl" was not loaded
+        # `num_batches` is 0 if the checkpoint has no state "rl".
+        self.num_batches = self.num_batches or self.step
         if self.reference is not None and not self.reference.is_loaded:
             if self.step > 0:
                 logger.warning(
@@ -227,7 +229,8 @@ class Controller:
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
         metrics = {}
-        if updates:  # there are no policy updates while only the critic learns
+        # There are no policy updates while only the critic learns.
+        if updates:
             merged = metrics_of_updates([update.metrics for update in updates])
             metrics["loss"] = merged.pop("loss")
             # Leave out advantage metrics of the updates: `describe` computes them over all episodes.
@@ -313,7 +316,8 @@ class Controller:
         samples = [TrainingSample.from_episode(episode) for episode in episodes]
         scores = self.reference.logprobs(self.batcher.batch(samples))
         for episode, values in zip(episodes, scores, strict=True):
-            logprobs = episode.token_log_probs  # placeholder for an episode that fits no row
+            # An episode that fits no row keeps the generator's log-probs.
+            logprobs = episode.token_log_probs
             if values is not None:
                 logprobs = tuple(values[-len(episode.token_ids) :].tolist())
             found.append(replace(episode, ref_logprobs=logprobs))
@@ -344,7 +348,8 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the engine does not save, as a JSON string. Collective."""
         state = {
-            "rollouts": self.rollouts.state_dict(),  # before the task's state, which it may reset
+            # Save the rollouts before the task, because this call may reset the task's state.
+            "rollouts": self.rollouts.state_dict(),
             "task": self.task.state_dict(),
             "num_batches": self.num_batches,
         }

@@ -107,7 +107,8 @@ class Critic(Learner):
         of_policy = dict(own_weights(self._policy))
         with torch.no_grad():
             for name, weight in own_weights(self.engine):
-                if name in of_policy:  # the policy has no value head
+                # The policy has no value head.
+                if name in of_policy:
                     local_tensor(weight).copy_(local_tensor(of_policy[name]))
         forget_scales(weight for _, weight in own_weights(self.engine))
 
@@ -167,11 +168,13 @@ def critic_config(job_config: JobConfig) -> JobConfig:
     job, critic = copy.deepcopy(job_config), job_config.rl.critic
     job.job.description = f"critic of {job.job.description}"
     job.job.print_config, job.job.save_config_file = False, None
-    job.model.value_head, job.model.fp32_head = True, False  # a value head is always in fp32
+    # A value head is always in fp32, so it needs no fp32_head.
+    job.model.value_head, job.model.fp32_head = True, False
     for name in ("lr", "weight_decay"):
         if (value := getattr(critic, name)) is not None:
             setattr(job.optimizer, name, value)
-    job.checkpoint.enable = False  # the policy's checkpoints include the critic
+    # The policy's checkpoints include the critic.
+    job.checkpoint.enable = False
     try:
         resolved = resolve_job(job, builds_data=False).config
     except ConfigError as error:

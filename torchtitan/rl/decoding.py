@@ -86,9 +86,11 @@ class LocalDecoder:
     def _may_keep_gathered(self) -> bool:
         """Return True if every rank has memory to keep all weights gathered for the whole generation."""
         needed, free = self.runner.bytes_to_keep_gathered(), free_memory(self.runner.device)
-        if not needed:  # if 0 on one rank, 0 on all ranks
+        # If no memory is needed on one rank, none is needed on all ranks.
+        if not needed:
             return False
-        fits = needed <= free / 2  # keys and values also need memory
+        # Leave half of the free memory for keys and values.
+        fits = needed <= free / 2
         if self.group is not None:
             on_all = torch.tensor(int(fits), device=self.runner.device)
             dist.all_reduce(on_all, dist.ReduceOp.MIN, group=self.group)
@@ -154,7 +156,8 @@ def continue_prompts(
         if records_experts:
             together = torch.cat(experts)
             if (schedule := decoder.runner.schedule) is not None:
-                summed = together.int()  # no backend reduces int16
+                # Convert to int32, because no backend reduces int16.
+                summed = together.int()
                 # Each stage has recorded only its own layers.
                 dist.all_reduce(summed, dist.ReduceOp.MAX, group=schedule.group)
                 together = summed.to(together.dtype)
@@ -270,7 +273,8 @@ class _Rows:
             self.forward.put_rows(places, self._cache_of_read, sources)
         self._draw(places, self._logits_of_read, sources, self._version_of_read)
         if self.n_begun == self.n_read:
-            del self._cache_of_read, self._logits_of_read  # free the memory of cache and logits
+            # Free the memory of the cache and the logits.
+            del self._cache_of_read, self._logits_of_read
 
     def _continue(self) -> None:
         """Draw a token for each open row."""

@@ -217,7 +217,8 @@ class RemoteGenerator:
         if self._failure is None:
             try:
                 return communicate()
-            except RuntimeError as error:  # gloo lost a connection
+            except RuntimeError as error:
+                # gloo raises RuntimeError if it loses a connection.
                 cause = str(error).partition("\n")[0]
                 self._failure = LostGeneratorError(
                     f"a rank that generates (rank {self._first_generator} or a later rank) is gone or "
@@ -247,7 +248,8 @@ class GeneratorRank:
         generator, in_flight = build_copy(policy), job_config.rl.generator.in_flight
         self.generator = BufferedGenerator(generator, in_flight=in_flight)
         self._changes = WeightChanges()
-        self._draws = Draws(task, self.generator, device, ahead=False)  # `_thread` runs its draws
+        # `_thread` runs the draws.
+        self._draws = Draws(task, self.generator, device, ahead=False)
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))
 
     def train(self) -> None:
@@ -272,9 +274,11 @@ class GeneratorRank:
     def _answer(self, draw: Callable[[], list[Episode]]) -> None:
         try:
             answer: Share = draw()
-        except Exception as error:  # sent to the trainer, which raises it
+        except Exception as error:
+            # Send the error to the trainer, which raises it.
             answer = repr(error)
-        with suppress(RuntimeError):  # if the trainer is gone, `train` raises
+        # If the trainer is gone, `train` raises.
+        with suppress(RuntimeError):
             self._link.send(answer)
 
     def close(self) -> None:

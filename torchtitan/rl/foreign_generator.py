@@ -48,7 +48,8 @@ class ForeignGenerator(Generator):
 
         check_digest is ignored, because engines change the layout of weights.
         """
-        self.policy_version = -1  # no valid version until the update is complete
+        # Until the update is complete, there is no valid version.
+        self.policy_version = -1
         failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
         if failure is not None:
             raise WeightMismatchError(

@@ -23,7 +23,8 @@ from torchtitan.tools.host import signal_at_parents_death
 Call = tuple[Sequence[Any], dict[str, Any]]
 """Positional and keyword arguments of a function."""
 
-_SECONDS_TO_START = 300  # time limit to start a process and import the user's module
+# Time limit to start a process and import the user's module.
+_SECONDS_TO_START = 300
 
 # The pipe of a dead process usually closes at once. But if the process has forked, its child may hold the
 # pipe open, so the pool also checks whether the process is alive.
@@ -68,7 +69,8 @@ class FunctionPool:
         self._timeout_seconds = timeout_seconds
         self._convert, self._what, self._keys = convert, what, keys
         self._threads, self._of_thread = ThreadPoolExecutor(n_processes, "calls"), threading.local()
-        self._workers: list[_Worker] = []  # never replaced: the finalizer holds this list
+        # Never replace this list, because the finalizer holds it.
+        self._workers: list[_Worker] = []
 
         # At exit, this finalizer runs before multiprocessing sends SIGTERM to the processes. A forked copy of
         # this process does not run it. multiprocessing's pools do the same.
@@ -86,17 +88,21 @@ class FunctionPool:
         except BaseException:
             for future in futures:
                 future.cancel()
-            self.close()  # end the processes, so that the other threads' calls return
+            # End the processes, so that the other threads' calls return.
+            self.close()
             wait(futures)
-            self.close()  # end processes that threads started after the first `close`
+            # End processes that threads started after the first `close`.
+            self.close()
             raise
 
     def _call(self, number: int, call: Call) -> Result:
         process, pipe = worker = self._worker()
         try:
-            with suppress(OSError):  # the process has ended, so reading the pipe below fails too
+            # OSError: the process has ended. Then reading the pipe below fails, too.
+            with suppress(OSError):
                 pipe.send((number, *call))
-        except RecursionError as error:  # arguments nested too deep to pickle: nothing was sent
+        except RecursionError as error:
+            # The arguments are nested too deep to pickle, so nothing was sent.
             return Result(error=f"RecursionError: {error}")
         deadline, has_ended = time.monotonic() + self._timeout_seconds, False
         while not pipe.poll(max(0.0, min(_SECONDS_BETWEEN_CHECKS, deadline - time.monotonic()))):
@@ -109,7 +115,8 @@ class FunctionPool:
             # If the process has ended, poll once more: it may have answered before its end.
             has_ended = not process.is_alive()
         else:
-            with suppress(EOFError, OSError):  # OSError: the process died while it sent the result
+            # OSError: the process died while it sent the result.
+            with suppress(EOFError, OSError):
                 return pipe.recv()
         self._end(worker)
         code = process.exitcode
@@ -147,7 +154,8 @@ class FunctionPool:
 
     def _end(self, worker: _Worker) -> None:
         _kill(worker)
-        with suppress(ValueError):  # `close` may have removed the worker
+        # ValueError: `close` has removed the worker already.
+        with suppress(ValueError):
             self._workers.remove(worker)
 
     def close(self) -> None:

@@ -296,7 +296,8 @@ class CopyGenerator(DecoderGenerator):
         # Engines do the same. Otherwise draws would differ between ranks with and without an engine.
         use_onednn(model, policy.device)
         model.to_empty(device=policy.device)
-        with seeded_init(model, 0):  # fills the buffers; `update_weights` overwrites the weights
+        # Fill the buffers. `update_weights` overwrites the weights.
+        with seeded_init(model, 0):
             model.init_weights()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
@@ -309,7 +310,8 @@ class CopyGenerator(DecoderGenerator):
         return cls(model.eval(), autocast=autocast, **options)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        self.policy_version = -1  # until all weights are copied, the model mixes two versions
+        # Until all weights are copied, the model mixes two versions.
+        self.policy_version = -1
         copy_weights(weights, self.model, check_digest=check_digest)
         self.policy_version = weights.version
 
@@ -338,7 +340,8 @@ class BufferedGenerator(Generator):
         return self if self._in_flight else copy.copy(self)
 
     def _take_over(self) -> None:
-        staged = self._staged  # read the attribute once, because another thread may replace it
+        # Read the attribute once, because another thread may replace it.
+        staged = self._staged
         assert staged is not None
         if self._generator.policy_version != staged.version:
             self._generator.update_weights(staged, check_digest=self._checks_digest)

@@ -55,7 +55,8 @@ class JsonlTask(Task):
         super().__init__(tokenizer)
         self.reward_fn, self.seed, self.reward_pool = reward_fn, seed, reward_pool
         self._reward_parameters: set[str] = set()
-        with suppress(ValueError):  # some functions written in C have no signature
+        # ValueError: some functions written in C have no signature.
+        with suppress(ValueError):
             self._reward_parameters = set(list(inspect.signature(reward_fn).parameters)[2:])
         self._prompt_key, self._answer_key = prompt_key, answer_key
         self.chat, self.tools, self._schemas = chat, tools, tools and tools.schemas
@@ -103,7 +104,8 @@ class JsonlTask(Task):
         """Return the prompt of a line; raises ValueError for a bad line."""
         try:
             values = json.loads(line)
-            json.dumps(values, ensure_ascii=False).encode()  # raises for an unpaired surrogate
+            # Encoding raises if the line has an unpaired surrogate.
+            json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}") from error
         text = values.get(self._prompt_key) if isinstance(values, dict) else None

@@ -374,9 +374,11 @@ class LossWithTeacher:
     teacher: Any  # the class is `objective.distillation.Distillation`
 
     def __getattr__(self, name: str) -> Any:
-        if name == "policy":  # `copy` and `pickle` read attributes before `policy` is set
+        # `copy` and `pickle` read attributes before `policy` is set.
+        if name == "policy":
             raise AttributeError(name)
-        return getattr(self.policy, name)  # such as `needs_entropy` and `check` of the policy loss
+        # Take other attributes, such as `needs_entropy` and `check`, from the policy loss.
+        return getattr(self.policy, name)
 
     @property
     def metric_names(self) -> tuple[str, ...]:

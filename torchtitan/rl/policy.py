@@ -41,7 +41,8 @@ class PolicyTrainer(Learner):
         self, job_config: JobConfig, *, engine: TrainingEngine | None = None, tokenizer: Any = None
     ):
         if not logger.handlers:
-            init_logger()  # Ray and similar libraries start processes without log handlers
+            # Ray and similar libraries start processes without log handlers.
+            init_logger()
         self.job_config = job_config
         loss: PolicyLoss | LossWithTeacher = loss_from_config(job_config.rl.loss)
         check_trainer_config(job_config)
@@ -146,7 +147,8 @@ class PolicyTrainer(Learner):
     def skip_step(self) -> None:
         """Advance the step and the schedule without an update of the policy."""
         self.engine.step += 1
-        with warnings.catch_warnings():  # torch warns if a schedule steps before the optimizer
+        # torch warns if a schedule steps before the optimizer.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.engine.lr_schedulers.step()
 

@@ -9,7 +9,8 @@ from typing import Any
 # Squares, sums and fp32 products of larger rewards would overflow.
 LARGEST_REWARD = 1e18
 
-TOTAL = "total"  # key of the reward in a dict of scores
+# Key of the reward in a dict of scores.
+TOTAL = "total"
 
 # GSM8K's last line: "#### 1,200". A number may have a sign before or after a dollar sign, thousands
 # in groups of three, and decimals; text after it, such as a unit, is ignored.

@@ -159,7 +159,8 @@ class Draws:
         )
         for dialogue, completion in zip(dialogues, completions, strict=True):
             dialogue.complete(completion)
-            if dialogue.place in own:  # each rank decodes only its own dialogues
+            # Each rank decodes only its own dialogues.
+            if dialogue.place in own:
                 text_and_stop = _text_and_stop(self.task, completion, sampling.stop_strings)
                 dialogue.turns.append(Turn(*text_and_stop))
         if turn == request.max_turns:
@@ -240,7 +241,8 @@ def _of_all_ranks(draw: Callable[[], list[Episode]]) -> list[Episode]:
     failure = None
     try:
         own: Share = draw()
-    except Exception as error:  # raised below, after the other ranks know
+    except Exception as error:
+        # Raise below, after the other ranks know about the failure.
         own, failure = repr(error), error
     shares = all_ranks(own)
     if failure is not None:
@@ -294,7 +296,8 @@ class _Dialogue:
         self.tokens += zip(ids, logprobs, (1,) * len(ids), versions, strict=True)
 
     def reply(self, text: str, token_ids: Sequence[int]) -> None:
-        if self.turns:  # on this rank, dialogues of other ranks have no turns
+        # On this rank, dialogues of other ranks have no turns.
+        if self.turns:
             self.turns[-1] = replace(self.turns[-1], reply=text)
         self.tokens += [(token, 0.0, 0, -1) for token in token_ids]
 

@@ -166,7 +166,7 @@ class Task(ABC):
         self._num_drawn = state_dict["num_drawn"]
 
 
-# ---- by name ----
+# ---- the registry of tasks ----
 
 TaskBuilder = Callable[[Any, BaseTokenizer | None, int | None], Task]
 """(the section `[rl]`, the model's tokenizer, longest prompt in tokens) -> task"""
@@ -210,8 +210,9 @@ def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., An
     try:
         function = getattr(importlib.import_module(module_name), function_name)
         if not callable(function):
-            raise TypeError(f"it is a {type(function).__name__}")
-    except (Exception, SystemExit) as error:  # a module may raise anything, or end the process
+            raise TypeError(f"{function_name} has the type {type(function).__name__}")
+    except (Exception, SystemExit) as error:
+        # Importing a module may raise any exception, or exit.
         raise ValueError(
             f"{key} names a function to import, got {name!r}: {type(error).__name__}: {error}; write it "
             "like my_rewards:exact_match, and put its folder on PYTHONPATH"

@@ -10,7 +10,8 @@ codes are the same. --help and config errors come early: of the slow imports the
 from torchtitan.tools import signals
 
 if __name__ == "__main__":
-    signals.at_start.start()  # listen for signals before the slow imports
+    # Listen for signals before the slow imports.
+    signals.at_start.start()
 
 from torchtitan import train
 from torchtitan.rl.checks import check_rl_config

@@ -56,7 +56,8 @@ class SamplingConfig:
                 f"stop_strings must not be empty texts, and need decode, got {self.stop_strings} and decode "
                 f"= {self.decode}; correct the texts, and pass the tokenizer's decode"
             )
-        ranges = {  # temperatures below 1e-20 would overflow fp32 logits
+        # Temperatures below 1e-20 would overflow fp32 logits.
+        ranges = {
             "temperature": Range(1e-20, math.inf, excluded=math.inf, special=0),
             "top_p": Range(0, 1, excluded=0),
             "top_k": Range(0, math.inf),

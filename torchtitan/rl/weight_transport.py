@@ -57,7 +57,8 @@ def hand_over(
     failure = None
     try:
         take(watched())
-    except Exception as error:  # `take` uses a file system, a server or an engine
+    except Exception as error:
+        # `take` may raise any exception of a file system, a server or an engine.
         if weights_failed:
             raise
         failure = error
@@ -108,7 +109,8 @@ def buckets_of(pairs: Pairs, n_bytes: int | None = None) -> Iterator[list[tuple[
 
 # Prefixes of weight names in transport. Weight names have no spaces.
 _WHOLE, _CHANGES = "all of ", "changes of "
-_LARGEST_GAP = 2**16 - 1  # a gap between the indices of two changes is stored in 16 bits
+# A gap between the indices of two changes is stored in 16 bits.
+_LARGEST_GAP = 2**16 - 1
 
 
 class WeightChanges:

@@ -312,7 +312,8 @@ class LocalTrainingClient(AsyncNames):
     def create_sampling_client(self, model_path: str) -> LocalSamplingClient:
         """Return a client that samples from a saved state; the policy's weights don't change."""
         sampler = LocalSamplingClient(self, None, model_path)
-        with sampler.weights():  # loads the state once, to raise here if this fails
+        # Load the state once, to raise here if it cannot be loaded.
+        with sampler.weights():
             return sampler
 
     @functools.cached_property

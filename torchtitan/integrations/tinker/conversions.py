@@ -23,7 +23,8 @@ _LOSSES = dict.fromkeys(
 ) | {
     "dro": ("beta",),
 }
-_LARGEST_LOG_RATIO = 88.0  # exp(89) overflows float32
+# Limit of log ratios: exp(89) overflows fp32.
+_LARGEST_LOG_RATIO = 88.0
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
 
@@ -102,7 +103,8 @@ def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSam
     """
     given, n = dict(datum.loss_fn_inputs), datum.model_input.length
     if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
-        given["mask"] = given.pop("sequence_ratio_mask")  # GSPO's mask has this name in Tinker
+        # Tinker's name of GSPO's mask is sequence_ratio_mask.
+        given["mask"] = given.pop("sequence_ratio_mask")
     if unknown := sorted(set(given) - set(_INPUTS)):
         known = ", ".join(_INPUTS)
         raise ValueError(f"loss_fn_inputs of a Datum may be {known}, got {unknown[0]!r}; remove it")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_SECONDS_RECENT = 1.0  # more commands are expected from a lane for this time after each command
+# For this time after each command, a lane is expected to get more commands.
+_SECONDS_RECENT = 1.0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ _SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
 _MAX_BYTES = 2**30  # memory limit of all results
 _MAX_KNOWN = 2**16  # largest number of request ids
 
-_DROPPED = Answer(status=410)  # replaces dropped results
+# Replaces dropped results.
+_DROPPED = Answer(status=410)
 
 
 @dataclass

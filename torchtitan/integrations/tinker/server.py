@@ -42,7 +42,8 @@ class Server:
         signals.start()
         try:
             if dist.is_initialized() and dist.get_rank() > 0:
-                self._commands.run()  # returns after rank 0 has called `stop`
+                # `run` returns after rank 0 has called `stop`.
+                self._commands.run()
             else:
                 self._serve(on_start)
         finally:
@@ -66,7 +67,8 @@ class Server:
             )
         except OSError as error:
             self._commands.stop()
-            self._commands.run()  # tells the other ranks to return from `run`
+            # After `stop`, this call only tells the other ranks to return from `run`.
+            self._commands.run()
             raise ConfigError(
                 f"rl.serve.host = {config.host!r} and rl.serve.port = {config.port} must be free "
                 f"to listen at: {error}; choose another port, or 0 for any"

@@ -32,7 +32,8 @@ class Call(NamedTuple):
     request: ForwardBackwardRequest
 
 
-_SUM = "sum"  # name of the metric with a model's loss; no loss uses this name
+# Name of the metric with a model's loss; no loss uses this name.
+_SUM = "sum"
 
 
 class LossesOfModels:
@@ -56,7 +57,8 @@ class LossesOfModels:
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
         total = logprobs.new_zeros(())
         metrics: dict[str, Any] = dict.fromkeys(self.metric_names, total)
-        models = batch.get("models") or [0] * len(logprobs)  # the rows of a model are adjacent
+        # The rows of a model are adjacent.
+        models = batch.get("models") or [0] * len(logprobs)
         for i in sorted(set(models)):
             begin = models.index(i)
             rows = slice(begin, begin + models.count(i))
@@ -144,7 +146,8 @@ class SharedPasses:
         finally:
             runner.around = None
             if trains:
-                trainer.zero_grad()  # the states get the gradients; the policy's own gradients must stay 0
+                # The models' states get the gradients; the policy's own gradients must stay 0.
+                trainer.zero_grad()
         results = []
         for i, share in enumerate(shares):
             num_tokens = sum(int(sample.loss_mask.sum()) for sample in share.samples)

@@ -113,7 +113,8 @@ class WaitingStates:
     def __init__(self, limits: Limits, folder: str):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._limits, self._folder = limits, os.path.join(folder, f"rank-{rank}")
-        self._all: dict[str, _Waiting] = {}  # most recently used last
+        # The most recently used state is last.
+        self._all: dict[str, _Waiting] = {}
         self.close()
 
     def __contains__(self, model: str) -> bool:
@@ -169,7 +170,8 @@ class WaitingStates:
             if where == _FILE:
                 os.makedirs(self._folder, exist_ok=True)
                 save_tensors({str(i): x.detach() for i, x in enumerate(held)}, self._path(model))
-        except OSError as error:  # don't raise, because other ranks may have saved their shards
+        except OSError as error:
+            # Don't raise, because other ranks may have saved their shards.
             logger.warning("the state of model %s stays in memory: %s", model, error)
             where = _HOST
         if where == _HOST:

@@ -18,7 +18,8 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
-FLAVOR = "of_verl"  # name of the flavor that `job_config_of` builds
+# Name of the flavor that `job_config_of` builds.
+FLAVOR = "of_verl"
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 # Key of `JobConfig` -> the field of verl's `TorchtitanEngineConfig` or `TorchtitanOptimizerConfig`.
@@ -122,7 +123,8 @@ def job_config_of(
     job.model.attn_mask_type = "block_causal"
     job.model.value_head = model_type == "value_model"
     if getattr(model_config.hf_config, "vision_config", None) is not None:
-        job.checkpoint.untrained_weights = "copy"  # exports keep the vision weights
+        # Exports keep the vision weights.
+        job.checkpoint.untrained_weights = "copy"
     if has_adapters(model_config):
         _set_adapters(job, model_config)
     job.activation_checkpoint.selective_ac_option = "op"
@@ -135,7 +137,8 @@ def job_config_of(
     job.training.gradient_reduction = "mean"
     if optimizer_config is not None:
         _set_optimizer(job, optimizer_config)
-    if not engine_config.forward_only:  # a forward-only engine loads only weights
+    # A forward-only engine loads only weights.
+    if not engine_config.forward_only:
         contents = getattr(checkpoint_config, "load_contents", CHECKPOINT_CONTENTS)
         left_out = [] if "optimizer" in contents else ["optimizer"]
         left_out += [] if "extra" in contents else ["lr_scheduler", "train_state"]
@@ -220,10 +223,12 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
         warmup = int(config.lr_warmup_steps_ratio * total) if is_known else 0
     schedule = job.lr_scheduler
     schedule.warmup_steps = warmup
-    schedule.step_offset = -1  # verl's schedules begin with a step of learning rate 0
+    # verl's schedules begin with a step of learning rate 0.
+    schedule.step_offset = -1
     schedule.total_steps = total if is_known else max(warmup, 1)
     if not is_known:
-        schedule.decay_ratio = 0.0  # no decay, because decay needs the total number of steps
+        # Don't decay, because decay needs the total number of steps.
+        schedule.decay_ratio = 0.0
     job.training.steps = schedule.total_steps
 
 

@@ -40,7 +40,8 @@ class WeightDeltas:
         ]
         # name -> (shape, dtype), in the same order on all ranks
         self._weights: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        owners: dict[Block, int] = {}  # block -> the first rank that holds it
+        # block -> the first rank that holds the block
+        owners: dict[Block, int] = {}
         for rank, blocks in enumerate(all_ranks(held)):
             for name, offsets, shape, weight_dtype in blocks:
                 self._weights.setdefault(name, (shape, weight_dtype))

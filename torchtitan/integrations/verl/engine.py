@@ -277,7 +277,8 @@ class VerlEngine(BaseEngine):
                     part.save_pretrained(folder)
         path, number = os.path.abspath(local_path), max_ckpt_to_keep or 0
         self._checkpoints = [saved for saved in self._checkpoints if saved != path] + [path]
-        if number > 0:  # delete old checkpoints only after the new one is complete
+        # Delete old checkpoints only after the new checkpoint is complete.
+        if number > 0:
             self._checkpoints, old = self._checkpoints[-number:], self._checkpoints[:-number]
             for folder in old if dist.get_rank() == 0 else ():
                 shutil.rmtree(folder, ignore_errors=True)

@@ -109,7 +109,8 @@ def pack(
     sample_of_token = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
     labels = tokens.roll(-1)
     labels[offsets[1:] - 1] = IGNORE_INDEX
-    positions = microbatch["position_ids"].values()  # [N], or four equal rows [4, N]
+    # Positions are [N], or four equal rows [4, N].
+    positions = microbatch["position_ids"].values()
     row = {
         "input": tokens,
         "positions": positions[0] if positions.dim() == 2 else positions,
@@ -119,7 +120,8 @@ def pack(
     if replays:
         row["routed_experts"] = _experts(microbatch["routed_experts"].values())
     temperature = setting(microbatch, TEMPERATURE, 1.0)
-    if isinstance(temperature, Tensor):  # a tensor has one temperature per sample
+    # A tensor has one temperature per sample.
+    if isinstance(temperature, Tensor):
         row[TEMPERATURE] = temperature.float().reshape(-1).expand(len(lengths))[sample_of_token]
     if shares_prefixes:
         slots, row = _share(row, lengths.tolist())
