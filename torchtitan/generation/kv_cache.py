@@ -1,8 +1,9 @@
 """A cache of keys and values, or of the states of linear attention, so each new token needs a forward pass
 over one token only.
 
-B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H
-query heads, K key/value heads, D head size, V vocabulary, L mixtures of experts, k experts per token.
+B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H query
+heads, K key/value heads, D head size of queries and keys, Dv head size of values, V vocabulary, L mixtures
+of experts, k experts per token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +75,7 @@ class CachedAttention(_Store, nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return [B, H, T, Dv], and with `return_lse` the log-sum-exp of the scores [B, H, T].
 
-        q: [B, H, T, D]; k, v: [B, K, T, D]. block_mask: a bool tensor [1 or B, 1, T, S], not a
+        q: [B, H, T, D]; k: [B, K, T, D]; v: [B, K, T, Dv]. block_mask: a bool tensor [1 or B, 1, T, S], not a
         BlockMask: True for the slots that a token sees.
         """
         # Allocate in the first call, when shapes, dtype and device are known.

@@ -42,8 +42,8 @@ class Servers:
 
     A restarted server has lost the weights. To detect restarts, an idle connection to each server stays
     open; it closes when the server's process ends. Proxies and TLS servers also close idle connections. So
-    after a connection has closed, compare the process's start time, which is among vLLM's metrics. A server
-    without this metric counts as restarted.
+    after a connection has closed, the start time of the server's process is compared with the earlier start
+    time. vLLM has it among its metrics. A server without this metric counts as restarted.
     """
 
     def __init__(self, setting: str, timeout_seconds: float) -> None:

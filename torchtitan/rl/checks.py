@@ -58,7 +58,7 @@ def check_server_config(job_config: JobConfig) -> None:
 
 
 def check_not_divided(job_config: JobConfig) -> None:
-    """Raise ConfigError if `rl.generator.ranks` is set. Call it if all ranks train and generate."""
+    """Raise ConfigError if `rl.generator.ranks` is set, because in this program all ranks have both roles."""
     if job_config.ranks_apart:
         raise ConfigError(
             f"rl.generator.ranks = {job_config.ranks_apart} splits the ranks into two roles at "
@@ -183,7 +183,10 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
 
 
 def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
-    """Rules for the config; `models.batch_invariant.use_batch_invariant` checks the model."""
+    """Check the keys that conflict with `rl.generator.exact`.
+
+    `models.batch_invariant.use_batch_invariant` checks the model.
+    """
     generator, parallelism = job_config.rl.generator, job_config.parallelism
     if not generator.exact:
         return

@@ -120,7 +120,7 @@ class Controller:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, including those before a resume."""
+        """Number of optimizer steps done, including steps before a resume."""
         return self.trainer.engine.step
 
     # ---- the loop ----
@@ -151,8 +151,8 @@ class Controller:
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to `training.steps`.
 
-        Raises LostGeneratorError if a generating rank is lost. Before that it saves a checkpoint, unless
-        episodes drawn ahead are lost with the rank: then a resume uses the previous checkpoint.
+        If a generating rank is lost, saves a checkpoint and raises LostGeneratorError. If episodes drawn
+        ahead are lost with the rank, saves no checkpoint; then a resume uses the previous checkpoint.
         """
         try:
             if self.setup():

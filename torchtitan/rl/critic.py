@@ -29,12 +29,13 @@ from torchtitan.tools.logging import logger
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error of values, which are clipped to a range around the old values:
+    """Half the squared error of a value, where the value may be clipped to a range around the old value:
 
         max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
 
-    V is a token's value and R its return. As in Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines,
-    ppo2), summed with the batch's weights. value_clip: c; 0 turns clipping off.
+    V is a token's value and R its return. The formula is that of OpenAI baselines, ppo2 (Schulman et al.
+    2017, arXiv:1707.06347). Losses of tokens are summed with the batch's weights.
+    value_clip: c; 0 turns clipping off.
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("value_loss", "value_clipped_frac")

@@ -134,11 +134,11 @@ def continue_prompts(
 
     prompt_of_row: the index of each row's prompt; rows of one prompt are consecutive.
     uniform: random numbers in [0, 1), fp64 [N, L], one for each token that may be drawn.
-    max_rows: largest number of rows that a rank continues at once; further rows wait. 0: no limit.
+    max_rows: largest number of rows that a rank continues at once; further rows wait. 0 means no limit.
     next_version: called before each forward; returns the version of the forward's weights. It may
         update the weights, unless ranks generate together; the cache keeps its old entries, as in
         PipelineRL (Piché et al. 2025, arXiv:2509.19128).
-    on_rows: called before each forward with the prompt index of each of its rows.
+    on_rows: called before each forward with the prompt index of each row in the forward.
     """
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -293,7 +293,7 @@ class _Rows:
     def _draw(
         self, places: list[int], logits: Tensor | None, sources: list[int], version: int
     ) -> None:
-        """Draw a token for the row at each place; sources: the index of its row in `logits`."""
+        """Draw a token for the row at each place. sources: for each place, the index of its logits."""
         rows = [self.row_at[place] for place in places]
         steps = [len(self.versions[row]) for row in rows]
         device, sampling, schedule = self.tokens.device, self.sampling, self.decoder.runner.schedule

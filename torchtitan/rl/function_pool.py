@@ -46,7 +46,7 @@ class _Worker(NamedTuple):
 
 
 class FunctionPool:
-    """Calls functions in `n_processes` other processes; a thread here waits for each of them.
+    """Calls functions in `n_processes` worker processes; this process has one waiting thread per worker.
 
     functions: one or several names, module:function, which each process imports.
     timeout_seconds: timeout of one call. After a timeout, the pool kills the process and all processes that
@@ -148,7 +148,7 @@ class FunctionPool:
         if problem is not None:
             raise ValueError(
                 f"a process for {self._keys[0]} = {', '.join(self._functions)!r} cannot be started: "
-                f"{problem}; the process imports the function's module again"
+                f"{problem}; make sure that a new process can import the function's module"
             )
         return worker
 

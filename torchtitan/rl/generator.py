@@ -76,8 +76,8 @@ class Generator(ABC):
 
         first_row: index of the first completion among the completions of all ranks, or one such index per
             prompt. Draws with `sampling.seed` depend on it, not on the rank.
-        Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
-        as `check_weights`, FloatingPointError if a log-prob is not finite.
+        Raises ValueError for a prompt that cannot be continued, FloatingPointError if a log-prob is not
+        finite, and the errors of `check_weights`.
         """
         self.check_weights()
         if isinstance(first_row, int):
@@ -101,9 +101,9 @@ class Generator(ABC):
 
     @abstractmethod
     def update_weights(self, weights: Any, *, check_digest: bool = True) -> None:
-        """Take over all weights and their version. weights: what `weight_sync.weights_for` returns.
+        """Load all weights, and record their version. weights: the result of `weight_sync.weights_for`.
 
-        Raises WeightMismatchError if the received weights differ from the sent ones.
+        Raises WeightMismatchError if the received weights differ from the sent weights.
         """
 
     def pinned(self) -> "Generator":
@@ -125,7 +125,7 @@ class DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
     max_rows: number of completions that a rank continues at the same time; 0 means no limit.
-    records_experts: completions include the experts of their tokens; ConfigError for a dense model.
+    records_experts: completions include the experts of their tokens. Raises ConfigError for a dense model.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class JsonlTask(Task):
             chat.check_turns(messages, result, tools=self._schemas)
             if chat.render(messages) == chat.render(messages, tools=self._schemas):
                 logger.warning(
-                    "%s writes no tools, so the policy is not told of rl.task.tools; set "
+                    "%s does not read `tools`, so prompts do not describe rl.task.tools; set "
                     "rl.task.chat_template to a file with a template that reads `tools`",
                     chat.name,
                 )
@@ -239,7 +239,7 @@ def build(rl: Any, tokenizer: BaseTokenizer | None, max_prompt_tokens: int | Non
     if tokenizer is None:
         raise ValueError(
             "rl.task.name = 'jsonl' needs the model's tokenizer, got none; set model.hf_assets_path "
-            "to a folder with a tokenizer, with a model that builds it"
+            "to a folder with a tokenizer, and choose a model that uses this tokenizer"
         )
     task, chat, reward_pool, tools = rl.task, None, None, None
     if isinstance(tokenizer, HuggingFaceTokenizer):

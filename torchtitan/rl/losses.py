@@ -36,8 +36,10 @@ Measured = dict[str, Tensor]
 
 
 class LossOutput(NamedTuple):
-    """loss: a scalar to call backward on. metrics: scalars without gradient. Over microbatches and ranks,
-    the engine takes the maximum of `_max` metrics and the sum of the others; see `finalize_metrics`.
+    """The loss of one microbatch, a scalar to call backward on, and metrics, scalars without gradient.
+
+    Over microbatches and ranks, the engine takes the maximum of metrics whose names end in `_max`, and the
+    sum of all other metrics; see `finalize_metrics`.
     """
 
     loss: Tensor
@@ -71,7 +73,7 @@ class PolicyLoss(ImportanceCorrection, ABC):
     def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         """Return the policy loss of each token, and metrics by name, all [B, T] and finite.
 
-        logprobs: [B, T] of the labels under the trained policy, in nats.
+        logprobs: log-probs [B, T] of the labels under the trained policy, in nats.
         """
 
     @property
@@ -193,7 +195,7 @@ def kl_divergence(
     d = logprobs - ref_logprobs, clamped to plus and minus max_log_ratio, for tokens that the policy itself
     sampled (Schulman 2020, "Approximating KL divergence"):
 
-        k1  d               unbiased; as a loss its gradient is 0 on average: only a metric
+        k1  d               unbiased; only a metric, because its gradient is 0 on average
         k2  d^2 / 2         biased; as a loss its gradient is that of KL(policy || reference)
         k3  exp(-d) - 1 + d unbiased, never negative; used by GRPO
 

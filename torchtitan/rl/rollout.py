@@ -469,8 +469,9 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return the next step, and the episodes that were drawn ahead. Collective.
 
-        Episodes are saved because the weights that drew them are not. Raises LostGeneratorError if
-        episodes are lost with a generator and `rl.async_steps` > 0; with 0, a resumed run draws them again.
+        Episodes are saved because the weights that drew them are not. If episodes are lost with a generating
+        rank, this method raises LostGeneratorError, unless `rl.async_steps` is 0: then a resumed run draws
+        the episodes again.
         """
         taken: dict[int, list[Episode]] = {}
         for step in list(self._ahead):

@@ -54,7 +54,7 @@ class TakesWeights(Protocol):
 
 
 class AdapterWeights:
-    """The adapters as PEFT's files: (file name, content as uint8 [n]). Iterating is collective."""
+    """The adapters as PEFT's files: yields (file name, content as uint8 [n]). Iterating is collective."""
 
     digest: str | None = None
 
@@ -148,9 +148,9 @@ def push_weights(
 ) -> int:
     """Send the engine's weights to a generator; return their version. Collective.
 
-    check_digest: compare digests, for which all weights are read a second time.
-    Raises WeightMismatchError on all ranks if any rank received different weights,
-    StaleWeightsError if the generator has another version afterwards.
+    check_digest: compare digests. This reads all weights a second time.
+    Raises WeightMismatchError on all ranks if any rank received different weights, and
+    StaleWeightsError if the generator has a different version afterwards.
     """
     failure = None
     try:

@@ -23,7 +23,8 @@ class Command:
     items: a merged call gets the items of all its commands as argument `items`, and returns a value or
         an exception per item. `answer` is called with the results of its own command's items.
     lane: "" for a command that is independent of all others.
-    size: the sizes of merged commands add up to at most `RequestQueue`'s max_size; 0 is not limited.
+    size: the sizes of merged commands add up to at most `RequestQueue`'s max_size. Commands of size 0 are
+        merged without limit.
     comes_in_bursts: more commands of this lane may follow soon.
     """
 

@@ -195,7 +195,7 @@ class SamplingParams:
         if len(strings) + len(token_ids) < len(stops) or (strings and tokenizer is None):
             raise ValueError(
                 f"SamplingParams.stop must be token ids, or strings if the model has a tokenizer, got "
-                f"{self.stop!r}; encode it"
+                f"{self.stop!r}; encode the strings"
             )
         assert self.max_tokens is not None, "`from_attributes` sets it"
         return SamplingConfig(

@@ -68,13 +68,13 @@ _IGNORED = (
 
 @dataclass
 class EngineConfig(TorchtitanEngineConfig):
-    """verl's settings of a torchtitan engine, and a field for any key of `JobConfig`.
+    """verl's settings of a torchtitan engine, plus the field `job` for any key of `JobConfig`.
 
     Set `engine._target_=torchtitan.integrations.verl.config.EngineConfig`, or
     `actor_rollout_ref.actor.torchtitan._target_=...` in PPO, to use this class.
 
     data_parallel_shard_size: -1 means world size / product of the other sizes.
-    job: key of `JobConfig`, dotted or nested -> value. These values override verl's fields.
+    job: values for keys of `JobConfig`, which may be dotted or nested. They override verl's fields.
     share_prefixes: samples of a microbatch with a common prefix share its computation.
     """
 

@@ -28,7 +28,7 @@ elements as int32 [n], their new values [n], the process group of the ranks that
 class WeightDeltas:
     """Iterates over the changes of all weights since the last iteration, or since `prime`.
 
-    Collective: all ranks construct, prime and iterate together. dtype: of the weights in rollouts.
+    Collective: all ranks construct, prime and iterate together. dtype: dtype of the weights in rollouts.
     Raises ValueError for a weight whose flat indices don't fit in 32 bits.
     """
 

@@ -339,7 +339,7 @@ class VerlEngine(BaseEngine):
         if self.has_adapters and not self.model_config.lora.get("merge", False):
             raise ValueError(
                 "torchtitan's engine sends rollouts weights with adapters merged, and "
-                "model.lora.merge = false makes rollouts expect the adapters by themselves; set it to "
+                "model.lora.merge = false makes rollouts expect separate adapters; set it to "
                 "true"
             )
         dtype = TORCH_DTYPE_MAP[self.engine_config.dtype]
