@@ -179,7 +179,7 @@ class LocalTrainingClient(AsyncNames):
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
         Adapters are also saved in PEFT's format, in the subfolder `peft` of this folder.
-        ttl_seconds: ignored; states never expire. rank: LoRA rank to save; None takes `lora.rank`.
+        ttl_seconds: ignored; states never expire. rank: LoRA rank of the adapters; None takes `lora.rank`.
         external: save only files for other programs: adapters in PEFT's format, or HF weights.
         Raises ValueError for a name that leads out of `states_folder`.
         """
