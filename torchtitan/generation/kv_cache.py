@@ -1,8 +1,9 @@
 """A cache of keys and values, or of the states of linear attention, so each new token needs a forward pass
 over one token only.
 
-B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H
-query heads, K key/value heads, D head size, V vocabulary, L mixtures of experts, k experts per token.
+B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H query
+heads, K key/value heads, D head size of queries and keys, Dv head size of values, V vocabulary, L mixtures
+of experts, k experts per token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +28,12 @@ class _Store:
 
     Before each call, the caller sets `slots` [1 or B, T], the slots of the new tokens; `end`, the number of
     filled slots after the call; and `counts` [B], the number of new tokens of each row, without padding.
-    max_length: the size of dim 2, with an entry per cached token; 0: the tensors have no such dim.
+    max_length: size of dim 2, which has an entry per cached token; 0 if the tensors have no such dim.
     """
 
     max_length = 0
-    stored: list[Tensor]  # a list, because buffers would appear in a model's state dict
+    # A plain list, because buffers would appear in the model's state dict.
+    stored: list[Tensor]
     slots: Tensor
     counts: Tensor
     end = 0
@@ -73,13 +75,15 @@ class CachedAttention(_Store, nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return [B, H, T, Dv], and with `return_lse` the log-sum-exp of the scores [B, H, T].
 
-        q: [B, H, T, D]; k, v: [B, K, T, D]. block_mask: a bool tensor [1 or B, 1, T, S], not a
+        q: [B, H, T, D]; k: [B, K, T, D]; v: [B, K, T, Dv]. block_mask: a bool tensor [1 or B, 1, T, S], not a
         BlockMask: True for the slots that a token sees.
         """
-        if not self.stored:  # shapes, dtype and device are known from the first call on
+        # Allocate in the first call, when shapes, dtype and device are known.
+        if not self.stored:
             self._allocate(k, v)
         for stored, new in zip(self.stored, (k, v), strict=True):
-            if len(self.slots) == 1:  # all rows write to the same slots
+            # All rows write to the same slots.
+            if len(self.slots) == 1:
                 stored[:, :, self.end - new.shape[2] : self.end] = new
             else:
                 index = self.slots[:, None, :, None].expand_as(new)
@@ -133,7 +137,8 @@ class CachedDeltaRule(_Store, DeltaRule):
         mask: DocumentMask,
     ) -> Tensor:
         widths, (n_rows, n_tokens) = [w.shape[1] for w in taps], g.shape[:2]
-        if not self.stored:  # the initial state is zero
+        # The initial state is zero.
+        if not self.stored:
             n_values, n_heads = inputs[2].shape[-1], g.shape[-1]
             sizes = n_rows, n_heads, key_dim, n_values // n_heads
             dtype = torch.promote_types(g.dtype, torch.float32)
@@ -159,7 +164,10 @@ class CachedDeltaRule(_Store, DeltaRule):
 
 
 class ExpertRecord(_Store):
-    """The expert indices of cached tokens, int16 [B, L, max_length, k]; 0 for layers of other pipeline stages."""
+    """The expert indices of cached tokens, int16 [B, L, max_length, k].
+
+    Layers of other pipeline stages have 0.
+    """
 
     def __init__(self, parts: Sequence[Decoder], max_length: int):
         moe_layers = parts[0].moe_layers
@@ -210,7 +218,8 @@ class CachedForward:
     ):
         self.lengths: list[int] = []
         self.max_length = max_length
-        kernels = [layer.inner_attention for layer in layers]  # or another cache's replacements
+        # If another cache has replaced the model's kernels, these are the other cache's kernels.
+        kernels = [layer.inner_attention for layer in layers]
         invariant = any(getattr(kernel, "batch_invariant", False) for kernel in kernels)
         self.kernels = [
             CachedDeltaRule()
@@ -247,7 +256,7 @@ class CachedForward:
         if min(starts) != end - width:
             starts_of_rows = torch.tensor(starts, device=self._device)
             slots = starts_of_rows[:, None] + torch.arange(width, device=self._device)
-        # A mask depends only on slots, so evaluate it for the new tokens' slots.
+        # Masks depend only on slots, so evaluate them for the slots of the new tokens.
         keys = torch.arange(end, device=self._device)
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         masks = map_masks(
@@ -260,7 +269,8 @@ class CachedForward:
         for store in self._stores:
             store.slots, store.end, store.counts = slots, end, n_new
         for layer, kernel in zip(self._layers, self.kernels, strict=True):
-            if layer.inner_attention is not kernel:  # another cache of this model ran since
+            # If another cache of this model ran in between, it has replaced this cache's kernels.
+            if layer.inner_attention is not kernel:
                 layer.inner_attention = kernel
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         with ExitStack() as hooks:
@@ -288,7 +298,7 @@ class CachedForward:
             store.put_rows(at, given, index)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; a row may be repeated."""
+        """Keep only these rows, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self._device)
         self.lengths = [self.lengths[row] for row in rows]
         for store in self._stores:

@@ -34,10 +34,10 @@ def draw(
 
     uniform: fp64 [B], from [0, 1). The same numbers draw the same tokens on every device and in
         every split of the rows, unless rounding moves a cumulative probability past `uniform`.
-    temperature: divides the logits; 0 takes the likeliest token (the first of equals).
-    top_k: keep only this many of the likeliest tokens (the first of equals); 0 keeps all.
-    top_p: of these, keep the fewest likeliest tokens that hold this share of the probability; 1
-        keeps all.
+    temperature: divides the logits; 0 takes the most probable token (the first of equal tokens).
+    top_k: keep only this many of the most probable tokens (the first of equal tokens); 0 keeps all.
+    top_p: of the tokens that top_k keeps, keep the fewest most probable tokens with this total
+        probability; 1 keeps all.
     """
     if temperature == 0:
         is_finite = logits.amax(dim=-1).isfinite()
@@ -57,9 +57,10 @@ def draw(
     # Keep the target below the sum even after rounding, because tokens past it have probability 0.
     target = uniform[:, None] * cumulative[:, -1:] * (1 - 1e-12)
     tokens = torch.searchsorted(cumulative, target, right=True)
-    tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits give an index past the end
+    # NaN logits give an index past the end, so clamp the index.
+    tokens.clamp_(max=logits.shape[-1] - 1)
     chosen = logits.gather(-1, tokens).squeeze(-1).float() / temperature
-    # Renormalise over the tokens that are kept.
+    # Renormalise over the kept tokens.
     kept_sums = exps.sum(dim=-1) if is_truncated else sums
     return Drawn(tokens.squeeze(-1), logprobs_of_logits(chosen, highest, kept_sums))
 
@@ -92,9 +93,10 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the next token of each row, [B, 1], one after another; input_ids: [T] or [B, T].
 
-    temperature: numbers between 0 and 1e-5 become 1e-5. seed: None draws from torch's default generator.
-    eos_id: end-of-text id or ids. A row that has drawn an end-of-text token is padded with it, and
-        generation ends when all rows have. None: always `max_new_tokens`.
+    temperature: a temperature between 0 and 1e-5 is raised to 1e-5.
+    seed: None draws from torch's default generator.
+    eos_id: end-of-text id or ids. A row that has drawn an end-of-text token is padded with this token.
+        Generation ends when all rows have ended. None always generates `max_new_tokens` tokens.
     Raises ValueError for an empty prompt, options out of range, and in the cases of `kv_cache`;
     FloatingPointError for logits that are not finite.
     """

@@ -48,20 +48,21 @@ _HOW_VLLM_RELOADS = {
     "--max-lora-rank of at least lora.rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
     "environment",
 }
-_MAX_FILE_BYTES = 4 * 2**30  # larger models are split into several files
+# The weights of larger models are written to several files.
+_MAX_FILE_BYTES = 4 * 2**30
 
 
 class OpenAIGenerator(ForeignGenerator):
     """Samples with HTTP servers. Each rank sends the requests for its own share of prompts.
 
-    Each completion has its own seed, so it does not depend on the server. A lost server is skipped until
-    the next update, or until no other server is left.
+    Each completion has its own seed, so it is the same on every server. A lost server is skipped until the
+    next update, or until no other server is left.
 
     The server has to return log-probs after temperature (vLLM: --logprobs-mode processed_logprobs).
-    settings: `[rl.generator]`. dtype: dtype of the weights in the files; None: the trainer's.
+    settings: `[rl.generator]`. dtype: dtype of the weights in the files; None keeps the trainer's.
     folder: gets a subfolder per weight version; each update removes the other subfolders.
     hf_assets_path: folder whose config.json and tokenizer are copied to each version's folder.
-    vocab_size: limit for the token ids of an answer; None: no check.
+    vocab_size: token ids in answers must be below this number; None turns this check off.
     delta: with `weight_transfer` = "gloo", send only the changes since the last update.
     """
 
@@ -86,9 +87,10 @@ class OpenAIGenerator(ForeignGenerator):
         if not settings.reload_url:
             way = "transfer" if settings.weight_transfer else self.weight_names
             self.remedy = _HOW_VLLM_RELOADS[way]
-        # Drawn per run, because the server may hold adapters of an earlier run.
+        # Each run draws a name for its adapters, because the server may hold adapters of an earlier run.
         self._run = from_rank_zero(lambda: secrets.token_hex(4)) if settings.adapters else ""
-        self._adapter = ""  # name of the adapters that the server has
+        # Name of the adapters of the last update.
+        self._adapter = ""
         self._servers = Servers(settings.url, settings.timeout_seconds)
 
     def _complete_all(
@@ -134,7 +136,8 @@ class OpenAIGenerator(ForeignGenerator):
             token_ids = choice.get("token_ids")
             details = choice.get("logprobs") or {}
             logprobs = [float(value) for value in details.get("token_logprobs") or ()]
-            if token_ids is None:  # the server spells tokens as "token_id:17"
+            # The server writes tokens as "token_id:17".
+            if token_ids is None:
                 texts = details.get("tokens") or ()
                 parts = [text.rpartition(":") for text in texts]
                 is_id = all(x == "token_id" and number.isdecimal() for x, _, number in parts)
@@ -161,7 +164,8 @@ class OpenAIGenerator(ForeignGenerator):
         failure = None
         try:
             super().update_weights(weights, check_digest=check_digest)
-        except WeightMismatchError as error:  # only on rank 0; the other ranks wait in `share`
+        except WeightMismatchError as error:
+            # Only rank 0 gets here; the other ranks wait in `share`.
             failure = error
         if self._settings.weight_transfer and failure is None:
             self._servers.trust(self._servers.addresses())
@@ -186,10 +190,10 @@ class OpenAIGenerator(ForeignGenerator):
             self._remove_other_versions(version)
 
     def _load_on(self, server: str, version: int, previous: str) -> None:
-        """Have a server load the files of a version. previous: name of the adapters to unload."""
+        """Make a server load the files of a version. previous: name of the adapters to unload."""
         folder = self._folder_of(version)
         if url := self._settings.reload_url:
-            # A path is the same on every server.
+            # If the setting is only a path, post to this path on each server.
             url = f"{server}{url}" if url.startswith("/") else url
             self._command(url, {"path": folder, "version": version})
         elif self._run:
@@ -197,16 +201,17 @@ class OpenAIGenerator(ForeignGenerator):
             try:
                 self._command(f"{server}/v1/load_lora_adapter", lora)
             except RunError as error:
-                # An earlier try loaded it, and its answer was lost: the name has this run and version.
+                # Ignore this error: an earlier try loaded this version, and the server's answer was lost.
                 if "has already been loaded" not in str(error):
                     raise
             if previous:
-                with suppress(RunError):  # a restarted server does not have them
+                # RunError: a restarted server does not have the previous adapters.
+                with suppress(RunError):
                     self._command(f"{server}/v1/unload_lora_adapter", {"lora_name": previous})
         else:
             rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             self._command(f"{server}/collective_rpc", rpc)
-            # vLLM's reload_weights keeps the prefix cache.
+            # reload_weights does not empty vLLM's prefix cache.
             self._command(f"{server}/reset_prefix_cache", {})
 
     def _send(self, pairs: Pairs, version: int) -> None:
@@ -214,14 +219,15 @@ class OpenAIGenerator(ForeignGenerator):
         settings, seconds = self._settings, self._settings.timeout_seconds
 
         def call(name: str, message: dict[str, Any] | None) -> Any:
-            # No retries, because a second transfer would find no sender.
+            # Don't retry, because a second transfer would find no sender.
             return _post(f"{server}/{name}", message, seconds, tries=1)
 
         if self._lane is None:
             self._lane = WeightLane(settings.weight_transfer, call, server, seconds, self._delta)
         try:
             self._lane.send(pairs, version)
-        except BaseException:  # part of the update may be in transit: do not reuse the connection
+        except BaseException:
+            # Part of the update may be in transit, so do not reuse the connection.
             self._lane.close()
             self._lane = None
             raise
@@ -234,13 +240,13 @@ class OpenAIGenerator(ForeignGenerator):
             raise RunError(f"{url} refused with {json.dumps(answer)[:500]}")
 
     def _name_of(self, version: int) -> str:
-        """Return the name under which the server has a version of the policy."""
+        """Return the server's name for a version of the policy."""
         model = self._settings.model
         return f"{model}-{self._run}-{version}" if self._run else model
 
 
 def _array(text: Any) -> np.ndarray | None:
-    """Decode `routed_experts`, a NumPy file in base64; None for anything else than integers."""
+    """Decode `routed_experts`, a NumPy file in base64; return None unless it holds integers."""
     try:
         array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     except (TypeError, ValueError, EOFError, OSError):
@@ -249,8 +255,9 @@ def _array(text: Any) -> np.ndarray | None:
 
 
 def _write(pairs: Pairs, folder: str, hf_assets_path: str) -> None:
-    """Write a model's folder: weights, their index, and the other files of `hf_assets_path`."""
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have left it
+    """Write a model's folder: weights, the index of the weights, and the other files of `hf_assets_path`."""
+    # An earlier run may have left this folder.
+    shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     for entry in os.scandir(hf_assets_path) if os.path.isdir(hf_assets_path) else ():
         if entry.is_file() and not entry.name.endswith((".safetensors", ".bin", "index.json")):
@@ -282,7 +289,10 @@ def _post(
     is_json: bool = True,
     tries: int = _TRIES,
 ) -> Any:
-    """POST a message (None: GET) and return the answer's JSON, None if it is empty. Raises RunError."""
+    """POST a message and return the answer's JSON, or None for an empty answer. Raises RunError.
+
+    message: None makes a GET request.
+    """
     body = None if message is None else json.dumps(message).encode()
     # The server is on our own network, so a configured proxy is not used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -297,7 +307,8 @@ def _post(
             with error, suppress(OSError, http.client.HTTPException):
                 problem += f": {error.read(500).decode(errors='replace')}"
             may_recover = error.code in (408, 429) or error.code >= 500
-        except (OSError, http.client.HTTPException) as error:  # urllib's errors are OSErrors
+        except (OSError, http.client.HTTPException) as error:
+            # urllib's errors are subclasses of OSError.
             problem, may_recover, is_gone = f"{type(error).__name__}: {error}", True, True
         except ValueError as error:
             problem, may_recover, is_gone = f"the answer is not JSON: {error}", False, False

@@ -22,8 +22,8 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-_SECONDS_BETWEEN_LOOKS = 2.0  # pause before asking the servers again, while none answers
-_SECONDS_TO_ANSWER = 10.0  # timeout for connections and metrics
+_SECONDS_BETWEEN_LOOKS = 2.0  # while no server answers: pause before trying the servers again
+_SECONDS_TO_ANSWER = 10.0  # timeout to connect to a server, and to read its metrics
 
 
 class LostServerError(RunError):
@@ -37,21 +37,23 @@ class LostServerError(RunError):
 class Servers:
     """Tracks which servers have the weights of the last update, and makes restarted servers load them.
 
-    setting: see `addresses_in`; read again for each update, so servers may join.
+    setting: the addresses, see `addresses_in`; read again for each update, so servers may join.
     timeout_seconds: how long to wait while no server answers.
 
-    A restarted server lost the weights. To detect it, an idle connection to each server stays open, which
-    closes when the server's process ends. Proxies and TLS servers also close idle connections; then the
-    start time of the process decides, which vLLM has in its metrics. A server without this metric counts
-    as restarted.
+    A restarted server has lost the weights. To detect restarts, an idle connection to each server stays
+    open; it closes when the server's process ends. Proxies and TLS servers also close idle connections. So
+    after a connection has closed, the start time of the server's process is compared with the earlier start
+    time. vLLM has it among its metrics. A server without this metric counts as restarted.
     """
 
     def __init__(self, setting: str, timeout_seconds: float) -> None:
         self._setting, self._timeout_seconds = setting, timeout_seconds
-        self._lock = threading.Lock()  # held while a server gets the weights
+        # Held while servers load weights.
+        self._lock = threading.Lock()
         self._turns = itertools.count()
         self._ready: dict[str, _Connection] = {}
-        self._load: Callable[[str], None] = lambda _: None  # replaced by the first update
+        # The first update replaces this function.
+        self._load: Callable[[str], None] = lambda _: None
 
     def addresses(self) -> list[str]:
         return addresses_in(self._setting)
@@ -60,8 +62,8 @@ class Servers:
         """Make all servers that answer load the weights, and wait until at least one has loaded them.
 
         load: makes the server at an address load the weights; called again for a restarted server.
-        now: False only stores `load`, for later restarts: on ranks that get rank 0's result in `share`,
-            and for weights that were sent without files.
+        now: False only stores `load` for later restarts. Pass False if rank 0 updates the servers and this
+            rank calls `share`, or if the weights were sent without files.
         Raises what `load` raises, unless the server is gone.
         """
         with self._lock:
@@ -71,7 +73,7 @@ class Servers:
                 self._load_any()
 
     def share(self) -> None:
-        """Tell all ranks which servers have the weights, as rank 0 knows. Collective."""
+        """Tell all ranks which servers, according to rank 0, have the weights. Collective."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             ready = from_rank_zero(lambda: list(self._ready))
             if dist.get_rank() > 0:
@@ -137,9 +139,12 @@ class Servers:
             time.sleep(min(_SECONDS_BETWEEN_LOOKS, self._timeout_seconds / 4))
 
     def _try_to_load(self, address: str) -> Exception | None:
-        """Return why the server is skipped, or None. Raises RunError if the server reports a failed load."""
+        """Make a server load the weights. Return the error if it is gone, or None.
+
+        Raises RunError if the server reports that loading failed.
+        """
         try:
-            # Made before the load, so that a restart during the load closes it.
+            # Open the connection before the load, so that a restart during the load closes it.
             idle = _Connection(address)
             self._load(address)
         except (OSError, LostServerError) as error:
@@ -154,7 +159,7 @@ class Servers:
             if (idle := self._ready.pop(address, None)) is not None:
                 idle.socket.close()
                 if reason:
-                    logger.warning("the server %s is left out: %s", address, reason)
+                    logger.warning("the server %s is skipped: %s", address, reason)
 
 
 class _Connection:

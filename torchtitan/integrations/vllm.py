@@ -62,7 +62,8 @@ class VLLMGenerator(ForeignGenerator):
         if max_len := settings.max_seq_len or seq_len:
             options["max_model_len"] = max_len
         if settings.adapters:
-            choices = (8, 16, 32, 64, 128, 256, 320)  # vLLM allows these ranks, and 512
+            # vLLM allows these LoRA ranks, and 512.
+            choices = (8, 16, 32, 64, 128, 256, 320)
             rank = next((n for n in choices if n >= lora_rank), 512)
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if settings.replay_experts:
@@ -81,7 +82,8 @@ class VLLMGenerator(ForeignGenerator):
         folder = os.path.join(folder, f"rank-{dist.get_rank() if n_ranks > 1 else 0}")
         super().__init__(dtype, seed, folder, settings.adapters, settings.replay_experts)
         self._vllm = vllm
-        self._adapters: Any = None  # vLLM's LoRARequest for the last update
+        # vLLM's LoRARequest for the last update.
+        self._adapters: Any = None
         self._llm = vllm.LLM(
             model=hf_assets_path,
             dtype="auto" if dtype is None else dtype,
@@ -116,7 +118,7 @@ class VLLMGenerator(ForeignGenerator):
                     ignore_eos=True,
                     detokenize=bool(sampling.stop_strings),
                     logprobs=0,
-                    # vLLM adds a sample's index, so each completion has its own seed.
+                    # vLLM adds the index of a sample to the seed, so each completion has its own seed.
                     seed=seed,
                 )
                 for seed in seeds[::num_samples]
@@ -136,27 +138,31 @@ class VLLMGenerator(ForeignGenerator):
 
     def _load(self, pairs: Iterator[tuple[str, Tensor]], version: int) -> None:
         if self.weight_names == "adapters":
-            # Ids begin at 1. vLLM's prefix cache tells adapters apart by their names.
+            # Adapter ids begin at 1. vLLM's prefix cache distinguishes adapters by name.
             self._write_adapters(pairs, version)
             name, path = f"version-{version}", self._folder_of(version)
             self._adapters = self._vllm.lora.request.LoRARequest(name, version + 1, path)
-            self._llm.llm_engine.add_lora(self._adapters)  # raises if vLLM cannot use the files
+            # Load the adapters now, to raise here if vLLM cannot use them.
+            self._llm.llm_engine.add_lora(self._adapters)
             self._remove_other_versions(version)
             return
         self._llm.collective_rpc(_pack_experts_again)
         # The model's own `load_weights` cannot be used, because vLLM has rearranged the parameters.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
         if next(pairs, None) is not None:
-            raise RunError("it did not read all weights")
+            raise RunError("vLLM did not read all weights")
         if self._llm.reset_prefix_cache() is False:
             raise RunError(
-                "it kept its prefix cache, with keys and values of earlier weights, because a request "
+                "vLLM kept its prefix cache, with keys and values of earlier weights, because a request "
                 "was still running; end all requests before an update"
             )
 
 
 def _pack_experts_again(worker: Any) -> None:
-    """Make a CPU worker of vLLM 0.32.0 pack new expert weights, not copy them over packed ones."""
+    """Make a CPU worker of vLLM 0.32.0 pack new expert weights.
+
+    Otherwise it would copy unpacked weights over packed weights.
+    """
     if worker.device.type != "cpu":
         return
     for module in worker.model_runner.model.modules():
@@ -166,7 +172,7 @@ def _pack_experts_again(worker: Any) -> None:
 
 
 def _destroy_groups_of_vllm() -> None:
-    """Destroy vLLM's process groups; vLLM 0.32.0 would reuse them after the default group is gone."""
+    """Destroy vLLM's process groups. vLLM 0.32.0 would use them even after the default group is gone."""
     groups = sys.modules.get("vllm.distributed.parallel_state")
     if groups is not None and dist.is_initialized():
         groups.destroy_model_parallel()

@@ -35,7 +35,8 @@ def register() -> None:
     """Register our receiver as "gloo" with vLLM, which calls this in each of its processes."""
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    except ImportError:  # this vLLM has no weight transfer
+    except ImportError:
+        # This version of vLLM has no weight transfer.
         return
     # vLLM calls plug-ins again in processes that it forks.
     if "gloo" not in WeightTransferEngineFactory._registry:
@@ -69,10 +70,10 @@ def _secret(token: str, rank: int) -> bytes:
 class WeightLane:
     """Sends one rank's weights to the workers of one vLLM server.
 
-    backend: as the server's `--weight-transfer-config '{"backend": ...}'`.
-    call: (endpoint name, message) -> the server's answer, by a POST, or a GET if the message is None.
-        After `call` has raised, the lane cannot be used again.
-    url: the server's. The lane listens at this machine's address on the route to the server.
+    backend: the backend in the server's `--weight-transfer-config '{"backend": ...}'`.
+    call: takes an endpoint's name and a message, sends a POST, or a GET if the message is None, and returns
+        the server's answer. After `call` has raised, the lane cannot be used again.
+    url: the server's address. The lane listens at this machine's address on the route to the server.
     delta: send only the changes since the last update; for "gloo".
     """
 
@@ -96,9 +97,11 @@ class WeightLane:
         info = {
             "master_address": address,
             "master_port": server.getsockname()[1],
-            "rank_offset": 1,  # the sender is rank 0
+            # The sender is rank 0.
+            "rank_offset": 1,
             "world_size": size,
-            "packed": False,  # each tensor is a separate message
+            # Send each tensor as a separate message.
+            "packed": False,
         }
         if backend == "gloo":
             self._device = torch.device("cpu")
@@ -106,7 +109,8 @@ class WeightLane:
             expected = {digest_of(_secret(token, rank)): rank for rank in range(1, size)}
         else:
             self._device = torch.device(get_device_type(), torch.accelerator.current_device_index())
-            server.close()  # NCCL listens at this port instead
+            # Free the port, because NCCL listens at it.
+            server.close()
 
         def meet_workers() -> Any:
             if backend == "gloo":
@@ -116,7 +120,7 @@ class WeightLane:
             use_device(self._device)
             return nccl_common.trainer_init(info)
 
-        # "gloo": connections; "nccl": vLLM's communicator
+        # With "gloo": a list of connections. With "nccl": vLLM's communicator.
         self._workers = _beside(
             meet_workers, lambda: call("init_weight_transfer_engine", {"init_info": info})
         )
@@ -140,7 +144,8 @@ class WeightLane:
     def close(self) -> None:
         """Close the TCP connections, which ends a thread that is sending."""
         for worker in self._workers if self._device.type == "cpu" else ():
-            with contextlib.suppress(OSError):  # the worker may have closed it already
+            # OSError: the worker may have closed the connection already.
+            with contextlib.suppress(OSError):
                 worker.shutdown(socket.SHUT_RDWR)
             worker.close()
 

@@ -14,7 +14,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from torchtitan.integrations.vllm_lane import join, receive
 from torchtitan.rl.weight_transport import WeightChanges
 
-_SECONDS_TO_SEND = 600  # longest wait for the next tensor
+# Timeout of the wait for the next tensor.
+_SECONDS_TO_SEND = 600
 
 
 @dataclass(kw_only=True)
@@ -23,7 +24,7 @@ class LaneInfo(NCCLWeightTransferInitInfo):
 
 
 class GlooReceiver(NCCLWeightTransferEngine):
-    """vLLM's NCCL engine with the same messages and reloading, but tensors come over TCP."""
+    """vLLM's NCCL engine, with the same messages and reloading, except that tensors come over TCP."""
 
     init_info_cls = LaneInfo
     _connection: socket.socket | None = None
@@ -32,7 +33,8 @@ class GlooReceiver(NCCLWeightTransferEngine):
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._connection = join(init_info, worker, _SECONDS_TO_SEND)
-        self._changes = WeightChanges()  # a new sender starts from whole weights
+        # A new sender first sends whole weights.
+        self._changes = WeightChanges()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # vLLM's method also waits for an accelerator, which a CPU worker lacks.

@@ -1,4 +1,4 @@
-"""Advantages of completions, from their rewards: within a prompt's group, or with a critic."""
+"""Computes advantages from rewards: within the completions of a prompt, or with a critic."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan.rl.rewards import LARGEST_REWARD
 
-# A smaller standard deviation is rounding error: the rewards, or advantages, are equal.
+# If the standard deviation is smaller, the rewards or advantages are equal up to rounding.
 _SMALLEST_STD = 1e-8
 
 
@@ -25,7 +25,8 @@ class AdvantageEstimator:
                                            2024, arXiv:2402.14740); 0 if n = 1
         none        r
 
-    std: divide by the standard deviation of the group's rewards (divisor n). Equal rewards give 0.
+    std: divide by the standard deviation of the prompt's rewards (divisor n). If all rewards are equal,
+    the advantages are 0.
     """
 
     name: str = "group_mean"
@@ -60,7 +61,7 @@ class AdvantageEstimator:
         mean_and_scale = {}
         for group, own in groups.items():
             n = len(own)
-            # Equal rewards must give exactly 0, so their mean must not be rounded.
+            # Equal rewards must give advantages of exactly 0, so their mean must not be rounded.
             mean = math.fsum(own) / n if min(own) < max(own) else own[0]
             scale = n / max(n - 1, 1) if self.name == "rloo" else 1.0
             if self.std:
@@ -97,15 +98,16 @@ class GAE:
     def __call__(
         self, rewards: Sequence[float], values: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return per-token advantages, and the returns, which are the targets of the values.
+        """Return (advantages, returns); returns are the critic's targets: advantage before whitening + value.
 
-        values: one tensor [n] for each completion of n sampled tokens. Results have the same shapes, in fp64.
-        A return is the advantage before whitening plus the value.
+        values: one tensor [n] for each completion of n sampled tokens. Advantages and returns have the
+        same shapes, in fp64.
         """
         lengths = [len(of_tokens) for of_tokens in values]
         if not sum(lengths):
             return list(values), list(values)
-        padded = pad_sequence([v.double() for v in values], batch_first=True)  # [S, T]
+        # [number of completions, length of the longest completion]
+        padded = pad_sequence([v.double() for v in values], batch_first=True)
         ends = torch.tensor(lengths)
         has_tokens, is_token = ends > 0, torch.arange(padded.shape[1]) < ends[:, None]
         delta = -padded
@@ -144,7 +146,7 @@ class OverlongPenalty:
 
 
 def mean_and_std(advantages: Sequence[float]) -> dict[str, float]:
-    """Return the advantages' mean and standard deviation (divisor n) as metrics; 0 without advantages."""
+    """Return mean and standard deviation (divisor n) of advantages as metrics, both 0 for an empty list."""
     n = max(len(advantages), 1)
     mean = math.fsum(advantages) / n
     variance = math.fsum((a - mean) ** 2 for a in advantages) / n

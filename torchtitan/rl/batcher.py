@@ -20,13 +20,13 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
 from torchtitan.tools.logging import logger
 
-# Optional tensors of samples.
+# Tensors that samples may lack.
 _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "returns")
 
 # Padding values; the other tensors of a microbatch are padded with 0.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1, "routed_experts": -1}
 
-# New rows join a bucket if the longest of them fills at least this share of the bucket's row length.
+# Rows join a bucket if the longest of these rows fills at least this share of the bucket's row length.
 _LEAST_FILLED = 0.8
 
 
@@ -35,25 +35,35 @@ class Batcher:
     """Places samples in rows, and distributes the rows over microbatches and data-parallel ranks.
 
     All ranks get the same number of microbatches, of the same shapes [B, T].
+
+    dp_size: number of data-parallel ranks.
+    seq_len: the largest T; longer samples are left out.
+    rows: the largest B. max_tokens: the largest B * T; replaces the limit `rows`.
+    packing: put several samples into a row; False gives each sample its own row.
+    share_prefixes: samples with a common prefix share its slots, see `batch.trees`.
+    bucketing: group rows of similar length into microbatches, each with its own T, long rows first.
+        Otherwise all microbatches have the same shape.
+    pad_multiple: T is the length of the longest row, rounded up to a multiple of this number.
+    skip_zero_advantage: leave out samples whose advantage is 0; denominators still count them.
+    scores_masked: keep labels outside the loss, for callers that read their log-probs.
+    agg_mode, norm, count_empty: see `aggregation_weights`.
+    deferred: don't divide weights by the step's denominator, because `optim_step` divides the gradients.
     """
 
-    dp_size: int = 1  # data-parallel ranks
-    seq_len: int = 2048  # the largest T; longer samples are left out
-    rows: int = 8  # the largest B
-    max_tokens: int | None = None  # the largest B * T, in place of `rows`
-    packing: bool = False  # several samples in a row; otherwise each has its own row
-    share_prefixes: bool = False  # samples that begin alike share slots, see `batch.trees`
-    # Group rows of similar length into microbatches, each with its own T, long rows first. Otherwise
-    # all microbatches have the same shape.
+    dp_size: int = 1
+    seq_len: int = 2048
+    rows: int = 8
+    max_tokens: int | None = None
+    packing: bool = False
+    share_prefixes: bool = False
     bucketing: bool = False
-    pad_multiple: int = 1  # T is the longest row's length, rounded up to a multiple of this
-    skip_zero_advantage: bool = False  # leave out samples of advantage 0; denominators count them
-    # Keep labels outside the loss, for callers that read their log-probs.
+    pad_multiple: int = 1
+    skip_zero_advantage: bool = False
     scores_masked: bool = False
-    agg_mode: str = "token-mean"  # this and the next two: see `aggregation_weights`
+    agg_mode: str = "token-mean"
     norm: float | None = None
     count_empty: bool = False
-    deferred: bool = False  # `optim_step` divides by the denominator; see `TrainingBatch`
+    deferred: bool = False
 
     @classmethod
     def from_config(cls, job_config: JobConfig, dp_size: int) -> "Batcher":
@@ -77,10 +87,10 @@ class Batcher:
     def batch(
         self, samples: Sequence[TrainingSample], models: Sequence[int] | None = None
     ) -> TrainingBatch:
-        """Return the microbatches of one step, or of one of its forward_backward calls if `deferred`.
+        """Return the microbatches of a step's samples. With `deferred`, a step may have several batches.
 
-        models: for each sample, the index of the model that trains on it. A row has samples of one
-            model, and rows of the same model are adjacent.
+        models: for each sample, the index of the model that trains on it. All samples of a row train
+            the same model, and rows of the same model are adjacent.
         A token with a non-finite log-prob is left out of the loss and of its denominator.
         Samples with `weights` keep these weights. Without samples, every rank gets one microbatch of padding.
         Raises ValueError if only some samples have an optional tensor.
@@ -119,7 +129,8 @@ class Batcher:
             values[name] = joined(name).masked_fill(~mask, 0)
         if has["routed_experts"] and kept:
             values["routed_experts"] = _joined_experts(fitting)
-        in_rows = list(range(len(kept)))  # indices into `kept`
+        # For each sample in a row, its index in `kept`.
+        in_rows = list(range(len(kept)))
         if self.skip_zero_advantage and kept:
             of_samples = values["advantages"].split(lengths)
             is_in_row = torch.tensor([bool(own.any()) for own in of_samples])
@@ -168,7 +179,8 @@ class Batcher:
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
         """Return (row indices of all ranks, rows per rank, slots per row) of each microbatch.
 
-        row_lengths: tokens of each row. Rank r gets the microbatch's row indices at r, r + dp_size, ...
+        row_lengths: number of tokens in each row. Of each microbatch's row indices, rank r gets those at
+            the positions r, r + dp_size, ...
         """
         n_slots = self._rounded(max(row_lengths, default=1))
         if not self.bucketing or not row_lengths:
@@ -243,7 +255,8 @@ class Batcher:
         }
         is_shared = any(any(tree.shared) for tree in trees)
         if is_shared:
-            # A shared slot takes the values of a sample that trains on it, or else of a sample with a label.
+            # If samples share a slot, use the values of a sample that trains on the slot, or else of a sample
+            # that has a label there.
             n_tokens = len(slot_of_token)
             rank_of_token = (values["loss_mask"] != 0).long() + (values["labels"] != IGNORE_INDEX)
             order = torch.arange(n_tokens) + n_tokens * rank_of_token

@@ -1,4 +1,4 @@
-"""Rules that relate keys of the `[rl]` sections; the range of one value is declared at its field."""
+"""Rules that relate keys of the `[rl]` sections. `job_config` declares the range of each single key."""
 
 import ipaddress
 import os
@@ -58,7 +58,7 @@ def check_server_config(job_config: JobConfig) -> None:
 
 
 def check_not_divided(job_config: JobConfig) -> None:
-    """Raise ConfigError if `rl.generator.ranks` is set, for code without separate generating ranks."""
+    """Raise ConfigError if `rl.generator.ranks` is set, because in this program all ranks have both roles."""
     if job_config.ranks_apart:
         raise ConfigError(
             f"rl.generator.ranks = {job_config.ranks_apart} splits the ranks into two roles at "
@@ -183,7 +183,10 @@ def _rows(job_config: JobConfig) -> Iterator[str]:
 
 
 def _batch_invariance(job_config: JobConfig) -> Iterator[str]:
-    """Rules for the config; `models.batch_invariant.use_batch_invariant` checks the model."""
+    """Check the keys that conflict with `rl.generator.exact`.
+
+    `models.batch_invariant.use_batch_invariant` checks the model.
+    """
     generator, parallelism = job_config.rl.generator, job_config.parallelism
     if not generator.exact:
         return
@@ -212,7 +215,7 @@ def _loop(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
     if not job_config.has_critic:
         yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
-    # With one completion per prompt, the advantage is always 0 and every prompt is drawn again.
+    # If each prompt has one completion, all advantages are 0 and every prompt is drawn again.
     settings = {
         f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
         f"rl.redraws = {rl.redraws}": rl.redraws > 0,
@@ -224,7 +227,8 @@ def _loop(job_config: JobConfig) -> Iterator[str]:
                 f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.advantage.name to 'none' or "
                 "'gae' and rl.redraws to 0"
             )
-    prompts = rl.num_prompts_per_step  # a minibatch has whole prompts
+    # A minibatch has all completions of its prompts.
+    prompts = rl.num_prompts_per_step
     yield from _at_most("rl.minibatches", rl.minibatches, "rl.num_prompts_per_step", prompts)
     if not loss_class(rl.loss.name).has_generator:
         yield (
@@ -240,7 +244,7 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
         why = f"with rl.advantage.name = {rl.advantage.name!r}; set that to 'gae'"
         yield from no_effect(job_config, keys, why)
         return
-    # In place of `advantage.std`, `advantage.whiten` divides by the standard deviation over all tokens.
+    # With 'gae', use `advantage.whiten` instead of `advantage.std`: the standard deviation over all tokens.
     yield from clash(
         "rl.advantage.name = 'gae'",
         "has a critic that learns from all samples, without comparing the rewards of a prompt",
@@ -252,7 +256,8 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
             f"rl.critic.initial_load_path must be a folder of weights, got {path!r} (looked in "
             f"{os.getcwd()}); correct the path"
         )
-    warmup_steps = rl.critic.warmup_steps  # at least one step must train the policy, too
+    # At least one step must also train the policy.
+    warmup_steps = rl.critic.warmup_steps
     yield from _at_most("rl.critic.warmup_steps", warmup_steps, "training.steps - 1", steps - 1)
 
 
@@ -279,7 +284,7 @@ def _task(job_config: JobConfig) -> Iterator[str]:
 
 
 def _sampling(job_config: JobConfig) -> Iterator[str]:
-    """The loss needs log-probs under the distribution that tokens were sampled from."""
+    """Check `[rl.sampling]`: the loss needs log-probs under the distribution that tokens were drawn from."""
     rl, sampling = job_config.rl, job_config.rl.sampling
     for key, keeps_all in (("top_p", 1.0), ("top_k", 0)):
         if getattr(sampling, key) != keeps_all:
@@ -417,9 +422,10 @@ def _adapters_for_generator(job_config: JobConfig) -> Iterator[str]:
 
 
 def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> dict[str, str]:
-    """Return setting -> why the generator cannot use the trainer's own weights; empty if it can.
+    """Return the reasons why the generator cannot use the trainer's own weights, by setting.
 
-    trainer_dtype: dtype of the trainer's matrix products; None if not known yet.
+    The dict is empty if the generator can use them.
+    trainer_dtype: dtype of the trainer's matrix products; None if it is not known yet.
     """
     generator = rl.generator
     reasons = {
@@ -435,7 +441,10 @@ def reasons_not_to_share(rl: RL, trainer_dtype: str | None = None) -> dict[str, 
 
 
 def weights_of_generator(rl: RL, trainer_dtype: str | None = None) -> Iterator[str]:
-    """Rules of `rl.weight_sync.mode` and `rl.generator.rescore`. For trainer_dtype see `reasons_not_to_share`."""
+    """Yield a message for each conflict of other keys with `rl.weight_sync.mode` or `rl.generator.rescore`.
+
+    trainer_dtype: as in `reasons_not_to_share`.
+    """
     for key, why in reasons_not_to_share(rl, trainer_dtype).items():
         given = f"rl.{key} = {value_of(rl, key)!r}"
         if rl.weight_sync.mode == "reference":
@@ -443,7 +452,7 @@ def weights_of_generator(rl: RL, trainer_dtype: str | None = None) -> Iterator[s
                 f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {given} {why}; set it "
                 "to 'auto' or 'broadcast'"
             )
-        # Separate ranks may have the same weights in the same precision.
+        # Separate generating ranks don't conflict with `rescore`: they may have the trainer's precision.
         if rl.generator.rescore and key != "generator.ranks":
             yield (
                 "rl.generator.rescore would hide how far the generator differs from the trainer's policy, as "

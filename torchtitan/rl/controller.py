@@ -1,8 +1,8 @@
 """The RL loop: sample, grade, train, send the new weights to the generator.
 
-In `Rollouts` the generator completes the task's prompts and the task grades them, which gives `Episode`s.
-An `AdvantageEstimator` or a `Critic` computes advantages from rewards, a `Batcher` builds the microbatches
-of all ranks, and a `PolicyTrainer` updates the weights, which are sent to the generator.
+In `Rollouts` the generator completes the task's prompts, and the task grades the completions. The results
+are `Episode`s. An `AdvantageEstimator` or a `Critic` computes advantages from rewards, a `Batcher` builds
+the microbatches of all ranks, and a `PolicyTrainer` updates the weights, which are sent to the generator.
 
 Under torchrun every rank runs this loop with the same episodes, so all ranks make the same decisions.
 """
@@ -51,7 +51,8 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
     """Build this rank's part of the job: the last `rl.generator.ranks` ranks get a `GeneratorRank`."""
     if not job_config.rl.generator.ranks:
         return Controller(job_config, task=task)
-    job_config = _check(job_config)  # before the ranks split, so every rank reports the error
+    # Check the config before the ranks split, so that every rank reports an error.
+    job_config = _check(job_config)
     generates, link, n_trainers = join_role(job_config)
     if generates:
         return GeneratorRank(job_config, link, n_trainers, task)
@@ -61,7 +62,7 @@ def build_part(job_config: JobConfig, task: Task | None = None) -> "Controller |
 class Controller:
     """Trains a policy with RL.
 
-    task: used instead of the config's task. remote: the generating ranks of `rl.generator.ranks`.
+    task: replaces the config's task. remote: the separate generating ranks, if `rl.generator.ranks` is set.
     Raises ConfigError for a config that cannot run.
     """
 
@@ -119,19 +120,20 @@ class Controller:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, including those before a resume."""
+        """Number of optimizer steps done, including steps before a resume."""
         return self.trainer.engine.step
 
     # ---- the loop ----
 
     def setup(self) -> bool:
-        """Load the newest checkpoint, if any, and send the generator its weights.
+        """Load the newest checkpoint, if any, and send the weights to the generator.
 
         Returns False if the run is complete already.
         """
         if not load_newest_checkpoint(self.trainer.engine):
             return False
-        self.num_batches = self.num_batches or self.step  # 0 if the state "rl" was not loaded
+        # `num_batches` is 0 if the checkpoint has no state "rl".
+        self.num_batches = self.num_batches or self.step
         if self.reference is not None and not self.reference.is_loaded:
             if self.step > 0:
                 logger.warning(
@@ -149,8 +151,8 @@ class Controller:
     def train(self) -> None:
         """Load the newest checkpoint, if any, and train to `training.steps`.
 
-        Raises LostGeneratorError if a generating rank is lost. Before that it saves a checkpoint, unless
-        episodes drawn ahead are lost with the rank: then a resume uses the previous checkpoint.
+        If a generating rank is lost, saves a checkpoint and raises LostGeneratorError. If episodes drawn
+        ahead are lost with the rank, saves no checkpoint; then a resume uses the previous checkpoint.
         """
         try:
             if self.setup():
@@ -227,10 +229,11 @@ class Controller:
         self.trainer.push_model_state_dict(self.generator)
         finished = time.perf_counter()
         metrics = {}
-        if updates:  # empty while only the critic learns
+        # There are no policy updates while only the critic learns.
+        if updates:
             merged = metrics_of_updates([update.metrics for update in updates])
             metrics["loss"] = merged.pop("loss")
-            # `describe` returns the advantage metrics of all episodes.
+            # Leave out advantage metrics of the updates: `describe` computes them over all episodes.
             metrics |= {f"loss/{n}": x for n, x in merged.items() if not n.startswith("advantage_")}
             metrics["grad_norm"] = fmean(update.grad_norm for update in updates)
             metrics["lr"] = updates[-1].lr
@@ -245,7 +248,7 @@ class Controller:
         return metrics
 
     def _take(self, number: int) -> list[Episode]:
-        """Return the episodes of a batch; begin to draw up to `rl.async_steps` later batches."""
+        """Return the episodes of a batch, and begin to draw up to `rl.async_steps` later batches."""
         steps_left = self.job_config.training.steps - self.step
         last = number - 1 + max(1, -(-steps_left // self.updates_per_batch))
         self.rollouts.start_until(min(number + self.config.async_steps, last))
@@ -263,7 +266,7 @@ class Controller:
     def _update(
         self, samples: list[TrainingSample], measured: dict[str, float]
     ) -> list[OptimStepOutput]:
-        """Take the optimizer steps on a batch of samples; adds metrics to `measured`."""
+        """Take a batch's optimizer steps and return their results; also add metrics to `measured`."""
         # The completions of a prompt stay together, because advantages compare them.
         groups = list(dict.fromkeys(sample.group_id for sample in samples))
         n_parts = self.config.minibatches
@@ -276,7 +279,7 @@ class Controller:
             of_critic = [self.critic.batcher.batch(part) for part in parts]
         measured["rl/slots_per_token"] = fmean(batch.slots_per_token for batch in batches)
         measured["rl/skipped_samples"] = sum(batch.num_skipped for batch in batches)
-        # Before the first update, so these are log-probs of the policy at the start of the step.
+        # Rescore before the first update, to get log-probs of the policy at the start of the step.
         if self.config.generator.rescore:
             rescored = [self.trainer.rescore(batch) for batch in batches]
             batches = [batch for batch, _ in rescored]
@@ -313,7 +316,8 @@ class Controller:
         samples = [TrainingSample.from_episode(episode) for episode in episodes]
         scores = self.reference.logprobs(self.batcher.batch(samples))
         for episode, values in zip(episodes, scores, strict=True):
-            logprobs = episode.token_log_probs  # placeholder for an episode that fits no row
+            # An episode that fits no row keeps the generator's log-probs.
+            logprobs = episode.token_log_probs
             if values is not None:
                 logprobs = tuple(values[-len(episode.token_ids) :].tolist())
             found.append(replace(episode, ref_logprobs=logprobs))
@@ -344,7 +348,8 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the engine does not save, as a JSON string. Collective."""
         state = {
-            "rollouts": self.rollouts.state_dict(),  # first, because this call may reset the task
+            # Save the rollouts before the task, because this call may reset the task's state.
+            "rollouts": self.rollouts.state_dict(),
             "task": self.task.state_dict(),
             "num_batches": self.num_batches,
         }

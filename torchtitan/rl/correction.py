@@ -24,13 +24,20 @@ from torchtitan.rl.types import LossInputs
 
 @dataclass(frozen=True)
 class ImportanceCorrection:
-    """The settings of the correction, which every policy loss has. Raises ValueError if out of range."""
+    """The settings of the correction, which every policy loss has. Raises ValueError if out of range.
 
-    max_log_ratio: float = 10.0  # log-ratios are clamped to plus and minus this, so exp is finite
-    correction: str = "none"  # the weights: none, token or sequence
-    correction_cap: float = 2.0  # the largest weight, at least 1
-    max_token_mismatch: float = math.inf  # tokens are masked if |m| is above it, in nats
-    # Sequences are masked if |mean m of their tokens in the loss| is above it, in nats.
+    max_log_ratio: log-ratios are clamped to [-max_log_ratio, max_log_ratio], so that exp is finite.
+    correction: which weights to use: none, token or sequence.
+    correction_cap: the largest weight, at least 1.
+    max_token_mismatch: tokens with a larger |m|, in nats, are masked.
+    max_sequence_mismatch: if the mean m of a sequence's tokens in the loss has a larger absolute value,
+        in nats, the sequence is masked.
+    """
+
+    max_log_ratio: float = 10.0
+    correction: str = "none"
+    correction_cap: float = 2.0
+    max_token_mismatch: float = math.inf
     max_sequence_mismatch: float = math.inf
 
     def __post_init__(self) -> None:
@@ -52,7 +59,7 @@ class ImportanceCorrection:
 
     @property
     def corrects(self) -> bool:
-        """True if the loss weights or masks tokens by the ratio of trainer and generator."""
+        """True if the loss weights or masks tokens by their ratio exp(m)."""
         return self.masks or self.correction != "none"
 
     @property
@@ -64,8 +71,9 @@ class ImportanceCorrection:
     def weights_and_mask(
         self, old_logprobs: Tensor, batch: LossInputs
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return (weights of the policy loss [B, T], mask of tokens to leave out of all loss terms [B, T],
-        metrics as in `LossOutput`). old_logprobs: [B, T] of the labels.
+        """Return (weights of the policy loss [B, T], masked tokens [B, T], metrics as in `LossOutput`).
+
+        Masked tokens are left out of all loss terms. old_logprobs: log-probs of the labels, [B, T].
         """
         in_loss, log_cap = batch["loss_mask"] != 0, math.log(self.correction_cap)
         m = (old_logprobs - batch["generator_logprobs"]).masked_fill(~in_loss, 0)
@@ -96,9 +104,10 @@ class ImportanceCorrection:
 def sequence_sums(
     values: Tensor, in_loss: Tensor, sequence_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (sums of the values in the loss, their numbers, sequence index of each slot), all [B, T].
+    """Sum values over each sequence's tokens in the loss; return (sums, counts, indices), all [B, T].
 
-    Column i of the sums and numbers belongs to sequence i of the row. Padding slots have sequence index 0.
+    Column i of sums and counts belongs to sequence i of the row; counts are numbers of tokens in the loss.
+    indices: the sequence index of each slot, 0 for padding.
     """
     index = sequence_ids.clamp(min=0)
     counted = (in_loss & (sequence_ids >= 0)).to(values.dtype)

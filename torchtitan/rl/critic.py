@@ -29,12 +29,13 @@ from torchtitan.tools.logging import logger
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error of values, which are clipped to a range around the old values:
+    """Half the squared error of a value, where the value may be clipped to a range around the old value:
 
         max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
 
-    V is a token's value and R its return. As in Schulman et al. 2017 (arXiv:1707.06347; OpenAI baselines,
-    ppo2), summed with the batch's weights. value_clip: c; 0 turns clipping off.
+    V is a token's value and R its return. The formula is that of OpenAI baselines, ppo2 (Schulman et al.
+    2017, arXiv:1707.06347). Losses of tokens are summed with the batch's weights.
+    value_clip: c; 0 turns clipping off.
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ("value_loss", "value_clipped_frac")
@@ -85,7 +86,7 @@ class Critic(Learner):
     def begin(self) -> None:
         """Load initial weights unless resuming. Collective.
 
-        LoRA checkpoints lack the base, so the base is always loaded.
+        With LoRA, always load initial weights, because checkpoints lack the base weights.
         """
         if self.is_loaded:
             if "lora" in self.engine.job_config.model.converters:
@@ -107,7 +108,8 @@ class Critic(Learner):
         of_policy = dict(own_weights(self._policy))
         with torch.no_grad():
             for name, weight in own_weights(self.engine):
-                if name in of_policy:  # the policy has no value head
+                # The policy has no value head.
+                if name in of_policy:
                     local_tensor(weight).copy_(local_tensor(of_policy[name]))
         forget_scales(weight for _, weight in own_weights(self.engine))
 
@@ -124,7 +126,7 @@ class Critic(Learner):
         old = [values[i][mask] for i, mask in zip(fitting, sampled, strict=True)]
         advantages, returns = self._estimate([rewards[i] for i in fitting], old)
 
-        # Samples that fit no row get zeros: all samples of a batch must have the same tensors.
+        # Samples that fit no row get zeros, because all samples of a batch must have the same tensors.
         names = ("advantages", "old_values", "returns")
         zeros: Any = [{name: torch.zeros(len(sample)) for name in names} for sample in samples]
         for i, mask, *of_tokens in zip(fitting, sampled, advantages, old, returns, strict=True):
@@ -150,7 +152,7 @@ class Critic(Learner):
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer, schedule and counters."""
+        """Return the state of model, optimizer and schedule, and the counters."""
         states = self.engine.checkpointer.states
         return {name: state.state_dict() for name, state in states.items() if state is not None}
 
@@ -167,11 +169,13 @@ def critic_config(job_config: JobConfig) -> JobConfig:
     job, critic = copy.deepcopy(job_config), job_config.rl.critic
     job.job.description = f"critic of {job.job.description}"
     job.job.print_config, job.job.save_config_file = False, None
-    job.model.value_head, job.model.fp32_head = True, False  # a value head is in fp32 anyway
+    # A value head is always in fp32, so it needs no fp32_head.
+    job.model.value_head, job.model.fp32_head = True, False
     for name in ("lr", "weight_decay"):
         if (value := getattr(critic, name)) is not None:
             setattr(job.optimizer, name, value)
-    job.checkpoint.enable = False  # the policy's checkpoints include the critic
+    # The policy's checkpoints include the critic.
+    job.checkpoint.enable = False
     try:
         resolved = resolve_job(job, builds_data=False).config
     except ConfigError as error:

@@ -27,7 +27,7 @@ from torchtitan.tools.logging import logger, warn_once
 from torchtitan.tools.utils import free_memory
 
 N_FIELDS = len(Drawn._fields)
-# Waiting rows enter the cache once 1/8 of its places are free.
+# Waiting rows enter the cache when 1/8 of the cache's places are free.
 PLACES_PER_ENTRY = 8
 
 
@@ -35,8 +35,8 @@ PLACES_PER_ENTRY = 8
 class LocalDecoder:
     """A model, or this rank's parts of a model, for `continue_prompts`.
 
-    runner: holds the model. group: ranks among which the rows of a call are divided.
-    runs_uncompiled: run compiled modules without their compiled code.
+    runner: holds the model. group: the rows of a call are divided among the ranks of this group.
+    runs_uncompiled: run compiled modules in eager mode.
     """
 
     runner: Runner
@@ -56,7 +56,8 @@ class LocalDecoder:
     def from_engine(cls, engine: TrainingEngine) -> "LocalDecoder":
         """Return the decoder of an engine's own modules, in any layout; all ranks make the same calls.
 
-        Ranks along the mesh axis "loss" generate different rows; ranks that split a model, the same.
+        Ranks along the mesh axis "loss" generate different rows. Ranks that split one model generate the
+        same rows.
         """
         mesh = engine.parallel_dims.get_optional_mesh("loss")
         return cls(engine.runner, None if mesh is None else mesh.get_group(), True)
@@ -85,9 +86,11 @@ class LocalDecoder:
     def _may_keep_gathered(self) -> bool:
         """Return True if every rank has memory to keep all weights gathered for the whole generation."""
         needed, free = self.runner.bytes_to_keep_gathered(), free_memory(self.runner.device)
-        if not needed:  # the same on all ranks
+        # If no memory is needed on one rank, none is needed on all ranks.
+        if not needed:
             return False
-        fits = needed <= free / 2  # keys and values need memory, too
+        # Leave half of the free memory for keys and values.
+        fits = needed <= free / 2
         if self.group is not None:
             on_all = torch.tensor(int(fits), device=self.runner.device)
             dist.all_reduce(on_all, dist.ReduceOp.MIN, group=self.group)
@@ -104,8 +107,8 @@ class LocalDecoder:
     def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
         """Return the logits of one forward; None on ranks without the last stage.
 
-        `Runner.run` is not used, because it leaves autocast and reshards FSDP's root unit after every
-        forward. Then every token would cast the weights and gather the root unit again.
+        This method replaces `Runner.run`, which leaves autocast and reshards FSDP's root unit after every
+        forward. So `Runner.run` would cast the weights and gather the root unit again for every token.
         """
         schedule = self.runner.schedule
         if schedule is None:
@@ -131,11 +134,11 @@ def continue_prompts(
 
     prompt_of_row: the index of each row's prompt; rows of one prompt are consecutive.
     uniform: random numbers in [0, 1), fp64 [N, L], one for each token that may be drawn.
-    max_rows: largest number of rows that a rank continues at once; further rows wait. 0: no limit.
+    max_rows: largest number of rows that a rank continues at once; further rows wait. 0 means no limit.
     next_version: called before each forward; returns the version of the forward's weights. It may
         update the weights, unless ranks generate together; the cache keeps its old entries, as in
         PipelineRL (Piché et al. 2025, arXiv:2509.19128).
-    on_rows: called before each forward with the prompt index of each of its rows.
+    on_rows: called before each forward with the prompt index of each row in the forward.
     """
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
@@ -153,7 +156,8 @@ def continue_prompts(
         if records_experts:
             together = torch.cat(experts)
             if (schedule := decoder.runner.schedule) is not None:
-                summed = together.int()  # no backend reduces int16
+                # Convert to int32, because no backend reduces int16.
+                summed = together.int()
                 # Each stage has recorded only its own layers.
                 dist.all_reduce(summed, dist.ReduceOp.MAX, group=schedule.group)
                 together = summed.to(together.dtype)
@@ -181,7 +185,7 @@ def continue_prompts(
 
 @dataclass
 class _Rows:
-    """The rows that a rank continues, in order: each waits, has a place in the cache, or has ended.
+    """The rows that a rank continues, in order. A row waits, has a place in the cache, or has ended.
 
     For each place: `row_at` is the index of its row, `is_open` is True until the row ends, `tokens` is
     the row's latest token. For each row: `drawn` [N, L, N_FIELDS], `versions` of the weights that drew its
@@ -195,7 +199,7 @@ class _Rows:
     next_version: Callable[[], int]
     on_rows: Callable[[list[int]], None]
     sampling: SamplingConfig
-    # Rows [0, n_begun) have got a place in the cache. The prompts of rows [0, n_read) have been prefilled,
+    # Rows [0, n_begun) have or had a place in the cache. The prompts of rows [0, n_read) were prefilled,
     # so rows [n_begun, n_read) wait only for a place.
     n_begun: int = 0
     n_read: int = 0
@@ -203,12 +207,13 @@ class _Rows:
     def __post_init__(self) -> None:
         self.versions: list[list[int]] = [[] for _ in self.prompt_of_row]
         self.experts: list[Any] = [None] * len(self.prompt_of_row)
-        self._ids: list[list[int]] = [[] for _ in self.prompt_of_row]  # token ids, to find stops
+        # The token ids that each row has drawn, to find stop tokens and stop strings.
+        self._ids: list[list[int]] = [[] for _ in self.prompt_of_row]
 
     def draw_all(self, uniform: Tensor, n_wanted: int, n_places: int) -> None:
-        """Draw until all rows have ended. n_wanted: the number of real rows; the later ones are dummies.
+        """Draw until all rows have ended. n_wanted: number of real rows; all later rows are dummies.
 
-        Each iteration makes one forward, of prompts or of one token per row in the cache. So all ranks
+        Each iteration makes one forward: over prompts, or over one token per row in the cache. So all ranks
         of a group make the same number of forwards, although they read prompts at different times.
         """
         n_rows, n_new = uniform.shape
@@ -217,7 +222,7 @@ class _Rows:
         n_places = min(n_places, n_rows)
         self.row_at, self.is_open = list(range(n_places)), [False] * n_places
         self.tokens = torch.zeros(n_places, dtype=torch.int64, device=uniform.device)
-        # Reading each prompt in a forward of its own would delay all other rows.
+        # A separate forward for each prompt would delay all other rows.
         places_per_entry = max(1, n_places // PLACES_PER_ENTRY)
         while self._n_left():
             n_waiting, n_free = n_rows - self.n_begun, self.is_open.count(False)
@@ -242,14 +247,14 @@ class _Rows:
         return int(of_ranks)
 
     def _read_prompts(self, n_free: int) -> None:
-        """Run the next rows' prompts, each once; keep their cache and logits until these rows enter."""
+        """Prefill the next rows' prompts, each once; keep cache and logits until these rows get a place."""
         of_row, first = self.prompt_of_row, self.n_read
         self._read = read = sorted(set(of_row[first : first + n_free]))
         while self.n_read < len(of_row) and of_row[self.n_read] in read:
             self.n_read += 1
         lengths = [len(self.prompts[i]) for i in read]
         padded = [[*self.prompts[i], *[0] * (max(lengths) - len(self.prompts[i]))] for i in read]
-        # The first prompts, if each has one row, fill the main cache directly.
+        # If each of the first prompts has only one row, prefill the main cache directly.
         is_direct = not self.forward.lengths and read == of_row[: self.n_read]
         self._cache_of_read = self.forward if is_direct else self.forward.aside(max(lengths))
         self._version_of_read = self.next_version()
@@ -258,7 +263,7 @@ class _Rows:
         self._logits_of_read = self._cache_of_read(tokens, lengths, last_only=True)
 
     def _enter(self) -> None:
-        """Move rows whose prompts were read to free places, and draw their first tokens."""
+        """Move rows with prefilled prompts to free places, and draw their first tokens."""
         places = self._places(is_open=False)[: self.n_read - self.n_begun]
         for place in places:
             self.row_at[place] = self.n_begun
@@ -268,12 +273,14 @@ class _Rows:
             self.forward.put_rows(places, self._cache_of_read, sources)
         self._draw(places, self._logits_of_read, sources, self._version_of_read)
         if self.n_begun == self.n_read:
-            del self._cache_of_read, self._logits_of_read  # frees their memory
+            # Free the memory of the cache and the logits.
+            del self._cache_of_read, self._logits_of_read
 
     def _continue(self) -> None:
         """Draw a token for each open row."""
         lengths = self.forward.lengths
-        lengths[:] = [0 if n == self.forward.max_length else n for n in lengths]  # ended rows
+        # Rows that fill the cache have ended; they restart at 0, so that the forward does not raise.
+        lengths[:] = [0 if n == self.forward.max_length else n for n in lengths]
         version = self.next_version()
         self.on_rows([self.prompt_of_row[row] for row in self.row_at])
         logits = self.forward(self.tokens[:, None], last_only=True)
@@ -286,7 +293,7 @@ class _Rows:
     def _draw(
         self, places: list[int], logits: Tensor | None, sources: list[int], version: int
     ) -> None:
-        """Draw a token for the row at each place; sources: the index of its row in `logits`."""
+        """Draw a token for the row at each place. sources: for each place, the index of its logits."""
         rows = [self.row_at[place] for place in places]
         steps = [len(self.versions[row]) for row in rows]
         device, sampling, schedule = self.tokens.device, self.sampling, self.decoder.runner.schedule
@@ -315,7 +322,10 @@ class _Rows:
                 self.experts[row] = self.forward.experts.of_row(place, n_read)
 
     def _drop_ended(self) -> None:
-        """Drop ended rows once half have ended, but keep one: all ranks must make the same forwards."""
+        """Drop ended rows once half of the rows have ended.
+
+        Keep at least one row, because all ranks must make the same number of forwards.
+        """
         if len(self.is_open) == 1 or sum(self.is_open) > len(self.is_open) // 2:
             return
         kept = self._places(is_open=True) or [0]

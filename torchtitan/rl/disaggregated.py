@@ -60,8 +60,8 @@ def join_role(job_config: JobConfig) -> tuple[bool, "Link | None", int]:
 
     Returns whether this rank generates, its link (None on trainer ranks other than rank 0), and the
     number of trainers, which is the first generator's global rank. Afterwards RANK and WORLD_SIZE count
-    the ranks of the role. Collective over all ranks. Raises ConfigError if a process group exists
-    already, or no ranks are left to train.
+    the ranks of this role only. Collective over all ranks. Raises ConfigError if a process group exists
+    already, or if no rank is left to train.
     """
     n_apart = job_config.rl.generator.ranks
     if dist.is_initialized():
@@ -89,8 +89,8 @@ def join_role(job_config: JobConfig) -> tuple[bool, "Link | None", int]:
 class Link:
     """The connection between the trainer's rank 0, which is member 0, and the ranks that generate.
 
-    Member 0 broadcasts messages and weights in the gloo group `down`; members answer in another group.
-    timeout: limit of member 0's waits; a dead rank is noticed at once.
+    Member 0 broadcasts messages and weights in the gloo group `down`; members answer in a second group.
+    timeout: how long member 0 waits for a member. A dead rank is noticed at once.
     """
 
     def __init__(self, store: dist.Store, member: int, size: int, timeout: timedelta):
@@ -137,8 +137,8 @@ class RemoteGenerator:
         self._weights_sent: Future | None = None
         self._changes: WeightChanges | None = None
         self._n_requests = self._n_received = 0
-        self._answers: dict[int, list[Share]] = {}  # request number -> answers not yet taken
-        self._failure: Exception | None = None  # once set, nothing is sent or received
+        self._answers: dict[int, list[Share]] = {}  # request number -> unread answers
+        self._failure: Exception | None = None  # after a failure, nothing is sent or received
 
     def take_policy(self, policy: PolicyModel) -> None:
         """Set the naming scheme and dtype of the weights to send. Raises ConfigError if
@@ -178,7 +178,7 @@ class RemoteGenerator:
         number, sent = self._n_requests, self._send(("draw", request))
 
         def episodes() -> list[Episode]:
-            # A separate collective with its own timeout, because weights may have to be sent first.
+            # Wait in a separate collective with its own timeout, because weights may have to be sent first.
             from_rank_zero(lambda: sent.result())
             return from_rank_zero(partial(self._answer, number))
 
@@ -202,7 +202,7 @@ class RemoteGenerator:
             self._thread = None
 
     def _send(self, message: Any, weights: StagedWeights | None = None) -> Future | None:
-        """Send a message, then the weights, on the thread; returns None on ranks without a link."""
+        """Send a message, then the weights, on the thread "messages"; return None on ranks without a link."""
         if self._thread is None:
             return None
 
@@ -217,7 +217,8 @@ class RemoteGenerator:
         if self._failure is None:
             try:
                 return communicate()
-            except RuntimeError as error:  # gloo lost a connection
+            except RuntimeError as error:
+                # gloo raises RuntimeError if it loses a connection.
                 cause = str(error).partition("\n")[0]
                 self._failure = LostGeneratorError(
                     f"a rank that generates (rank {self._first_generator} or a later rank) is gone or "
@@ -247,7 +248,8 @@ class GeneratorRank:
         generator, in_flight = build_copy(policy), job_config.rl.generator.in_flight
         self.generator = BufferedGenerator(generator, in_flight=in_flight)
         self._changes = WeightChanges()
-        self._draws = Draws(task, self.generator, device, ahead=False)  # on the thread below
+        # `_thread` runs the draws.
+        self._draws = Draws(task, self.generator, device, ahead=False)
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))
 
     def train(self) -> None:
@@ -272,9 +274,11 @@ class GeneratorRank:
     def _answer(self, draw: Callable[[], list[Episode]]) -> None:
         try:
             answer: Share = draw()
-        except Exception as error:  # sent to the trainer, which raises it
+        except Exception as error:
+            # Send the error to the trainer, which raises it.
             answer = repr(error)
-        with suppress(RuntimeError):  # the trainer is gone; the other thread raises for that
+        # If the trainer is gone, `train` raises.
+        with suppress(RuntimeError):
             self._link.send(answer)
 
     def close(self) -> None:
@@ -289,7 +293,8 @@ def task_of_job(
 ) -> Task:
     """Return the given task, or build the config's.
 
-    Raises ConfigError if the task's tokenizer does not fit the model, or max_turns > 1 and it never replies.
+    Raises ConfigError if the task's tokenizer does not fit the model, or if max_turns > 1 and the task
+    never replies.
     """
     if task is None:
         build_tokenizer = spec.build_tokenizer_fn

@@ -44,8 +44,12 @@ class ForeignGenerator(Generator):
         self._seed, self._n_calls = seed, 0
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Have the engine load the weights. No digest is compared: engines change the layout. Collective."""
-        self.policy_version = -1  # until the update is complete
+        """Make the engine load the weights. Collective.
+
+        check_digest is ignored, because engines change the layout of weights.
+        """
+        # Until the update is complete, there is no valid version.
+        self.policy_version = -1
         failure = hand_over(weights, lambda pairs: self._load(pairs, weights.version))
         if failure is not None:
             raise WeightMismatchError(
@@ -56,7 +60,7 @@ class ForeignGenerator(Generator):
 
     @abstractmethod
     def _load(self, pairs: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Have the engine load weights. May leave pairs unread: `hand_over` reads the rest."""
+        """Make the engine load weights. The method may leave pairs unread: `hand_over` reads the rest."""
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
@@ -102,7 +106,10 @@ class ForeignGenerator(Generator):
         prompt: Sequence[int],
         experts: np.ndarray | None,
     ) -> Completion:
-        """Return a completion. experts: [all tokens, L, k]; RunError if they are required and missing."""
+        """Return a completion. Raises RunError if experts are required and missing.
+
+        experts: [tokens of prompt and completion, MoE layers, experts per token].
+        """
         routed_experts, n_read = None, len(prompt) + len(token_ids) - 1
         if self.records_experts:
             if experts is None or experts.ndim != 3 or len(experts) < n_read:

@@ -23,15 +23,17 @@ from torchtitan.tools.host import signal_at_parents_death
 Call = tuple[Sequence[Any], dict[str, Any]]
 """Positional and keyword arguments of a function."""
 
-_SECONDS_TO_START = 300  # limit to start a process and import the user's module
-# The pipe of a dead process usually closes at once. But a process that it forked may hold the pipe
-# open.
+# Time limit to start a process and import the user's module.
+_SECONDS_TO_START = 300
+
+# The pipe of a dead process usually closes at once. But if the process has forked, its child may hold the
+# pipe open, so the pool also checks whether the process is alive.
 _SECONDS_BETWEEN_CHECKS = 0.5
 
 
 @dataclass(frozen=True)
 class Result:
-    """A call's value, or its exception as text, or why it has neither (`failure`)."""
+    """The result of a call: a value, an exception as text (`error`), or why there is neither (`failure`)."""
 
     value: Any = None
     error: str | None = None
@@ -44,12 +46,12 @@ class _Worker(NamedTuple):
 
 
 class FunctionPool:
-    """Calls functions in `n_processes` other processes; a thread here waits for each of them.
+    """Calls functions in `n_processes` worker processes; this process has one waiting thread per worker.
 
     functions: one or several names, module:function, which each process imports.
-    timeout_seconds: of one call. After it, the process and all processes that it started are killed,
-        except those in another session, and the next call starts a new process.
-    convert: applied to a function's return value in its process, before it is sent back.
+    timeout_seconds: timeout of one call. After a timeout, the pool kills the process and all processes that
+        it started, except processes in another session. The next call starts a new process.
+    convert: converts a function's return value in the process, before the value is sent back.
     what: the functions' name in messages. keys: config keys of the functions and of the time limit.
     """
 
@@ -67,8 +69,11 @@ class FunctionPool:
         self._timeout_seconds = timeout_seconds
         self._convert, self._what, self._keys = convert, what, keys
         self._threads, self._of_thread = ThreadPoolExecutor(n_processes, "calls"), threading.local()
-        self._workers: list[_Worker] = []  # never replaced: the finalizer holds this list
-        # As in multiprocessing's pools: `_kill_all` runs before the SIGTERM at exit, and not in forks.
+        # Never replace this list, because the finalizer holds it.
+        self._workers: list[_Worker] = []
+
+        # At exit, this finalizer runs before multiprocessing sends SIGTERM to the processes. A forked copy of
+        # this process does not run it. multiprocessing's pools do the same.
         Finalize(self, _kill_all, (self._workers,), exitpriority=10)
 
     def call_all(self, calls: Sequence[Call], numbers: Sequence[int] | None = None) -> list[Result]:
@@ -83,17 +88,21 @@ class FunctionPool:
         except BaseException:
             for future in futures:
                 future.cancel()
-            self.close()  # ends the other threads' calls
+            # End the processes, so that the other threads' calls return.
+            self.close()
             wait(futures)
-            self.close()  # a thread may have started a process after the first `close`
+            # End processes that threads started after the first `close`.
+            self.close()
             raise
 
     def _call(self, number: int, call: Call) -> Result:
         process, pipe = worker = self._worker()
         try:
-            with suppress(OSError):  # the process has ended, so reading the pipe below fails too
+            # OSError: the process has ended. Then reading the pipe below fails, too.
+            with suppress(OSError):
                 pipe.send((number, *call))
-        except RecursionError as error:  # arguments nested too deep to pickle: nothing was sent
+        except RecursionError as error:
+            # The arguments are nested too deep to pickle, so nothing was sent.
             return Result(error=f"RecursionError: {error}")
         deadline, has_ended = time.monotonic() + self._timeout_seconds, False
         while not pipe.poll(max(0.0, min(_SECONDS_BETWEEN_CHECKS, deadline - time.monotonic()))):
@@ -103,9 +112,11 @@ class FunctionPool:
                 self._end(worker)
                 limit = f"{self._timeout_seconds:g} s ({self._keys[1]})"
                 return Result(failure=f"{self._what} took longer than {limit}")
-            has_ended = not process.is_alive()  # then poll once more: it may have answered
+            # If the process has ended, poll once more: it may have answered before its end.
+            has_ended = not process.is_alive()
         else:
-            with suppress(EOFError, OSError):  # OSError: it died in the middle of a result
+            # OSError: the process died while it sent the result.
+            with suppress(EOFError, OSError):
                 return pipe.recv()
         self._end(worker)
         code = process.exitcode
@@ -113,13 +124,14 @@ class FunctionPool:
         return Result(failure=f"{self._what}'s process ended ({how})")
 
     def _worker(self) -> _Worker:
-        """Return this thread's process; start a new one if it has none or the process has died."""
+        """Return this thread's process; start a new one if the thread has none or its process has died."""
         worker = getattr(self._of_thread, "worker", None)
         if worker in self._workers:
             if worker.process.is_alive():
                 return worker
-            self._end(worker)  # kills processes that it left behind
-        # Spawn, not fork, because this process has threads and perhaps a device.
+            self._end(worker)  # kill the children of the dead process
+
+        # Spawn, not fork, because this process has threads and perhaps uses a device.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = (theirs, self._functions, self._convert)
@@ -136,13 +148,14 @@ class FunctionPool:
         if problem is not None:
             raise ValueError(
                 f"a process for {self._keys[0]} = {', '.join(self._functions)!r} cannot be started: "
-                f"{problem}; the process imports the function's module again"
+                f"{problem}; make sure that a new process can import the function's module"
             )
         return worker
 
     def _end(self, worker: _Worker) -> None:
         _kill(worker)
-        with suppress(ValueError):  # `close` has removed it
+        # ValueError: `close` has removed the worker already.
+        with suppress(ValueError):
             self._workers.remove(worker)
 
     def close(self) -> None:
@@ -156,7 +169,7 @@ def _kill_all(workers: list[_Worker]) -> None:
 
 
 def _kill(worker: _Worker) -> None:
-    # `_work` makes the process a group leader: this also kills processes that its calls started.
+    # `_work` makes the process a group leader, so killing the group also kills processes of its calls.
     with suppress(OSError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.kill()
@@ -165,9 +178,9 @@ def _kill(worker: _Worker) -> None:
 
 
 def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any]) -> None:
-    """The main loop of a process: answer calls until the pool closes the pipe."""
-    # A generating rank ignores SIGTERM, and this process inherits that. When the parent exits,
-    # multiprocessing ends its daemons with SIGTERM.
+    """The main loop of a worker process: answer calls until the pool closes the pipe."""
+    # A generating rank ignores SIGTERM, and this process inherits the signal handlers. But when the parent
+    # exits, multiprocessing ends its daemons with SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     # A killed parent runs no `close`, and a call that hangs does not notice the closed pipe.

@@ -53,8 +53,8 @@ class Generator(ABC):
 
     is_collective: True if all ranks have to call `generate` together, with the same arguments; then
         every rank gets all completions.
-    ranks_per_copy: number of consecutive ranks over which one copy of the model is sharded; they call
-        `generate` together, if it is not collective.
+    ranks_per_copy: number of consecutive ranks over which one copy of the model is sharded. If
+        `is_collective` is False, these ranks have to call `generate` together.
     """
 
     policy_version: int = -1
@@ -76,8 +76,8 @@ class Generator(ABC):
 
         first_row: index of the first completion among the completions of all ranks, or one such index per
             prompt. Draws with `sampling.seed` depend on it, not on the rank.
-        Raises ValueError for a prompt that cannot be continued, StaleWeightsError or NoWeightsError
-        as `check_weights`, FloatingPointError if a log-prob is not finite.
+        Raises ValueError for a prompt that cannot be continued, FloatingPointError if a log-prob is not
+        finite, and the errors of `check_weights`.
         """
         self.check_weights()
         if isinstance(first_row, int):
@@ -89,7 +89,7 @@ class Generator(ABC):
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]
     ) -> list[Completion]:
-        """Return what `generate` returns. rows: each completion's index among those of all ranks."""
+        """Return what `generate` returns. rows: each completion's index among the completions of all ranks."""
 
     def check_weights(self) -> None:
         """Raise StaleWeightsError or NoWeightsError unless the weights have the version `policy_version`."""
@@ -101,9 +101,9 @@ class Generator(ABC):
 
     @abstractmethod
     def update_weights(self, weights: Any, *, check_digest: bool = True) -> None:
-        """Take over all weights and their version. weights: what `weight_sync.weights_for` returns.
+        """Load all weights, and record their version. weights: the result of `weight_sync.weights_for`.
 
-        Raises WeightMismatchError if the received weights differ from the sent ones.
+        Raises WeightMismatchError if the received weights differ from the sent weights.
         """
 
     def pinned(self) -> "Generator":
@@ -111,7 +111,10 @@ class Generator(ABC):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later call without `sampling.seed` needs, besides weights, to draw the same tokens."""
+        """Return the state that later calls without `sampling.seed` need to draw the same tokens.
+
+        The state does not include weights.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027, for no state
@@ -121,8 +124,8 @@ class Generator(ABC):
 class DecoderGenerator(Generator):
     """Samples with a `LocalDecoder`; keys and values are freed after each call.
 
-    max_rows: number of completions that a rank continues at once; 0 for all.
-    records_experts: completions include the experts of their tokens; ConfigError for a dense model.
+    max_rows: number of completions that a rank continues at the same time; 0 means no limit.
+    records_experts: completions include the experts of their tokens. Raises ConfigError for a dense model.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class DecoderGenerator(Generator):
 
     @property
     def max_length(self) -> int:
-        """Length limit of prompt plus completion, whose last token the model never reads."""
+        """Length limit of prompt plus completion; the model never reads the completion's last token."""
         return self.decoder.max_length + 1
 
     def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
@@ -214,7 +217,7 @@ class LocalGenerator(DecoderGenerator):
 
     Call `update_weights` after every change of the weights, or `generate` raises StaleWeightsError.
     Data-parallel ranks continue different prompts; each makes as many forwards as the rank with the
-    longest completion. options: of `DecoderGenerator`.
+    longest completion. options: arguments of `DecoderGenerator`.
     """
 
     is_collective = True
@@ -232,7 +235,7 @@ class LocalGenerator(DecoderGenerator):
     ) -> Iterator[None]:
         """Inside the context, `generate` uses the adapters `weights[of_prompts[i]]` for prompt i. Collective.
 
-        weights: for each model, this rank's part of its A and B, as `snapshots.host_copy` returns them.
+        weights: for each model, this rank's shards of the LoRA matrices, from `snapshots.host_copy`.
         Raises ValueError if the models cannot share a batch; see `reasons_for_turns`.
         """
         parts, dims = self.engine.model_parts, self.engine.parallel_dims
@@ -266,7 +269,7 @@ class CopyGenerator(DecoderGenerator):
     """Samples from a separate, whole model on this process, with weights from `update_weights`.
 
     `generate` does not communicate, so a thread may call it while another thread trains.
-    options: of `DecoderGenerator`.
+    options: arguments of `DecoderGenerator`.
     """
 
     weight_names = "ours"
@@ -283,27 +286,32 @@ class CopyGenerator(DecoderGenerator):
     def from_policy(
         cls, policy: "PolicyModel", *, dtype: torch.dtype | None = None, **options: Any
     ) -> "CopyGenerator":
-        """Return a generator with the policy's model class, without weights. dtype: default `compute_dtype`."""
+        """Return a generator with a new model of the policy's class, without weights.
+
+        dtype: dtype of the weights; None takes the policy's `compute_dtype`.
+        """
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
-        # The engine does the same; otherwise draws would differ between ranks with and without an engine.
+        # Engines do the same. Otherwise draws would differ between ranks with and without an engine.
         use_onednn(model, policy.device)
         model.to_empty(device=policy.device)
-        with seeded_init(model, 0):  # fills the buffers; weights are overwritten
+        # Fill the buffers. `update_weights` overwrites the weights.
+        with seeded_init(model, 0):
             model.init_weights()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if not OurNames().keeps_dtype(name):
                 parameter.data = parameter.data.to(dtype or policy.compute_dtype)
-        # Not the engine's own context, because another thread may be inside it.
+        # Don't use the engine's own autocast context, because another thread may be inside it.
         autocast = maybe_enable_amp(
             policy.parallel_dims, training.mixed_precision_param, policy.device.type
         )
         return cls(model.eval(), autocast=autocast, **options)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        self.policy_version = -1  # until all weights are copied, the model mixes two versions
+        # Until all weights are copied, the model mixes two versions.
+        self.policy_version = -1
         copy_weights(weights, self.model, check_digest=check_digest)
         self.policy_version = weights.version
 
@@ -313,14 +321,15 @@ class BufferedGenerator(Generator):
 
     `update_weights` stores a copy of the weights, and `pinned` returns a generator that loads this copy
     before it draws, so the weights of a draw do not depend on timing. One thread draws, in the order of
-    the `pinned` calls. in_flight: load the newest copy before each token instead.
+    the `pinned` calls. in_flight: load the newest copy before each token instead of before each draw.
     """
 
     def __init__(self, generator: Generator, *, in_flight: bool = False):
         self._generator, self._in_flight = generator, in_flight
         if in_flight:
             assert isinstance(generator, DecoderGenerator)
-            this = weakref.proxy(self)  # a cycle would keep the model until garbage collection
+            # A weak reference: a cycle would keep the model in memory until garbage collection.
+            this = weakref.proxy(self)
             generator.before_forward = lambda: this._take_over()
         self.weight_names, self.weight_dtype = generator.weight_names, generator.weight_dtype
         self.ranks_per_copy = generator.ranks_per_copy
@@ -331,7 +340,8 @@ class BufferedGenerator(Generator):
         return self if self._in_flight else copy.copy(self)
 
     def _take_over(self) -> None:
-        staged = self._staged  # read once: another thread may replace it
+        # Read the attribute once, because another thread may replace it.
+        staged = self._staged
         assert staged is not None
         if self._generator.policy_version != staged.version:
             self._generator.update_weights(staged, check_digest=self._checks_digest)
@@ -365,7 +375,10 @@ class PolicyModel:
 
     @property
     def compute_dtype_name(self) -> str:
-        """The dtype of weights in the trainer's forward: FSDP casts them, otherwise it is training.dtype."""
+        """The dtype of weights in the trainer's forward.
+
+        With FSDP it is `training.mixed_precision_param`, to which FSDP casts; else `training.dtype`.
+        """
         training, uses_fsdp = self.job_config.training, self.parallel_dims.uses_fsdp
         return training.mixed_precision_param if uses_fsdp else training.dtype
 
@@ -399,7 +412,7 @@ def _local_options(rl: RL) -> dict[str, Any]:
 
 
 def build_copy(policy: PolicyModel) -> Generator:
-    """Return a generator with a model of its own, without weights yet; raises as `build_generator`."""
+    """Return a generator with its own model, without weights yet. Raises what `build_generator` raises."""
     config, rl = policy.job_config, policy.job_config.rl
     settings = rl.generator
     if settings.backend == "local":

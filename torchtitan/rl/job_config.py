@@ -27,7 +27,7 @@ from torchtitan.tools.errors import ConfigError
 @dataclass
 class RLTask(Section):
     # The task to learn: sum_digits, copy, sort, guess (a number, in several turns), jsonl (prompts
-    # from a file), or one that the module of experimental.custom_import registers
+    # from a file), or a task that the module of experimental.custom_import registers
     name: str = "sum_digits"
     max_turns: Positive = 1  # Limit of the policy's turns in one episode, if the task replies
     num_min: Positive = 2  # For sum_digits: the fewest numbers to add
@@ -36,8 +36,8 @@ class RLTask(Section):
     length: Positive = 3  # For copy and sort: number of letters in the prompt
     num_letters: Annotated[int, Range(1, 26)] = 8  # For copy and sort: size of the alphabet
     path: str = ""  # For jsonl: a file with one JSON object per line
-    eval_path: str = ""  # For jsonl: the file to evaluate on; empty: the first lines of path
-    # For jsonl: the key of the prompt: a text, or a list of messages (objects with role and content)
+    eval_path: str = ""  # For jsonl: the file to evaluate on; empty takes the first lines of path
+    # For jsonl: key of the prompt, which is a text or a list of messages (objects with role and content)
     prompt_key: str = "prompt"
     # For jsonl: a file with the Jinja template that renders messages; empty takes the tokenizer's template
     chat_template: str = ""
@@ -46,26 +46,28 @@ class RLTask(Section):
     # For jsonl: functions that the policy may call, each as module:function
     tools: list[str] = field(default_factory=list)
     tool_processes: Annotated[int, Range(1, 1024)] = 1  # Processes per rank that call the tools
-    # Time limit of one call; a call that takes longer returns an error to the policy
+    # Time limit of one tool call; if a call takes longer, the policy gets an error as its result
     tool_timeout_seconds: PositiveFloat = 10.0
     answer_key: str = "answer"  # For jsonl: key of the expected answer (empty if missing)
-    # For jsonl: module:function, called with (completion text, expected answer); it returns the
-    # reward, a number. If it has parameters named prompt, row (the JSON object) or turns, it gets them
+    # For jsonl: the reward function, as module:function. It gets (completion text, expected answer), and
+    # prompt, row (the JSON object) and turns if it has parameters of these names; it returns a number
     reward_fn: str = ""
-    # For jsonl: processes of each rank that call reward_fn; 0 calls it in the rank's own process
+    # For jsonl: number of processes per rank that call reward_fn; 0 calls it in the rank's own process
     reward_processes: Annotated[int, Range(0, 1024)] = 0
-    # For jsonl with reward_processes: time limit of one call; after it the reward is 0, with a warning
+    # For jsonl with reward_processes: time limit of one call; a call that takes longer gives reward 0
+    # and a warning
     reward_timeout_seconds: PositiveFloat = 10.0
 
 
 @dataclass
 class RLAdvantage(Section):
-    # The baseline of a reward: the mean over its prompt's completions, the mean over the other
-    # completions (rloo), none, or a critic's value of each token (gae)
+    # The baseline that is subtracted from a reward: the mean over the prompt's completions (group_mean),
+    # the mean over the prompt's other completions (rloo), 0 (none), or a critic's value of each token (gae)
     name: Literal["group_mean", "rloo", "none", "gae"] = "group_mean"
     std: bool = False  # Divide by the standard deviation of the prompt's rewards
     gamma: Fraction = 1.0  # For gae: the discount per token
-    lam: Fraction = 1.0  # For gae: lambda; 1: return minus value, 0: one-step difference
+    # For gae: lambda. With 1 the advantage is return minus value; with 0 it is the one-step TD error
+    lam: Fraction = 1.0
     # For gae: normalise the advantages of a step's tokens to mean 0 and standard deviation 1
     whiten: bool = True
 
@@ -76,28 +78,31 @@ class RLCritic(Section):
     # empty takes the policy's weights
     initial_load_path: str = ""
     lr: NotNegative | None = None  # The critic's peak learning rate; None takes optimizer.lr
-    weight_decay: NotNegative | None = None  # The critic's; None takes optimizer.weight_decay
-    # New values are clipped to this distance from the values at the start of the step; 0: no clipping
+    # The critic's weight decay; None takes optimizer.weight_decay
+    weight_decay: NotNegative | None = None
+    # New values are clipped to this distance from the values at the start of the step; 0 turns this off
     value_clip: NotNegative = 0.2
-    agg_mode: LossAggregation | None = None  # As in rl.loss; None takes rl.loss.agg_mode
-    warmup_steps: Count = 0  # The first steps train only the critic
+    # How the per-token losses of the critic are combined; None takes rl.loss.agg_mode
+    agg_mode: LossAggregation | None = None
+    warmup_steps: Count = 0  # Number of steps at the start that train only the critic
 
 
 @dataclass
 class RLLoss(Section):
     # The policy loss: grpo (or ppo, which is the same), dapo, gspo, cispo, importance_sampling,
-    # dro, cross_entropy, or one that the module of experimental.custom_import registers
+    # dro, cross_entropy, or a loss that the module of experimental.custom_import registers
     name: str = "grpo"
-    clip_eps: NotNegative | None = None  # For grpo, ppo: clip distance from 1; None is 0.2
+    # For grpo, ppo: ratios are clipped to this distance from 1; None is 0.2
+    clip_eps: NotNegative | None = None
     # For dapo, gspo, cispo: ratios are clipped to this distance below 1; None is the loss's default
     ratio_clip_low: NotNegative | None = None
     # For dapo, gspo, cispo: ratios are clipped to this distance above 1; None is the loss's default
     ratio_clip_high: NotNegative | None = None
-    # For grpo, ppo, dapo, gspo: a token of negative advantage has no gradient if its ratio is above
-    # this; None is 3, 0 turns it off
+    # For grpo, ppo, dapo, gspo: a token with negative advantage has no gradient if its ratio is above
+    # this bound; None is 3, 0 means no bound
     dual_clip: NotNegative | None = None
-    # Importance weights: the trainer's probability at the start of the step, divided by the generator's,
-    # of each token or of the whole completion (sequence)
+    # Importance weights: the trainer's probability at the start of the step divided by the generator's
+    # probability, of each token (token) or of the whole completion (sequence)
     correction: Literal["none", "token", "sequence"] = "none"
     correction_cap: float = 2.0  # The largest importance weight
     # Leave out tokens whose log-probs by trainer and generator differ by more than this many nats;
@@ -105,12 +110,12 @@ class RLLoss(Section):
     max_token_mismatch: float | None = None
     # Leave out completions whose mean log-prob difference exceeds this many nats
     max_sequence_mismatch: float | None = None
-    # Log-ratios are clamped to plus and minus this, so that exp does not overflow
+    # Log-ratios are clamped to plus and minus this number, so that exp does not overflow
     max_log_ratio: Annotated[float, Range(0, 10**9, excluded=0)] = 10.0
     agg_mode: LossAggregation = "token-mean"  # How the step's per-token losses are combined
     # For seq-mean-token-sum-norm: the constant divisor, e.g. the length limit of completions
     norm: NotNegative = 0.0
-    # Means over sequences or prompts also count sequences without a token in the loss, as in verl
+    # Like verl, also count sequences without a token in the loss in means over sequences or prompts
     count_empty: bool = False
     # Weight of the KL divergence from the reference policy; if above 0, samples need ref_logprobs
     kl_coef: NotNegative = 0.0
@@ -125,12 +130,13 @@ class RLTeacher(Section):
     # Folder of a Hugging Face model with the policy's tokenizer: the teacher. At each sampled
     # token, training moves the policy's distribution towards the teacher's. Empty: no teacher
     folder: str = ""
-    # KL(policy || teacher), or KL(teacher || policy)
+    # The divergence: KL(policy || teacher) (reverse), or KL(teacher || policy) (forward)
     divergence: Literal["reverse", "forward"] = "reverse"
-    # Compare the teacher's k most probable tokens, and all other tokens as one token; 0: compare all tokens
+    # Compare only the teacher's k most probable tokens, and treat all other tokens as one token; 0 compares
+    # all tokens
     top_k: Count = 0
-    kl_weight: PositiveFloat = 1.0  # Weight of the divergence
-    policy_weight: NotNegative = 1.0  # Weight of [rl.loss], which is added; 0 leaves it out
+    kl_weight: PositiveFloat = 1.0  # Weight of the divergence in the loss
+    policy_weight: NotNegative = 1.0  # Weight of the policy loss [rl.loss] in the loss
 
 
 @dataclass
@@ -144,13 +150,13 @@ class RLBatch(Section):
     # Put several samples into a row, which needs model.attn_mask_type = position_block_causal;
     # otherwise each sample has its own row
     packing: bool = False
-    # Compute only once a prefix that samples share, such as a prompt for all its completions; needs
+    # Compute a prefix that samples share only once, such as the prompt of several completions; needs
     # packing. Loss and gradients are equal up to rounding; expert counts include a shared token once
     share_prefixes: bool = False
-    bucketing: bool = False  # Put rows of similar length into a microbatch, to pad less
-    # Leave out samples whose advantage is 0, which have no gradient; they stay in the denominators
+    bucketing: bool = False  # Put rows of similar length into a microbatch, to need less padding
+    # Leave out samples whose advantage is 0, which have no gradient; denominators still count them
     skip_zero_advantage: bool = False
-    pad_multiple: Positive = 1  # The longest row is padded to a multiple of this
+    pad_multiple: Positive = 1  # The longest row is padded to a multiple of this number of tokens
 
 
 @dataclass
@@ -158,29 +164,30 @@ class RLGenerator(Section):
     # Sample with this package's model (local), with vLLM, or with an HTTP server that has OpenAI's
     # /v1/completions and returns token ids (openai)
     backend: Literal["local", "vllm", "openai"] = "local"
-    ranks: Count = 0  # The last N ranks of the job only generate; 0: all ranks generate and train
+    # The last N ranks of the job only generate; with 0 all ranks generate and train
+    ranks: Count = 0
     # Dtype of the generator's weights; None takes the dtype of the trainer's matrix products
     dtype: Literal["bfloat16", "float32"] | None = None
-    max_batch_size: Positive = 256  # Completions that a data-parallel rank draws at a time
-    # Load new weights between tokens of unfinished completions, instead of between draws; completions then
-    # depend on timing. For local generators with rl.async_steps
+    max_batch_size: Positive = 256  # Completions that a data-parallel rank draws at the same time
+    # Load new weights between the tokens of a completion, not only between draws; then completions depend
+    # on timing. For local generators with rl.async_steps
     in_flight: bool = False
     # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): weight snapshots kept in host memory
     max_snapshots: Count = 4
-    # For vllm: share of the device's memory for weights and cache; a trainer on the device needs the rest
+    # For vllm: share of the device's memory for weights and cache; a trainer on this device needs the rest
     memory_share: Annotated[float, Range(0, 1, excluded=0)] = 0.4
     tensor_parallel_degree: Positive = 1  # For vllm: ranks that split one model
     # For vllm: length limit of a prompt with its completion, in tokens; None takes training.seq_len
     max_seq_len: Annotated[int, Range(2, 10**9)] | None = None
-    # For openai: the server's address, such as http://10.0.0.2:8000; several separated by commas; or a file
-    # with one address per line, read again at each update. Servers may end and come back
+    # For openai: one or several server addresses, such as http://10.0.0.2:8000, separated by commas, or a
+    # file with one address per line, read again at each update. Servers may stop and restart
     url: str = ""
     model: str = ""  # For openai: the model's name on the server
     # For openai: address to which {"path": a folder of Hugging Face files, "version": n} is posted after
-    # each update; it must answer when the files are loaded. Empty uses the endpoints of vLLM's own
-    # server, which has to be started with VLLM_SERVER_DEV_MODE=1. A path like /reload is used on each server
+    # each update; the answer must come after the files are loaded. A path such as /reload is posted to each
+    # server. Empty uses the endpoints of vLLM's server, which needs VLLM_SERVER_DEV_MODE=1
     reload_url: str = ""
-    # For openai: send weights to a vLLM server without files, by its weight-transfer interface. Start the
+    # For openai: send weights to a vLLM server without files, by vLLM's weight-transfer interface. Start the
     # server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'. On CPUs the
     # backend is "gloo", and this package must be installed on the server's machine
     weight_transfer: Literal["", "nccl", "gloo"] = ""
@@ -190,23 +197,23 @@ class RLGenerator(Section):
     max_requests: Positive = 64  # For openai: requests that a rank sends at the same time
     # For openai: time limit of one request, and of waiting while no server answers
     timeout_seconds: PositiveFloat = 600.0
-    # Replace the generator's log-probs by those of a forward pass of the trainer, bitwise equal to the
-    # log-probs of the first forward-backward pass; only for a generator in the trainer's own precision
+    # Replace the generator's log-probs by log-probs from a forward pass of the trainer. They are bitwise
+    # equal to those of the first forward-backward pass. Only for a generator in the trainer's precision
     rescore: bool = False
     # For mixtures of experts: record each token's experts during generation, and have the trainer route
     # the token to the same experts, with the scores of the trainer's router
     replay_experts: bool = False
-    # Batch-invariant sums in generator and trainer: their log-probs are bitwise equal, so on-policy ratios
-    # are exactly 1. For dense models on the CPU; slower
+    # Use batch-invariant sums in generator and trainer. Then their log-probs are bitwise equal, so on-policy
+    # ratios are exactly 1. Slower; for dense models on the CPU
     exact: bool = False
 
 
 @dataclass
 class RLSampling(Section):
-    temperature: PositiveFloat = 1.0  # Divides logits in generation and in training
-    top_p: float = 1.0  # Has to be 1: the trainer scores all tokens of the vocabulary
-    top_k: int = 0  # Has to be 0: the trainer scores all tokens of the vocabulary
-    max_tokens: Positive = 16  # Length limit of a completion; with several turns, of each turn
+    temperature: PositiveFloat = 1.0  # The number that divides logits in generation and in training
+    top_p: float = 1.0  # top_p has to be 1, because the trainer scores all tokens of the vocabulary
+    top_k: int = 0  # top_k has to be 0, because the trainer scores all tokens of the vocabulary
+    max_tokens: Positive = 16  # Length limit of a completion, or of each turn in a dialogue
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
     # Stop strings: the token that completes one of these texts ends the completion
@@ -215,30 +222,31 @@ class RLSampling(Section):
 
 @dataclass
 class RLWeightSync(Section):
-    # The generator shares the trainer's tensors (reference) or gets copies (broadcast); auto shares if it can
+    # The generator shares the trainer's tensors (reference) or gets copies (broadcast); auto shares the
+    # tensors if the generator can use them
     mode: Literal["auto", "reference", "broadcast"] = "auto"
     digest: bool = True  # Compare digests of the sent and received weights at each update
-    # Send only the values whose bits changed since the last update, for rl.generator.ranks and
-    # rl.generator.weight_transfer = "gloo"; sender and receivers keep one more copy in host memory
+    # Send only the elements of weights that changed since the last update. For rl.generator.ranks and
+    # rl.generator.weight_transfer = "gloo". Sender and receivers keep one more copy in host memory
     delta: bool = False
 
 
 @dataclass
 class RLServe(Section):
-    host: str = "127.0.0.1"  # Address to listen at; the default is only for this machine
+    host: str = "127.0.0.1"  # Address to listen at; only this machine can reach the default address
     # Host names of this server that clients may use, besides localhost and IP addresses
     names: list[str] = field(default_factory=list)
-    api_key_file: str = ""  # File with the key that clients have to send, their TINKER_API_KEY
-    port: Annotated[int, Range(0, 2**16 - 1)] = 8000  # Port to listen at; 0 takes a free one
+    api_key_file: str = ""  # File with the key that clients have to send as their TINKER_API_KEY
+    port: Annotated[int, Range(0, 2**16 - 1)] = 8000  # Port to listen at; 0 takes any free port
     base_model: str = "policy"  # The model's name for clients
     only_base_model: bool = False  # Refuse clients that request a model of another name
     max_request_mib: Positive = 64  # Size limit of a request, in MiB
-    # Limit of the datums in one shared pass over the base model, which serves several clients with
-    # adapters; a larger request gets a separate pass
+    # Limit of the number of datums in one forward-backward pass that several clients with adapters share;
+    # a larger request gets a separate pass
     max_datums_per_pass: Positive = 512
-    max_models: Positive = 64  # Limit of clients' models with adapters that train at a time
-    # Memory per rank for adapters, gradients and optimizer states of idle models: the most recently
-    # used stay on the accelerator, the next in host memory, and the rest in files below job.dump_folder
+    max_models: Positive = 64  # Limit of models with adapters that clients train at the same time
+    # Memory per rank for adapters, gradients and optimizer states of idle models. The most recently used
+    # models stay on the accelerator, the next in host memory, and the rest in files below job.dump_folder
     max_device_mib: Count = 1024
     max_host_mib: Count = 4096
     max_file_mib: Count = 16384
@@ -248,20 +256,22 @@ class RLServe(Section):
 class RL(Section):
     num_prompts_per_step: Positive = 16  # Prompts per step
     num_samples_per_prompt: Positive = 16  # Completions of each prompt
-    # Split a step's samples into this many parts of whole prompts, each with its own optimizer update
+    # Split a step's samples into this many minibatches, each with its own optimizer update. A minibatch has
+    # all completions of its prompts
     minibatches: Positive = 1
-    epochs: Positive = 1  # How many times a step goes through its samples
-    # Replace prompts whose completions all get the same reward by new prompts, up to this many times
+    epochs: Positive = 1  # Number of times that a step trains on its samples
+    # If all completions of a prompt get the same reward, draw a new prompt instead, up to this many times
     redraws: Count = 0
     # Penalize completions that reach the last N tokens before rl.sampling.max_tokens; the penalty grows
-    # linearly to overlong_penalty at max_tokens. 0: no penalty
+    # linearly to overlong_penalty at max_tokens. 0 means no penalty
     overlong_tokens: Count = 0
     overlong_penalty: NotNegative = 1.0
-    async_steps: Count = 0  # Steps by which generation may run ahead of training; 0: they alternate
-    eval_every: Count = 0  # Evaluate every N steps and after the last step; 0: never
-    eval_samples: Positive = 200  # Prompts per evaluation, the same each time
+    # Number of steps by which generation may run ahead of training; with 0 they alternate
+    async_steps: Count = 0
+    eval_every: Count = 0  # Evaluate every N steps and after the last step; 0 means never
+    eval_samples: Positive = 200  # Number of prompts per evaluation, always the same prompts
     seed: Annotated[int, Range(0, math.inf)] = 0  # Seed of the prompts and of the sampling
-    # Episodes per step that are appended to episodes.jsonl; -1 is all, 0 none
+    # Number of episodes per step that are appended to episodes.jsonl; -1 appends all, 0 none
     log_samples: Annotated[int, Range(-1, 10**9)] = 16
     task: RLTask = section(RLTask, "Prompts and rewards")
     advantage: RLAdvantage = section(RLAdvantage, "How rewards become advantages")

@@ -55,21 +55,23 @@ class JsonlTask(Task):
         super().__init__(tokenizer)
         self.reward_fn, self.seed, self.reward_pool = reward_fn, seed, reward_pool
         self._reward_parameters: set[str] = set()
-        with suppress(ValueError):  # some functions written in C have no signature
+        # ValueError: some functions written in C have no signature.
+        with suppress(ValueError):
             self._reward_parameters = set(list(inspect.signature(reward_fn).parameters)[2:])
         self._prompt_key, self._answer_key = prompt_key, answer_key
         self.chat, self.tools, self._schemas = chat, tools, tools and tools.schemas
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._prompts = self._read(path)
         self._held_out = self._read(eval_path) if eval_path else self._prompts
-        self._order: tuple[int, list[int]] = (-1, [])  # (index of the pass, its permutation)
+        # (index of the current pass over the file, order of the prompts in this pass)
+        self._order: tuple[int, list[int]] = (-1, [])
         if chat is not None and tools is not None:
             messages = self.messages(self._prompts[0])
             result = {"role": "tool", "name": "", "content": "what the tool returned"}
             chat.check_turns(messages, result, tools=self._schemas)
             if chat.render(messages) == chat.render(messages, tools=self._schemas):
                 logger.warning(
-                    "%s writes no tools, so the policy is not told of rl.task.tools; set "
+                    "%s does not read `tools`, so prompts do not describe rl.task.tools; set "
                     "rl.task.chat_template to a file with a template that reads `tools`",
                     chat.name,
                 )
@@ -102,7 +104,8 @@ class JsonlTask(Task):
         """Return the prompt of a line; raises ValueError for a bad line."""
         try:
             values = json.loads(line)
-            json.dumps(values, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+            # Encoding raises if the line has an unpaired surrogate.
+            json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}") from error
         text = values.get(self._prompt_key) if isinstance(values, dict) else None
@@ -150,14 +153,14 @@ class JsonlTask(Task):
     # ---- replies ----
 
     def messages(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """Return the messages of a chat's prompt."""
+        """Return the messages of a prompt that is a list of messages."""
         assert prompt.row is not None
         return prompt.row[self._prompt_key]
 
     def chat_reply(
         self, prompt: Prompt, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]
     ) -> str:
-        """Return the text of messages that answer the last turn; `reply` can return this text."""
+        """Render messages that answer the last turn as a text that `reply` can return."""
         assert self.chat is not None
         return self.chat.continuation(
             self.messages(prompt), messages, stop=turns[-1].stop, tools=self._schemas
@@ -236,7 +239,7 @@ def build(rl: Any, tokenizer: BaseTokenizer | None, max_prompt_tokens: int | Non
     if tokenizer is None:
         raise ValueError(
             "rl.task.name = 'jsonl' needs the model's tokenizer, got none; set model.hf_assets_path "
-            "to a folder with a tokenizer, with a model that builds it"
+            "to a folder with a tokenizer, and choose a model that uses this tokenizer"
         )
     task, chat, reward_pool, tools = rl.task, None, None, None
     if isinstance(tokenizer, HuggingFaceTokenizer):

@@ -27,7 +27,7 @@ from torchtitan.step.runner import Head
 
 
 class Pass(NamedTuple):
-    """A forward-backward pass of the current step, over all ranks.
+    """The results of a forward-backward pass of the current step, over all ranks.
 
     metrics: sums, or maxima for names that end in `_max`. denominator: as in `TrainingBatch`.
     """
@@ -55,19 +55,26 @@ class Learner(ABC):
 
     @abstractmethod
     def _output_layer(self, loss_fn: Any = None) -> Head | None:
-        """Return the head for `loss_fn`, or for scores without it; None: the model's output layer."""
+        """Return the head whose outputs `loss_fn` reads. Without `loss_fn`: the head that computes scores.
+
+        None stands for the model's own output layer.
+        """
 
     @abstractmethod
     def _values(self, outputs: Any) -> tuple:
-        """Return the first arguments of a loss from the model's outputs, beginning with the scores [B, T]."""
+        """Convert the head's outputs to the arguments of a loss that come before the batch.
+
+        The first of these arguments is the scores [B, T].
+        """
 
     # ---- one step ----
 
     def forward(self, batch: TrainingBatch, head: Head | None = None) -> list[Tensor | None]:
         """Return each sample's scores, a 1-D fp32 tensor on the CPU, without gradients.
 
-        A slot that samples share has its score in one sample, and 0 in the others. Log-probs outside the
-        loss are 0. With the batcher's `scores_masked`, no score is set to 0. A sample in no row gets None.
+        If samples share a slot, one sample gets the slot's score, and the other samples get 0. Log-probs
+        outside the loss are 0. With the batcher's `scores_masked`, no score is set to 0. A sample that fits
+        no row gets None.
         head: computes values [B, T, ...] that are returned instead of the scores.
         Raises ValueError as `forward_backward` does.
         """
@@ -83,16 +90,16 @@ class Learner(ABC):
         return_logprobs: also gather and return the scores.
 
         If the computation raises, the gradients of the whole step are zeroed, because they may include
-        part of the batch. Raises ValueError on all ranks, before any computation, if on any rank the
-        batch was made for another number of data-parallel ranks, has other numbers of samples or
-        microbatches than on other ranks, or lacks a tensor that the loss reads.
+        part of the batch. Before any computation, all ranks raise ValueError in these cases: the batch was
+        made for a different number of data-parallel ranks; ranks have different numbers of samples or
+        microbatches; a tensor that the loss reads is missing.
         """
         loss_fn = self.loss if loss_fn is None else loss_fn
         check_context_parallel(loss_fn, self.engine.parallel_dims.cp)
         if any((batch.denominator is None) != (x.denominator is None) for x in self.passes):
             raise ValueError(
-                "one optimizer step got batches with and without Batcher.deferred; set it alike for "
-                "all batches of a step, or call optim_step in between"
+                "one optimizer step got batches with and without Batcher.deferred; set deferred to the "
+                "same value for all batches of a step, or call optim_step in between"
             )
         self._check_on_all_ranks(batch, loss_fn)
 
@@ -106,7 +113,7 @@ class Learner(ABC):
                 batches = teacher.prepare(batches)
             step = self.engine.forward_backward_step(
                 input_dict=batches,
-                loss_fn=loss_of,  # a weighted sum, which the engine does not divide
+                loss_fn=loss_of,  # returns a weighted sum, which the engine does not divide
                 head=self._output_layer(loss_fn),
                 metrics={
                     name: "max" if name.endswith("_max") else "sum" for name in loss_fn.metric_names
@@ -217,7 +224,7 @@ class Learner(ABC):
             raise ValueError(f"all ranks must pass the same batch, got {listed}")
 
     def _token_batches(self, batch: TrainingBatch) -> list[TokenBatch]:
-        """Return this rank's microbatches for the engine, with token ids marked as checked."""
+        """Return this rank's microbatches for the engine, which need not check their token ids again."""
         left_out = ("input",) if self.replays_experts else ("input", "routed_experts")
         found = []
         for inputs in (microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)):

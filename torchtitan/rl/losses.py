@@ -36,8 +36,10 @@ Measured = dict[str, Tensor]
 
 
 class LossOutput(NamedTuple):
-    """loss: a scalar to call backward on. metrics: scalars without gradient. Over microbatches and ranks,
-    the engine takes the maximum of `_max` metrics and the sum of the others; see `finalize_metrics`.
+    """The loss of one microbatch, a scalar to call backward on, and metrics, scalars without gradient.
+
+    Over microbatches and ranks, the engine takes the maximum of metrics whose names end in `_max`, and the
+    sum of all other metrics; see `finalize_metrics`.
     """
 
     loss: Tensor
@@ -55,8 +57,8 @@ class PolicyLoss(ImportanceCorrection, ABC):
 
     has_generator: ClassVar[bool] = True  # the loss reads the generator's log-probs
 
-    kl_coef: float = 0.0  # weight of the divergence from the batch's `ref_logprobs`
-    kl_type: str = "k3"  # estimator of the divergence, see `kl_divergence`
+    kl_coef: float = 0.0  # weight of the KL divergence from the batch's `ref_logprobs`
+    kl_type: str = "k3"  # estimator of the KL divergence, see `kl_divergence`
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class PolicyLoss(ImportanceCorrection, ABC):
     def per_token(self, logprobs: Tensor, batch: LossInputs) -> tuple[Tensor, Measured]:
         """Return the policy loss of each token, and metrics by name, all [B, T] and finite.
 
-        logprobs: [B, T] of the labels under the trained policy, in nats.
+        logprobs: log-probs [B, T] of the labels under the trained policy, in nats.
         """
 
     @property
@@ -80,7 +82,10 @@ class PolicyLoss(ImportanceCorrection, ABC):
 
     @functools.cached_property
     def metric_names(self) -> tuple[str, ...]:
-        """The loss's metric names, found by a call with one token, because ranks without outputs need them."""
+        """The names of the loss's metrics, found by calling the loss with one token.
+
+        Ranks without outputs never call the loss, but need these names.
+        """
         token, index = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64)
         batch: Any = dict.fromkeys(LossInputs.__annotations__, token) | {"sequence_ids": index}
         return tuple(self(token, token, batch).metrics)
@@ -162,8 +167,8 @@ def check_context_parallel(loss: Any, cp: int) -> None:
 def finalize_metrics(metrics: Mapping[str, float], num_tokens: float) -> dict[str, float]:
     """Return means over the tokens in the loss, from metrics reduced over microbatches and ranks.
 
-    Maxima (`_max`), counts (`_count`) and terms of the loss (`_loss`), which are weighted already,
-    are not divided. num_tokens: over the same microbatches and ranks; 0 gives zeros.
+    Metrics whose names end in `_max` (maxima), `_count` (counts) or `_loss` (weighted loss terms) are not
+    divided. num_tokens: number of tokens over the same microbatches and ranks; 0 gives zeros.
     """
     return {
         name: value if name.endswith(("_max", "_count", "_loss")) else value / max(num_tokens, 1)
@@ -190,11 +195,11 @@ def kl_divergence(
     d = logprobs - ref_logprobs, clamped to plus and minus max_log_ratio, for tokens that the policy itself
     sampled (Schulman 2020, "Approximating KL divergence"):
 
-        k1  d               unbiased; as a loss its gradient is 0 on average: only a metric
+        k1  d               unbiased; only a metric, because its gradient is 0 on average
         k2  d^2 / 2         biased; as a loss its gradient is that of KL(policy || reference)
         k3  exp(-d) - 1 + d unbiased, never negative; used by GRPO
 
-    Raises ValueError for another type.
+    Raises ValueError for any other kl_type.
     """
     d = (logprobs - ref_logprobs).clamp(-max_log_ratio, max_log_ratio)
     match kl_type:
@@ -239,7 +244,8 @@ class _ClippedRatioLoss(PolicyLoss):
         ratio, advantages = self.ratio(logprobs, batch), batch["advantages"]
         low, high = self.clip_range
         gain, clipped_gain = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-        # At a clip bound both gains are equal: use `gain`, as `clamp` has no gradient there since torch 2.14.
+        # At a clip bound both gains are equal. Use `gain`, because since torch 2.14 `clamp` has no gradient
+        # there.
         clipped = torch.where(gain <= clipped_gain, gain, clipped_gain)
         lowest = torch.full_like(gain, -torch.inf)
         if self.dual_clip:
@@ -360,18 +366,21 @@ class CrossEntropyLoss(PolicyLoss):
 class LossWithTeacher:
     """policy_weight * a policy loss, plus kl_weight * T^2 * KL between policy and teacher at each token.
 
-    T = `rl.sampling.temperature` for both models. The policy sampled the tokens; sampling has no gradient
-    (Agarwal et al. 2024, arXiv:2306.13649, section 3.1). Used in place of a `PolicyLoss`.
+    T is `rl.sampling.temperature`, for both models. The policy sampled the tokens, but no gradient goes
+    through the sampling (Agarwal et al. 2024, arXiv:2306.13649, section 3.1). Used in place of a
+    `PolicyLoss`.
     """
 
     policy: PolicyLoss
     policy_weight: float
-    teacher: Any  # an `objective.distillation.Distillation`
+    teacher: Any  # the class is `objective.distillation.Distillation`
 
     def __getattr__(self, name: str) -> Any:
-        if name == "policy":  # `copy` and `pickle` read attributes before `policy` is set
+        # `copy` and `pickle` read attributes before `policy` is set.
+        if name == "policy":
             raise AttributeError(name)
-        return getattr(self.policy, name)  # such as `needs_entropy` and `check`
+        # Take other attributes, such as `needs_entropy` and `check`, from the policy loss.
+        return getattr(self.policy, name)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -388,7 +397,7 @@ class LossWithTeacher:
         return LossOutput(total, metrics | found)
 
 
-# ---- by their names in `rl.loss.name` ----
+# ---- the registry of losses by `rl.loss.name` ----
 
 _LOSSES: dict[str, type[PolicyLoss]] = {
     "grpo": GRPOLoss,

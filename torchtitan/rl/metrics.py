@@ -73,7 +73,7 @@ class MetricsWriter:
 
 
 def describe(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The metrics of a step's episodes, including their advantages."""
+    """Return the metrics of a step's episodes, including metrics of their advantages."""
     return {
         **mean_scores(episodes),
         **advantage_metrics([e.advantage for e in episodes], [e.group_id for e in episodes]),
@@ -83,7 +83,7 @@ def describe(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
-    """Metrics of the lag: the weight updates between an episode's oldest token and `version`."""
+    """Return metrics of the lag, the number of weight updates from an episode's oldest token to `version`."""
     counts = Counter(version - episode.policy_version for episode in episodes)
     return {
         "rl/lag": max(counts),
@@ -94,7 +94,7 @@ def staleness(episodes: Sequence[Episode], version: int) -> dict[str, float]:
 
 
 def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The means of the reward and of the task's scores, each over the episodes that have the score."""
+    """Return the mean reward, and the mean of each of the task's scores over the episodes that have it."""
     names = sorted({name for episode in episodes for name in episode.scores})
     means = {name: fmean(e.scores[name] for e in episodes if name in e.scores) for name in names}
     return means | {"reward": fmean(e.reward for e in episodes)}

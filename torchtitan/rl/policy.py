@@ -41,7 +41,8 @@ class PolicyTrainer(Learner):
         self, job_config: JobConfig, *, engine: TrainingEngine | None = None, tokenizer: Any = None
     ):
         if not logger.handlers:
-            init_logger()  # a process of an actor library has no log handlers
+            # Ray and similar libraries start processes without log handlers.
+            init_logger()
         self.job_config = job_config
         loss: PolicyLoss | LossWithTeacher = loss_from_config(job_config.rl.loss)
         check_trainer_config(job_config)
@@ -78,7 +79,7 @@ class PolicyTrainer(Learner):
 
     @property
     def policy_version(self) -> int:
-        """Counts optimizer steps and replacements of the weights; a resumed run keeps counting."""
+        """Number of optimizer steps and replacements of the weights; a resumed run keeps counting."""
         return self.engine.weights_version
 
     def _output_layer(self, loss_fn: PolicyLoss | LossWithTeacher | None = None) -> Head:
@@ -105,7 +106,10 @@ class PolicyTrainer(Learner):
     # ---- log-probs of a batch by the current weights ----
 
     def top_tokens(self, batch: TrainingBatch, k: int) -> list[Tensor | None]:
-        """Return for each sample the k most probable tokens at each slot, [n, 2 k]: see `TopTokens`."""
+        """Return the k most probable tokens at each slot: a tensor [n, 2 k] per sample of n slots.
+
+        The columns are those of `TopTokens`.
+        """
         rl = self.job_config.rl
         exact, temperature = rl.generator.exact, rl.sampling.temperature
         return self.forward(batch, TopTokens(temperature, batch_invariant=exact, k=k))
@@ -114,8 +118,8 @@ class PolicyTrainer(Learner):
         """Replace the generator's log-probs by the trainer's; also returns the largest change on any rank.
 
         This forward uses the same microbatches as training, so until the weights change, training gets
-        bitwise equal log-probs, and every ratio is exactly 1. Only this rank's microbatches change; in a
-        pipeline, only on the last stage. Raises ValueError as `forward_backward` does.
+        bitwise equal log-probs, and every ratio is exactly 1. Only this rank's microbatches get new
+        log-probs, and in a pipeline only on the last stage. Raises ValueError as `forward_backward` does.
         """
         rescored = self._with_scores(batch, name := "generator_logprobs")
         pairs = zip(*(x.of_rank(self.engine.dp_rank) for x in (batch, rescored)), strict=True)
@@ -143,19 +147,20 @@ class PolicyTrainer(Learner):
     def skip_step(self) -> None:
         """Advance the step and the schedule without an update of the policy."""
         self.engine.step += 1
-        with warnings.catch_warnings():  # torch warns if the schedule steps before the optimizer
+        # torch warns if a schedule steps before the optimizer.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.engine.lr_schedulers.step()
 
     def save_checkpoint(self, path: str | None = None) -> None:
-        """Save all that a run needs to resume. path: None takes a step folder in `checkpoint.folder`."""
+        """Save all that a run needs to resume. path: None saves to a step folder in `checkpoint.folder`."""
         self.engine.save(path)
 
     def load_checkpoint(self, path: str | None = None, *, model_only: bool = False) -> bool:
         """Load a checkpoint of `save_checkpoint` and zero the gradients; returns False if there is none.
 
-        path: None is the run's newest checkpoint, or the config's initial one. model_only: load only the
-            weights; the optimizer starts with no state.
+        path: None loads the run's newest checkpoint, or the config's initial checkpoint if the run has none.
+        model_only: load only the weights; the optimizer starts with no state.
         """
         if not self.engine.load(path, model_only=model_only):
             return False

@@ -9,7 +9,8 @@ from typing import Any
 # Squares, sums and fp32 products of larger rewards would overflow.
 LARGEST_REWARD = 1e18
 
-TOTAL = "total"  # the key of the reward in a dict of scores
+# Key of the reward in a dict of scores.
+TOTAL = "total"
 
 # GSM8K's last line: "#### 1,200". A number may have a sign before or after a dollar sign, thousands
 # in groups of three, and decimals; text after it, such as a unit, is ignored.
@@ -21,11 +22,11 @@ _ANSWER = re.compile(
 
 
 def scores_of(value: Any) -> dict[str, float]:
-    """Return what a reward function returned as {"total": reward, name: another score, ...}.
+    """Convert a reward function's result to a dict {"total": reward, name of another score: score, ...}.
 
-    value: the reward, or a dict with the reward under "total". Numbers are all values that float()
-    accepts, such as a bool, a Decimal, or a scalar of NumPy or torch, but not texts.
-    Raises ValueError, naming the key, for a dict without "total" and for values that are not finite.
+    value: the reward, or a dict with the reward under "total". A number is any value
+    that float() accepts, except a text: a bool, a Decimal, or a scalar of NumPy or torch.
+    Raises ValueError, naming the key, for a dict without "total" and for numbers that are not finite.
     """
     if not isinstance(value, Mapping):
         if (reward := _number(value)) is None:

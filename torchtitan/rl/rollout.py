@@ -63,7 +63,7 @@ class Request:
     max_tokens: int | None = None
 
     def with_extras(self, episode: Episode, number: int) -> Episode:
-        """Return an episode of try `number` with the penalty and the scores that the request adds."""
+        """Return an episode of try `number` after adding the request's penalty and scores."""
         if len(self.tries) > 1:
             episode = replace(episode, scores=episode.scores | {"redraws": number})
         if self.penalty is not None:
@@ -101,7 +101,7 @@ class Draws:
         return draw if self._thread is None else self._thread.submit(draw).result
 
     def _draw(self, generator: Generator, request: Request) -> list[Episode]:
-        """Return the episodes of this rank's share of a request, in the order of places."""
+        """Return the episodes of this rank's share of a request, in the order of the prompts."""
         own, places = _shares(len(request.tries[0].prompts), _num_together(generator))
         by_place: dict[int, list[Episode]] = {}
         for number, (prompts, sampling) in enumerate(request.tries):
@@ -145,7 +145,8 @@ class Draws:
     ) -> list[tuple[int, tuple[str, list[int]]]]:
         """Draw a turn of each dialogue; return (the dialogue's row, (text, token ids)) for each reply.
 
-        own: the places to which this rank's task replies. A dialogue without a reply has ended.
+        own: the places (prompt indices) whose dialogues get replies on this rank. A dialogue without a
+            reply has ended.
         """
         # In the first turn, the samples of a prompt have the same context, which is read once.
         n_samples = request.num_samples if turn == 1 else 1
@@ -158,7 +159,8 @@ class Draws:
         )
         for dialogue, completion in zip(dialogues, completions, strict=True):
             dialogue.complete(completion)
-            if dialogue.place in own:  # other ranks decode theirs
+            # Each rank decodes only its own dialogues.
+            if dialogue.place in own:
                 text_and_stop = _text_and_stop(self.task, completion, sampling.stop_strings)
                 dialogue.turns.append(Turn(*text_and_stop))
         if turn == request.max_turns:
@@ -192,7 +194,7 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         by_place: dict[int, list[Episode]],
     ) -> list[int]:
-        """Put graded episodes into `by_place`; return places whose completions all got the same reward."""
+        """Add graded episodes to `by_place`; return places whose completions all got the same reward."""
         drawn: dict[int, list[Episode]] = {}
         for episode in _graded(self.task, dialogues, several_turns=request.max_turns > 1):
             drawn.setdefault(episode.group_id, []).append(request.with_extras(episode, number))
@@ -207,10 +209,10 @@ class Draws:
 
 
 def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool) -> list[T]:
-    """Return the results of `work` on all ranks; if it raises on one rank, all ranks raise.
+    """Return the results of `work` on all ranks; if `work` raises on one rank, all ranks raise.
 
-    Return only this rank's result if `is_last`, because then no other rank needs it. Ranks that generate
-    alone do not communicate, because they may draw on a thread.
+    If `is_last`, return only this rank's result, because no other rank needs it. A rank that generates
+    alone does not communicate, because it may draw on a thread.
     """
     return [work()] if _num_together(generator) == 1 or is_last else on_all_ranks(work)
 
@@ -221,7 +223,7 @@ def _num_together(generator: Generator) -> int:
 
 
 def _shares(n_places: int, together: int) -> tuple[range, Sequence[int]]:
-    """Return this rank's places, and the places of all ranks that generate together with it."""
+    """Return this rank's places (prompt indices), and the places of all ranks that generate with it."""
     rank, n_ranks = dist.get_rank() if dist.is_initialized() else 0, num_ranks()
 
     def places_of(first: int, n: int) -> range:
@@ -239,7 +241,8 @@ def _of_all_ranks(draw: Callable[[], list[Episode]]) -> list[Episode]:
     failure = None
     try:
         own: Share = draw()
-    except Exception as error:  # raised below, after the other ranks know
+    except Exception as error:
+        # Raise below, after the other ranks know about the failure.
         own, failure = repr(error), error
     shares = all_ranks(own)
     if failure is not None:
@@ -293,7 +296,8 @@ class _Dialogue:
         self.tokens += zip(ids, logprobs, (1,) * len(ids), versions, strict=True)
 
     def reply(self, text: str, token_ids: Sequence[int]) -> None:
-        if self.turns:  # a dialogue of another rank has no turns here
+        # On this rank, dialogues of other ranks have no turns.
+        if self.turns:
             self.turns[-1] = replace(self.turns[-1], reply=text)
         self.tokens += [(token, 0.0, 0, -1) for token in token_ids]
 
@@ -324,7 +328,10 @@ class _Dialogue:
 
 
 def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
-    """Join the turns' experts [all tokens so far but the last, L, k]; a token keeps its first experts."""
+    """Join the experts of the turns; a token keeps the experts from the first turn that recorded it.
+
+    of_turns: [tokens up to the end of the turn but the last, MoE layers, experts per token].
+    """
     joined = of_turns[0]
     for experts in of_turns[1:]:
         if joined is not None and experts is not None:
@@ -374,7 +381,10 @@ def with_advantages(episodes: Sequence[Episode], estimate: AdvantageEstimator) -
 
 
 class Rollouts:
-    """Graded episodes of a task, step by step. longest_episode: length limit in tokens, with the prompt."""
+    """Draws and grades a task's episodes, step by step.
+
+    longest_episode: length limit of an episode in tokens, prompt included.
+    """
 
     def __init__(
         self, task: Task, config: RL, draws: DrawsEpisodes, longest_episode: int | None = None
@@ -385,7 +395,7 @@ class Rollouts:
         settings = vars(config.sampling) | {"stop_token_ids": tuple(stops), "stop_strings": ()}
         self.sampling = SamplingConfig(**settings)
         penalty = self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
-        self._request = Request(  # without prompts
+        self._request = Request(  # `tries` is empty here; each step sends a copy with its own tries
             (),
             config.num_samples_per_prompt,
             OverlongPenalty(*penalty) if config.overlong_tokens else None,
@@ -408,7 +418,7 @@ class Rollouts:
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
-        """Begin to draw every step up to and including `last_step` that has not begun yet."""
+        """Begin to draw the steps up to and including `last_step` that have not begun yet."""
         for step in range(self._next_step, last_step + 1):
             self._task_before[step] = self.task.state_dict()
             tries = []
@@ -419,7 +429,10 @@ class Rollouts:
             self._next_step = step + 1
 
     def take(self, step: int) -> list[Episode]:
-        """Wait for a step's episodes and return the episodes of all ranks. Collective; take steps in order."""
+        """Wait for a step's episodes, and return the episodes of all ranks. Collective.
+
+        Take steps in order.
+        """
         episodes = self._ahead[step]()
         del self._ahead[step]
         self._task_before.pop(step, None)
@@ -456,8 +469,9 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return the next step, and the episodes that were drawn ahead. Collective.
 
-        Episodes are saved because the weights that drew them are not. Raises LostGeneratorError if
-        episodes are lost with a generator and `rl.async_steps` > 0; with 0, a resumed run draws them again.
+        Episodes are saved because the weights that drew them are not. If episodes are lost with a generating
+        rank, this method raises LostGeneratorError, unless `rl.async_steps` is 0: then a resumed run draws
+        the episodes again.
         """
         taken: dict[int, list[Episode]] = {}
         for step in list(self._ahead):

@@ -19,7 +19,7 @@ __getattr__ = load_on_access(__name__, {"Server": "torchtitan.integrations.tinke
 
 
 def main() -> None:
-    """Read the command line and serve. The umask hides the written files from other users."""
+    """Read the command line and serve. Set a umask that hides written files from other users."""
     os.umask(0o077)
     train.main(
         lambda config: __getattr__("Server")(config),

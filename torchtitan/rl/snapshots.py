@@ -31,13 +31,13 @@ def own_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def changing_weights(engine: TrainingEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the `own_weights` that training changes; with LoRA, those that require gradients."""
+    """Yield the `own_weights` that training changes; with LoRA, only weights that require gradients."""
     has_adapters = "lora" in engine.job_config.model.converters
     return (pair for pair in own_weights(engine) if pair[1].requires_grad or not has_adapters)
 
 
 def exchange(engine: TrainingEngine, weights: dict[str, Tensor]) -> None:
-    """Swap the weights that training changes with those in `weights`, in place."""
+    """Swap the weights that training changes with the tensors in `weights`, in place."""
     swap(changing_weights(engine), weights)
 
 

@@ -35,8 +35,8 @@ class Prompt:
 class Turn:
     """A turn of the policy, and the environment's reply.
 
-    text: the sampled text, without the stop that ended the turn. stop: the text of this stop, which may
-        be a special token if the tokenizer can decode it.
+    text: the sampled text, without the stop token or string that ended the turn. stop: the text of this
+        stop; a special token's text, if the tokenizer can decode special tokens.
     reply: None for the last turn.
     """
 
@@ -78,7 +78,7 @@ def explained(
     *,
     except_for: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Raise ValueError with source line and completion if the user's code inside raises or exits."""
+    """Raise ValueError, with source line and completion, if the user's code in the block raises or exits."""
     try:
         yield
     except except_for:
@@ -105,7 +105,7 @@ class Task(ABC):
 
     @abstractmethod
     def held_out(self, n: int) -> list[Prompt]:
-        """Return n prompts to evaluate on, the same each time; fewer if there are not enough."""
+        """Return n prompts to evaluate on, the same in each call; fewer if the task has fewer."""
 
     @abstractmethod
     def grade(self, prompt: Prompt, text: str) -> Grade | float | dict[str, float]:
@@ -166,12 +166,12 @@ class Task(ABC):
         self._num_drawn = state_dict["num_drawn"]
 
 
-# ---- by name ----
+# ---- the registry of tasks ----
 
 TaskBuilder = Callable[[Any, BaseTokenizer | None, int | None], Task]
 """(the section `[rl]`, the model's tokenizer, longest prompt in tokens) -> task"""
 
-# name -> builder, or the builder's name (module:function), which is imported when it is used
+# name -> builder, or the builder's name (module:function), which is imported on first use
 _TASKS: dict[str, TaskBuilder | str] = dict.fromkeys(
     ("sum_digits", "copy", "sort", "guess"), "torchtitan.experiments.rl_toy.tasks:build"
 ) | {"jsonl": "torchtitan.rl.jsonl_task:build"}
@@ -210,8 +210,9 @@ def find_function(name: str, key: str = "rl.task.reward_fn") -> Callable[..., An
     try:
         function = getattr(importlib.import_module(module_name), function_name)
         if not callable(function):
-            raise TypeError(f"it is a {type(function).__name__}")
-    except (Exception, SystemExit) as error:  # a module may raise anything, or end the process
+            raise TypeError(f"{function_name} has the type {type(function).__name__}")
+    except (Exception, SystemExit) as error:
+        # Importing a module may raise any exception, or exit.
         raise ValueError(
             f"{key} names a function to import, got {name!r}: {type(error).__name__}: {error}; write it "
             "like my_rewards:exact_match, and put its folder on PYTHONPATH"

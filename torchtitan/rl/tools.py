@@ -52,7 +52,8 @@ def _parsed(text: str) -> ToolCall:
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     """Return a function's attribute `schema`, or a schema from its annotations; ValueError if invalid."""
     if hasattr(function, "schema"):
-        with suppress(TypeError, ValueError, RecursionError):  # `schema` is not JSON
+        # Suppress the errors of a `schema` that is not JSON.
+        with suppress(TypeError, ValueError, RecursionError):
             match json.loads(json.dumps(function.schema)):
                 case {"function": {"name": str(own_name), **others}} if own_name:
                     if isinstance(others.get("parameters", {}), dict):
@@ -87,7 +88,8 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
 class Toolbox:
     """Functions that the policy may call, in separate processes.
 
-    functions: by their names, module:function. n_processes: of this rank. timeout_seconds: limit of one call.
+    functions: name (module:function) -> function. n_processes: number of processes of this rank.
+    timeout_seconds: time limit of one call.
     Raises ValueError for functions without a schema, or two functions of the same name.
     """
 
@@ -111,7 +113,8 @@ class Toolbox:
 
     def results(self, calls: Sequence[ToolCall]) -> list[str]:
         """Return the calls' results as texts, in order."""
-        known = [call for call in calls if call.name in self._names]  # an invalid call has no name
+        # An invalid call has no name.
+        known = [call for call in calls if call.name in self._names]
         numbers = [self._names.index(call.name) for call in known]
         results = iter(self._pool.call_all([((), call.arguments or {}) for call in known], numbers))
         names, texts = ", ".join(self._names), []

@@ -4,13 +4,14 @@
     torchrun --nproc-per-node 8 -m torchtitan.rl.train --job.config_file job.toml
 
 The config has the sections of `torchtitan.train` and the `[rl]` sections (`torchtitan.rl.job_config`); exit
-codes are the same. --help and config errors wait for torch alone.
+codes are the same. --help and config errors come early: of the slow imports they need only torch.
 """
 
 from torchtitan.tools import signals
 
 if __name__ == "__main__":
-    signals.at_start.start()  # before the slow imports
+    # Listen for signals before the slow imports.
+    signals.at_start.start()
 
 from torchtitan import train
 from torchtitan.rl.checks import check_rl_config

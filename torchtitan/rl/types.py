@@ -1,4 +1,4 @@
-"""The values that the parts of the RL trainer exchange.
+"""The dataclasses that the modules of the RL trainer exchange.
 
 In order, from a generator to gradients: `Completion`, `Episode`, `TrainingSample`, `TrainingMicrobatch`
 (in a `TrainingBatch`, with its `LossInputs`, which the loss reads), then the engine's `TokenBatch` and
@@ -29,16 +29,26 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Settings for drawing tokens."""
+    """Settings for drawing tokens.
 
-    temperature: float = 1.0  # divides the logits; 0 takes the most probable token
-    top_p: float = 1.0  # draw from the fewest top tokens with this total probability; 1: all
-    top_k: int = 0  # draw from this many of the most probable tokens; 0 keeps all
-    max_tokens: int = 16  # the length limit of a completion
-    stop_token_ids: tuple[int, ...] = ()  # each of these ends a completion, and is part of it
-    stop_strings: tuple[str, ...] = ()  # a token that completes one of these ends a completion
-    decode: Callable[[list[int]], str] | None = None  # token ids -> text, to find stop_strings
-    seed: int | None = None  # None continues the generator's own random stream
+    temperature: divides the logits; 0 takes the most probable token.
+    top_p: draw from the fewest top tokens with this total probability; 1 keeps all tokens.
+    top_k: draw from this many of the most probable tokens; 0 keeps all tokens.
+    max_tokens: length limit of a completion.
+    stop_token_ids: tokens that end a completion; the stop token is part of the completion.
+    stop_strings: texts that end a completion; the completion includes the token that completes the text.
+    decode: converts token ids to text, to find stop strings.
+    seed: None continues the generator's own random stream.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    decode: Callable[[list[int]], str] | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.stop_strings and (self.decode is None or "" in self.stop_strings):
@@ -46,7 +56,8 @@ class SamplingConfig:
                 f"stop_strings must not be empty texts, and need decode, got {self.stop_strings} and decode "
                 f"= {self.decode}; correct the texts, and pass the tokenizer's decode"
             )
-        ranges = {  # smaller temperatures would overflow fp32 logits
+        # Temperatures below 1e-20 would overflow fp32 logits.
+        ranges = {
             "temperature": Range(1e-20, math.inf, excluded=math.inf, special=0),
             "top_p": Range(0, 1, excluded=0),
             "top_k": Range(0, math.inf),
@@ -68,7 +79,8 @@ class SamplingConfig:
         if not self.stop_strings:
             return False
         assert self.decode is not None
-        # A token has at least one byte; decode four tokens more, as the first may begin inside a character.
+        # A token has at least one byte. Decode four more tokens than the longest stop string has bytes,
+        # because the first decoded token may begin inside a character.
         longest = max(len(string.encode()) for string in self.stop_strings)
         text = self.decode(list(token_ids[-(longest + 4) :]))
         return any(string in text for string in self.stop_strings)
@@ -78,17 +90,20 @@ class SamplingConfig:
 class Completion:
     """The tokens that a generator drew after one prompt.
 
-    token_logprobs: under the distribution that each token was drawn from, after the temperature and
-        renormalised over the tokens that top_p and top_k kept.
-    routed_experts: int16 [P + n - 1, L, k], the experts of the prompt's P tokens and of all n new
-        tokens but the last; see `Decoder.check_routed_experts`. None if experts were not recorded.
+    token_ids: the n drawn tokens, including the stop token.
+    token_logprobs: log-probs under the distribution that each token was drawn from, after the temperature
+        and renormalised over the tokens that top_p and top_k kept.
+    policy_version: version of the oldest weights that drew a token.
+    token_versions: version of the weights that drew each token; None if all are `policy_version`.
+    routed_experts: int16 [P + n - 1, L, k], the k experts in each of L MoE layers, for the P prompt tokens
+        and all new tokens but the last; see `Decoder.check_routed_experts`. None if not recorded.
     """
 
-    token_ids: tuple[int, ...]  # a stop token included
+    token_ids: tuple[int, ...]
     token_logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    policy_version: int  # version of the oldest weights that drew a token
-    token_versions: tuple[int, ...] | None = None  # None if all are `policy_version`
+    policy_version: int
+    token_versions: tuple[int, ...] | None = None
     routed_experts: Tensor | None = field(default=None, compare=False)
 
 
@@ -96,26 +111,34 @@ class Completion:
 class Episode:
     """One graded completion of a task's prompt, or a dialogue with the task's environment.
 
+    group_id: equal for all completions of a prompt.
+    text: the graded text: the completion, or the last turn of a dialogue.
+    token_ids: all tokens after the prompt. token_log_probs: 0 for tokens that were not sampled.
+    policy_version: version of the oldest weights that drew a token.
     reward, advantage, ref_logprobs (of the new tokens under a reference model): None until known.
-    routed_experts: as in `Completion`, of all tokens but the last; -1 lets the router choose.
+    scores: the task's scores, such as {"exact": 1.0}.
+    loss_mask: 0 for tokens of the environment's replies; None if all tokens were sampled.
+    turns: texts of policy and environment, which alternate; the policy has the first and the last turn.
+    token_versions: as in `Completion`, with -1 for tokens of replies.
+    routed_experts: as in `Completion`, for all tokens but the last; for tokens with -1 the router chooses.
     """
 
-    group_id: int  # equal for the completions of one prompt
+    group_id: int
     prompt: str
     prompt_token_ids: tuple[int, ...]
     expected_answer: str
-    text: str  # what was graded: the completion, or the last turn of a dialogue
-    token_ids: tuple[int, ...]  # all tokens after the prompt
-    token_log_probs: tuple[float, ...]  # 0 for tokens that were not sampled
-    policy_version: int  # version of the oldest weights that drew a token
+    text: str
+    token_ids: tuple[int, ...]
+    token_log_probs: tuple[float, ...]
+    policy_version: int
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     advantage: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)  # the task's, such as {"exact": 1.0}
+    scores: dict[str, float] = field(default_factory=dict)
     ref_logprobs: tuple[float, ...] | None = None
-    loss_mask: tuple[int, ...] | None = None  # 0 for tokens of replies; None if all were sampled
-    turns: tuple[str, ...] = ()  # policy and environment alternate; the policy is first and last
-    token_versions: tuple[int, ...] | None = None  # -1 for replies; None: all `policy_version`
+    loss_mask: tuple[int, ...] | None = None
+    turns: tuple[str, ...] = ()
+    token_versions: tuple[int, ...] | None = None
     routed_experts: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -130,7 +153,7 @@ class Episode:
         return [sum(run) for is_sampled, run in groupby(mask) if is_sampled]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON and `from_dict`."""
+        """Return a dict that JSON can hold, for `from_dict`."""
         experts = self.routed_experts
         return asdict(self) | {"routed_experts": None if experts is None else experts.tolist()}
 
@@ -147,19 +170,26 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One sequence to learn from; 1-D tensors of n slots, see `LossInputs` and the module's docstring."""
+    """One sequence to learn from. Tensors are 1-D with n slots, see `LossInputs` and the module's docstring.
+
+    logprobs: log-probs under the generator's policy; ignored where loss_mask is 0.
+    old_logprobs: None takes the log-probs of the current forward pass.
+    old_values, returns: only with a critic.
+    weights: weight of each token's loss; None lets the batcher compute weights from `agg_mode`.
+    routed_experts: [n, L, k], k experts in each of L MoE layers; None lets the routers choose.
+    """
 
     token_ids: Tensor
     labels: Tensor
     loss_mask: Tensor
-    logprobs: Tensor  # by the generator; any number where the mask is 0
+    logprobs: Tensor
     advantages: Tensor
     ref_logprobs: Tensor | None = None
-    old_logprobs: Tensor | None = None  # None: the log-probs of the current forward pass
-    old_values: Tensor | None = None  # with a critic
-    returns: Tensor | None = None  # with a critic
-    weights: Tensor | None = None  # of the tokens' losses; None: the batcher's `agg_mode` decides
-    routed_experts: Tensor | None = None  # [n, L, k]; None lets the routers choose
+    old_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    weights: Tensor | None = None
+    routed_experts: Tensor | None = None
     group_id: int = 0
 
     def __post_init__(self) -> None:
@@ -256,7 +286,11 @@ class TrainingSample:
 
 
 class Slot(NamedTuple):
-    """Place of sample `sample` in a microbatch: row, columns [n]. number: the sample's index in the row."""
+    """The slots of a sample in a microbatch.
+
+    sample: index of the sample in the batch. row, columns [n]: indices of the sample's n slots.
+    number: index of the sample among the samples in its row.
+    """
 
     sample: int
     row: int
@@ -268,45 +302,60 @@ class LossInputs(TypedDict, total=False):
     """The tensors of one microbatch, for the engine and for losses: B rows of T (with cp: T/cp) slots.
 
     An optional tensor is missing if no sample has it. A loss reads entries by name: `batch["advantages"]`.
+
+    input: int64 token ids [B, T]; 0 in padding.
+    labels: int64 token ids [B, T]; IGNORE_INDEX in padding, and where a sample's loss_mask is 0 (unless
+        the batcher has `scores_masked`).
+    positions: int64 [B, T], counted from 0 in each sequence; -1 in padding.
+    sequence_ids: int64 [B, T], the sample's index in its row; -1 in padding. If samples share a slot, the
+        index of the sample that scores the slot.
+    loss_mask: fp32 [B, T], 1 for tokens in the loss, else 0.
+
+    The tensors from loss_weights to returns are fp32 [B, T], and 0 for tokens that are not in the loss.
+    Log-probs are in nats; advantages, old_values and returns are in units of the reward.
+
+    loss_weights: the batch's loss is the sum of weight * loss over tokens.
+    generator_logprobs: log-probs under the policy that sampled the tokens.
+    ref_logprobs: log-probs under the reference policy.
+    old_logprobs, old_values: the trainer's log-probs and the critic's values when the step began.
+    returns: the critic's targets.
+    routed_experts: int16 [B, T, L, k], k experts in each of L MoE layers; -1 in padding, and where the
+        routers choose.
+    document_ids, parent_ids: int64 [B, T], only if samples share slots; see `batch.trees`.
+    models: the model index of each row, ascending; padding rows have the last model's index. Missing if
+        there is only one model.
     """
 
-    input: Required[Tensor]  # [B, T] int64 token ids; 0 in padding
-    # [B, T] int64 token ids; IGNORE_INDEX in padding, and where a sample's loss_mask is 0 (unless the
-    # batcher has `scores_masked`)
+    input: Required[Tensor]
     labels: Required[Tensor]
-    positions: Required[Tensor]  # [B, T] int64, from 0 in each sequence; -1 in padding
-    # [B, T] int64, the sample's index in its row; -1 in padding. A shared slot has its scoring sample's index
+    positions: Required[Tensor]
     sequence_ids: Required[Tensor]
-    loss_mask: Required[Tensor]  # [B, T] fp32, 1 for tokens in the loss, else 0
-    # [B, T] fp32, each token's share of the step; the loss is the sum of weight * loss per token. This
-    # and the following entries are 0 for tokens not in the loss.
+    loss_mask: Required[Tensor]
     loss_weights: Required[Tensor]
-    generator_logprobs: Required[Tensor]  # [B, T] fp32, nats: by the policy that sampled
-    advantages: Required[Tensor]  # [B, T] fp32, in units of the reward
-    ref_logprobs: Tensor  # [B, T] fp32, nats: by the reference policy
-    old_logprobs: Tensor  # [B, T] fp32, nats: by the trainer's policy when the step began
-    old_values: Tensor  # [B, T] fp32, in units of the reward: by the critic when the step began
-    returns: Tensor  # [B, T] fp32, in units of the reward: the targets of values
-    routed_experts: Tensor  # [B, T, L, k] int16; -1 in padding, and where the routers choose
-    # [B, T] int64, if samples share slots; see `batch.trees`
+    generator_logprobs: Required[Tensor]
+    advantages: Required[Tensor]
+    ref_logprobs: Tensor
+    old_logprobs: Tensor
+    old_values: Tensor
+    returns: Tensor
+    routed_experts: Tensor
     document_ids: Tensor
     parent_ids: Tensor
-    # The model index of each row, ascending; padding rows have the last model's index. Missing if
-    # there is only one model.
     models: list[int]
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingMicrobatch:
-    """The rows of one rank in one forward pass."""
+    """The rows of one rank in one forward pass. slots: one per sample; empty if all rows are padding."""
 
     inputs: LossInputs
-    slots: tuple[Slot, ...] = ()  # where the samples are; empty if all rows are padding
+    slots: tuple[Slot, ...] = ()
 
     def per_sample(self, values: Tensor, *, only_own: bool = False) -> dict[int, Tensor]:
-        """Split [B, T, ...] values by sample: sample index -> values [n, ...].
+        """Split values [B, T, ...] by sample; return a dict from sample index to values [n, ...].
 
-        only_own: values are 0 in slots that the sample shares and another sample scores.
+        only_own: if samples share a slot, only the sample that scores the slot gets its value; the
+            other samples get 0.
         """
         found = {s.sample: values[s.row, s.columns] for s in self.slots}
         if only_own and "parent_ids" in self.inputs:
@@ -318,18 +367,27 @@ class TrainingMicrobatch:
 
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
-    """All samples of one call, for all ranks."""
+    """The microbatches of all ranks, made from the samples of one `Batcher.batch` call.
 
-    microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]  # [microbatch][data-parallel rank]
-    num_global_valid_tokens: int  # tokens in the loss
-    num_measured_tokens: int  # without skipped samples; metrics are means over these tokens
-    num_samples: int  # passed to `Batcher.batch`
-    # This batch's part of the step's loss denominator, see `aggregation_weights`; None if `loss_weights`
-    # are divided already.
+    microbatches: indexed by microbatch, then by data-parallel rank.
+    num_global_valid_tokens: number of tokens in the loss.
+    num_measured_tokens: number of tokens in the loss without skipped samples; metrics are means over them.
+    num_samples: number of samples in the call.
+    denominator: this batch's part of the step's loss denominator, see `aggregation_weights`; None if
+        `loss_weights` are divided already.
+    oversize: indices of the samples that did not fit a row.
+    num_skipped: number of samples left out because their advantage is 0; denominators count them.
+    scores_masked: as in `Batcher`.
+    """
+
+    microbatches: tuple[tuple[TrainingMicrobatch, ...], ...]
+    num_global_valid_tokens: int
+    num_measured_tokens: int
+    num_samples: int
     denominator: float | None = None
-    oversize: tuple[int, ...] = ()  # indices of the samples that did not fit a row
-    num_skipped: int = 0  # samples left out because their advantage is 0; denominators count them
-    scores_masked: bool = False  # labels outside the loss are kept, see `Batcher`
+    oversize: tuple[int, ...] = ()
+    num_skipped: int = 0
+    scores_masked: bool = False
 
     @property
     def of_all_ranks(self) -> list[TrainingMicrobatch]:
@@ -337,7 +395,7 @@ class TrainingBatch:
 
     @property
     def slots_per_token(self) -> float:
-        """Slots of all rows, padding included, per token of the samples; 1: no padding and no sharing."""
+        """The ratio of slots (padding included) to the samples' tokens; 1 without padding and sharing."""
         n_tokens = sum(len(slot.columns) for cell in self.of_all_ranks for slot in cell.slots)
         return sum(cell.inputs["labels"].numel() for cell in self.of_all_ranks) / max(n_tokens, 1)
 
@@ -359,7 +417,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class OptimParams:
-    """Optimizer settings for one step; None keeps the config's.
+    """Optimizer settings for one step; None takes the config's value.
 
     Raises ValueError for numbers that are out of range.
     """
@@ -388,20 +446,27 @@ class OptimParams:
 class ForwardBackwardOutput:
     """Results of a forward-backward pass, over all ranks.
 
-    logprobs: of the labels, a 1-D tensor per sample in the samples' order, None for a sample in no row.
+    loss: the weighted sum over all samples.
+    logprobs: log-probs of the labels, one 1-D tensor per sample, in the order of the samples; None for a
+        sample that fits no row. The list is None unless the call set `return_logprobs`.
     """
 
-    loss: float  # the weighted sum over all samples
-    metrics: dict[str, float]  # means, maxima and shares by name
-    logprobs: list[Tensor | None] | None = None  # if the call set `return_logprobs`
+    loss: float
+    metrics: dict[str, float]
+    logprobs: list[Tensor | None] | None = None
 
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """The result of an optimizer step."""
+    """The result of an optimizer step.
 
-    policy_version: int  # of the weights after the step
-    grad_norm: float  # before clipping
+    policy_version: version of the weights after the step. grad_norm: norm before clipping.
+    skipped: True if the gradient norm was not finite; then the weights are unchanged.
+    metrics: "loss", and the metrics of the loss, over the whole step.
+    """
+
+    policy_version: int
+    grad_norm: float
     lr: float
-    skipped: bool = False  # True if the norm was not finite; the weights are unchanged
-    metrics: dict[str, float] = field(default_factory=dict)  # "loss", and metrics of the whole step
+    skipped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)

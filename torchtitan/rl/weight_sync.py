@@ -2,7 +2,8 @@
 
 A generator declares what it takes: whole tensors, shards (which need no all-gather), or adapters. Its
 `update_weights` gets the weights with a version and a digest. Generators that run this package's models
-take its weight names, as some buffers have no Hugging Face name. `weight_transport` moves the weights.
+use this package's weight names, because some buffers have no Hugging Face name. `weight_transport` moves
+the weights.
 """
 
 import os
@@ -39,8 +40,8 @@ class WeightMismatchError(RuntimeError):
 class TakesWeights(Protocol):
     """A receiver of weights, such as `rl.generator.Generator`.
 
-    policy_version: version of its weights; -1 before the first update.
-    weight_names: naming scheme of the weights to send; "shared" if it uses the trainer's tensors.
+    policy_version: version of the receiver's weights; -1 before the first update.
+    weight_names: naming scheme of the weights to send; "shared" if the receiver uses the trainer's tensors.
     weight_dtype: the dtype to which parameters are cast; None for no cast.
     takes_shards (default False): the generator takes each rank's `LocalShard`s instead of whole tensors.
     """
@@ -53,7 +54,7 @@ class TakesWeights(Protocol):
 
 
 class AdapterWeights:
-    """The adapters as PEFT's files: (file name, content as uint8 [n]). Iterating is collective."""
+    """The adapters as PEFT's files: yields (file name, content as uint8 [n]). Iterating is collective."""
 
     digest: str | None = None
 
@@ -94,7 +95,7 @@ class OurNames(BaseStateDictAdapter):
 
 
 def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
-    """Return the engine's weights in the generator's form; None if it shares the trainer's tensors."""
+    """Return the engine's weights as the generator takes them; None if it shares the trainer's tensors."""
     dtype, sharded = generator.weight_dtype, getattr(generator, "takes_shards", False)
     match generator.weight_names:
         case "hf":
@@ -147,9 +148,9 @@ def push_weights(
 ) -> int:
     """Send the engine's weights to a generator; return their version. Collective.
 
-    check_digest: compare digests, for which all weights are read a second time.
-    Raises WeightMismatchError on all ranks if any rank received different weights,
-    StaleWeightsError if the generator has another version afterwards.
+    check_digest: compare digests. This reads all weights a second time.
+    Raises WeightMismatchError on all ranks if any rank received different weights, and
+    StaleWeightsError if the generator has a different version afterwards.
     """
     failure = None
     try:

@@ -38,17 +38,18 @@ class PolicyWeights(Protocol):
 def hand_over(
     weights: PolicyWeights, take: Callable[[Iterator[tuple[str, Tensor]]], Any]
 ) -> Exception | None:
-    """Let `take` read weights, then read the weights that it did not: gathering weights is collective.
+    """Let `take` read weights, then read the rest of the weights, because gathering weights is collective.
 
-    Returns the exception that `take` raised, so the caller can tell the other ranks. An exception of the
-    iteration itself is raised, because every rank gets it.
+    Returns the exception that `take` raised, so the caller can tell the other ranks. If the iteration over
+    the weights raises, `hand_over` raises too, because every rank gets this exception.
     """
     pairs, weights_failed = iter(weights), False
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         nonlocal weights_failed
         try:
-            yield from chain(pairs)  # `chain` keeps `pairs` open if this iteration ends early
+            # If `take` stops early, this generator closes. Without `chain`, it would also close `pairs`.
+            yield from chain(pairs)
         except Exception:
             weights_failed = True
             raise
@@ -56,7 +57,8 @@ def hand_over(
     failure = None
     try:
         take(watched())
-    except Exception as error:  # raised by a file system, a server or an engine
+    except Exception as error:
+        # `take` may raise any exception of a file system, a server or an engine.
         if weights_failed:
             raise
         failure = error
@@ -107,7 +109,8 @@ def buckets_of(pairs: Pairs, n_bytes: int | None = None) -> Iterator[list[tuple[
 
 # Prefixes of weight names in transport. Weight names have no spaces.
 _WHOLE, _CHANGES = "all of ", "changes of "
-_LARGEST_GAP = 2**16 - 1  # between the indices of two changes; a gap has 16 bits
+# A gap between the indices of two changes is stored in 16 bits.
+_LARGEST_GAP = 2**16 - 1
 
 
 class WeightChanges:
@@ -117,14 +120,14 @@ class WeightChanges:
         self._last: dict[str, Tensor] = {}
 
     def packed(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight's changes, or the whole tensor if it is smaller. pairs: made by `copied`."""
+        """Yield each weight's changes, or the whole tensor if this is smaller. pairs: made by `copied`."""
         for name, tensor in pairs:
             last, self._last[name] = self._last.get(name), tensor
             changes = None if last is None else _pack(last, tensor)
             yield (_WHOLE + name, tensor) if changes is None else (_CHANGES + name, changes)
 
     def unpacked(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights, which the next update overwrites. RunError if a delta does not fit."""
+        """Yield whole weights; the next update overwrites them. Raises RunError if a delta does not fit."""
         for name, tensor in pairs:
             kind = next((kind for kind in (_WHOLE, _CHANGES) if name.startswith(kind)), "")
             name = name.removeprefix(kind)
@@ -183,7 +186,7 @@ def pickled(value: Any) -> tuple[Tensor, Tensor]:
 
 
 def unpickled(receive: Callable[[Tensor], Any]) -> Any:
-    """Return an object that was sent as `pickled`. receive: starts to fill a tensor; returns a handle."""
+    """Return an object that was sent as `pickled`. receive: starts to fill a tensor and returns a handle."""
     length = torch.zeros(1, dtype=torch.int64)
     receive(length).wait()
     data = torch.empty(int(length), dtype=torch.uint8)
@@ -202,7 +205,10 @@ def received_object(group: Any) -> Any:
 
 
 def send_weights(weights: PolicyWeights, group: Any, changes: WeightChanges | None = None) -> None:
-    """Broadcast weights made by `copied`, as deltas if `changes`; members read them as `ReceivedWeights`."""
+    """Broadcast weights made by `copied`; the other members read them with `ReceivedWeights`.
+
+    changes: sends deltas to the last update; None sends whole weights.
+    """
     for bucket in buckets_of(weights if changes is None else changes.packed(weights)):
         broadcast_object(group, [(name, tensor.shape, tensor.dtype) for name, tensor in bucket])
         for work in [group.broadcast(bytes_of(tensor), 0) for _, tensor in bucket]:

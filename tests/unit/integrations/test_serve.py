@@ -389,8 +389,8 @@ def test_key_that_others_can_read_is_told(tmp_path, monkeypatch):
         path.chmod(mode)
         with serving(server_config(tmp_path, f"--rl.serve.api_key_file={path}")):
             pass
-    (sentence,) = [text for text in told if "others" in text]
-    assert sentence == f"others may read or change the key in {path} (mode 644): chmod 600"
+    (sentence,) = [text for text in told if "other users" in text]
+    assert sentence == f"other users may read or change the key in {path} (mode 644): chmod 600"
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_chats_that_cannot_be_rendered_are_told(folder, tmp_path, caplog):
             build_task(task_config(folder, rows, *flags), with_tokenizer)
     path.write_text(without_tools)
     build_task(task_config(folder, one, f"--rl.task.chat_template={path}"), tokenizer).close()
-    assert "template writes no tools, so the policy is not told of rl.task" in caplog.text
+    assert "template does not read `tools`, so prompts do not describe rl.task" in caplog.text
 
 
 def test_chat_prompts_need_no_tools_and_take_variables(folder):

@@ -78,7 +78,7 @@ class LocalTrainingClient(AsyncNames):
         self._config, self._trainer = job_config, PolicyTrainer(job_config)
         engine = self._trainer.engine
         with on_error(engine.close):
-            # Callers get the log-probs of all targets, so no Datum may be skipped.
+            # Callers get the log-probs of all targets, so the batcher must not skip a Datum.
             batcher = Batcher.from_config(job_config, engine.dp_size)
             self._batcher = replace(batcher, skip_zero_advantage=False, scores_masked=True)
             self._generator = build_generator(job_config, engine)
@@ -88,8 +88,8 @@ class LocalTrainingClient(AsyncNames):
         self.vocab_size = engine.model_args.vocab_size
         self.states_folder = os.path.join(job_config.job.dump_folder, "states")
         self._snapshots = Snapshots(engine, job_config.rl.generator.max_snapshots)
-        self._pushed: WeightsKey | None = None  # key of the weights in the generator
-        self._failure: Exception | None = None  # error of a forward_backward of this step
+        self._pushed: WeightsKey | None = None  # key of the weights that the generator has
+        self._failure: Exception | None = None  # error of a forward_backward call in this step
         self._thread = CallThread(engine.device)
         # Cached, because finding the trained weights takes as long as exchanging them.
         self._trained = list(changing_weights(engine))
@@ -178,8 +178,8 @@ class LocalTrainingClient(AsyncNames):
     ) -> SaveWeightsResponse:
         """Save weights and optimizer in the folder `name` below `states_folder`.
 
-        Adapters are also saved in PEFT's format, in its subfolder `peft`.
-        ttl_seconds: ignored; states never expire. rank: as in `start_adapters`; None: `lora.rank`.
+        Adapters are also saved in PEFT's format, in the subfolder `peft` of this folder.
+        ttl_seconds: ignored; states never expire. rank: LoRA rank of the adapters; None takes `lora.rank`.
         external: save only files for other programs: adapters in PEFT's format, or HF weights.
         Raises ValueError for a name that leads out of `states_folder`.
         """
@@ -261,9 +261,10 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def start_adapters(self, seed: int, rank: int, layers: Sequence[str]) -> None:
-        """Initialise new adapters of a rank up to `lora.rank`, and reset the optimizer.
+        """Initialise new adapters, and reset the optimizer.
 
-        layers: names, as in `lora.target_modules`; the adapters of other layers don't train.
+        rank: LoRA rank, at most `lora.rank`. layers: names of the layers whose adapters train, as in
+            `lora.target_modules`.
         """
         with self._changing():
             self._trainer.start_adapters(seed, rank, layers)
@@ -293,7 +294,7 @@ class LocalTrainingClient(AsyncNames):
 
     @on_thread
     def fail_step(self, error: Exception) -> None:
-        """Make `optim_step` fail, as after a forward_backward that raised `error`."""
+        """Make the next `optim_step` fail as if a forward_backward call had raised `error`."""
         self._failure = self._failure or error
 
     @on_thread
@@ -311,7 +312,8 @@ class LocalTrainingClient(AsyncNames):
     def create_sampling_client(self, model_path: str) -> LocalSamplingClient:
         """Return a client that samples from a saved state; the policy's weights don't change."""
         sampler = LocalSamplingClient(self, None, model_path)
-        with sampler.weights():  # raises if the state cannot be loaded
+        # Load the state once, to raise here if it cannot be loaded.
+        with sampler.weights():
             return sampler
 
     @functools.cached_property
@@ -370,7 +372,7 @@ class LocalTrainingClient(AsyncNames):
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)
         loss = scalar_loss(loss)
-        # sum(d loss / d log-prob * log-prob) has the same gradients as this loss, on any layout.
+        # On any layout, sum(d loss / d log-prob * log-prob) has the same gradients as loss_fn.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         if not all(values.isfinite().all() for values in (loss, *gradients)):
             got = f"got loss {loss.item()}; correct the function"
@@ -403,7 +405,7 @@ class LocalTrainingClient(AsyncNames):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """A context for changing the weights; first copies them if sampling clients still need them."""
+        """A context for changing the weights. First copies the old weights if sampling clients need them."""
         self._pushed = None
         with self._snapshots.changing():
             yield
@@ -433,7 +435,7 @@ class LocalServiceClient(AsyncNames):
         train_unembed: bool = True,
         **_: Any,
     ) -> ClientFuture[LocalTrainingClient]:
-        """Reset the policy to its initial weights, and initialise new adapters if it has LoRA.
+        """Reset the policy to its initial weights. If the policy has LoRA, initialise new adapters.
 
         base_model: ignored. Raises ValueError for adapters that the model cannot have.
         """
@@ -465,7 +467,7 @@ class LocalServiceClient(AsyncNames):
         return self._training._thread.submit(lambda: self._base)
 
     def _started(self, *calls: Future) -> ClientFuture[LocalTrainingClient]:
-        """Return the future of the training client; the future raises if one of the calls raised."""
+        """Return a future of the training client; the future raises if one of `calls` raised."""
         # `result()` doesn't block: the client's thread has run the earlier calls by then.
         return self._training._thread.submit(lambda: [x.result() for x in calls] and self._training)
 

@@ -23,7 +23,8 @@ _LOSSES = dict.fromkeys(
 ) | {
     "dro": ("beta",),
 }
-_LARGEST_LOG_RATIO = 88.0  # exp(89) overflows float32
+# Limit of log ratios: exp(89) overflows fp32.
+_LARGEST_LOG_RATIO = 88.0
 _INPUTS = ("target_tokens", "weights", "mask", "logprobs", "advantages")
 
 
@@ -75,7 +76,7 @@ def adapters_of(
     if rank > lora.rank:
         raise ValueError(
             f"lora_config.rank must be 1 to {lora.rank}, this server's lora.rank, got {rank}; "
-            "ask for less, or start the server with a larger one"
+            "request a lower rank, or start the server with a larger lora.rank"
         )
     parts = {"attention": attn, "mlp": mlp, "output": unembed and has_output_adapter(lora)}
     layers = [name for name, trains in parts.items() if trains]
@@ -97,12 +98,13 @@ def only_targets(datum: Datum, **inputs: Tensor) -> Datum:
 def training_sample(datum: Datum, loss: PolicyLoss | None = None) -> TrainingSample:
     """Convert a datum to a sample. Raises ValueError for inputs that cannot be used.
 
-    loss: for a policy loss, a datum without mask gets one: targets with log-prob 0 and advantage 0
-    belong to the prompt and are masked out of ratios and metrics.
+    loss: if a datum for a policy loss has no mask, targets with log-prob 0 and advantage 0 count as
+        prompt tokens, and are masked out of ratios and metrics.
     """
     given, n = dict(datum.loss_fn_inputs), datum.model_input.length
     if isinstance(loss, GSPOLoss) and "sequence_ratio_mask" in given:
-        given["mask"] = given.pop("sequence_ratio_mask")  # Tinker's name for GSPO's mask
+        # Tinker's name of GSPO's mask is sequence_ratio_mask.
+        given["mask"] = given.pop("sequence_ratio_mask")
     if unknown := sorted(set(given) - set(_INPUTS)):
         known = ", ".join(_INPUTS)
         raise ValueError(f"loss_fn_inputs of a Datum may be {known}, got {unknown[0]!r}; remove it")
@@ -172,7 +174,9 @@ def error_or(call: Callable[..., _T], *args: Any) -> _T | Exception:
 
 
 def output_of(logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
-    """Return an output. Raises FloatingPointError or ValueError for non-finite log-probs or losses."""
+    """Return the output of a call. Raises FloatingPointError for non-finite log-probs, ValueError for a
+    non-finite loss.
+    """
     check_finite(logprobs)
     if not math.isfinite(loss := metrics.get("loss:sum", 0.0)):
         raise ValueError(

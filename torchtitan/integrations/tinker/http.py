@@ -64,7 +64,8 @@ class Access:
         try:
             name = urllib.parse.urlsplit(f"//{host}").hostname or ""
             is_ours = name in self.names or bool(ipaddress.ip_address(name))
-        except ValueError:  # neither one of the names nor an IP address
+        except ValueError:
+            # ValueError: the host is neither in `names` nor an IP address.
             is_ours = False
         if not is_ours:
             raise Refused(
@@ -129,7 +130,8 @@ class HttpServer:
             closed = next(iter(self._unread), writer)
             self._unread.pop(closed, None)
             closed.transport.abort()
-        writer.transport.set_write_buffer_limits(0)  # `drain` waits until every byte is sent
+        # With a limit of 0, `drain` waits until every byte is sent.
+        writer.transport.set_write_buffer_limits(0)
         try:
             while await self._request(reader, writer):
                 pass
@@ -189,7 +191,8 @@ class HttpServer:
             if headers.get("Content-Encoding", "identity") != "identity":
                 raise Refused("requests must not be compressed", 415)
         except Refused:
-            if size <= _MAX_BYTES_DROPPED:  # closing with unread bytes would lose the answer
+            # Read the body first: closing with unread bytes would lose the answer.
+            if size <= _MAX_BYTES_DROPPED:
                 await read_body()
             raise
         return method, path, headers, await read_body()

@@ -1,6 +1,6 @@
 """Sampling from a weight snapshot of a local training client, or from saved weights.
 
-Also has the thread that runs the calls of training and sampling clients, one after another.
+`CallThread` runs the calls of training and sampling clients, one after another.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class CallThread:
     def submit_item(
         self, call: Callable[[list[Any]], list[_T]], item: Any, key: Any
     ) -> ClientFuture[_T]:
-        """Pass items that were submitted one after another with the same key to one `call`.
+        """Queue an item. If consecutive items have the same key, one `call` may process all of them.
 
         Items are merged while the thread is busy with an earlier call. Under torchrun each item gets
         its own call: ranks have to make the same calls, but their threads are busy for different times.

@@ -34,7 +34,8 @@ BASE = "base"
 
 MOST_SAMPLERS = 4096
 
-_NEW = "new model"  # temporary name of a model that is being filled
+# Temporary name of a model that is being filled.
+_NEW = "new model"
 
 # How long a command waits for further commands that can run together with it.
 _SECONDS_TO_GATHER = 0.01
@@ -186,7 +187,8 @@ class CommandLoop:
     def __init__(self, policy: Policy, job_config: JobConfig):
         self._policy, self._config = policy, job_config
         self._waiting = RequestQueue(job_config.rl.serve.max_datums_per_pass)
-        self._changed = threading.Condition()  # guards `_waiting` and `_is_stopping`
+        # Guards `_waiting` and `_is_stopping`.
+        self._changed = threading.Condition()
         self._is_stopping = False
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -217,7 +219,8 @@ class CommandLoop:
                 if batch:
                     self._carry_out(batch)
                 else:
-                    self._broadcast(())  # keeps the other ranks' broadcast from timing out
+                    # Keep the other ranks' broadcast from timing out.
+                    self._broadcast(())
             self._broadcast(None)
         self._policy.close()
 
@@ -228,7 +231,8 @@ class CommandLoop:
         self._broadcast((first.method, arguments))
         result = self._apply(first.method, arguments)
         if isinstance(result, Exception) and len(batch) > 1:
-            for command in batch:  # run one by one, so only the bad command fails
+            # Run the commands one by one, so that only the bad command fails.
+            for command in batch:
                 self._carry_out([command])
         elif not first.items or isinstance(result, Exception):
             first.answer(result)
@@ -267,7 +271,7 @@ class CommandLoop:
 
 
 def drop_oldest(entries: dict[str, Any], most: int) -> None:
-    """Keep BASE and the newest `most` entries of a dict that threads share."""
+    """Drop the oldest entries of a dict that threads share; keep BASE and the newest `most` entries."""
     for name in list(entries)[:-most]:
         if name != BASE:
             entries.pop(name, None)

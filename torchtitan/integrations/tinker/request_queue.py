@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_SECONDS_RECENT = 1.0  # more commands are expected from a lane for this time after each command
+# For this time after each command, a lane is expected to get more commands.
+_SECONDS_RECENT = 1.0
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Command:
     items: a merged call gets the items of all its commands as argument `items`, and returns a value or
         an exception per item. `answer` is called with the results of its own command's items.
     lane: "" for a command that is independent of all others.
-    size: the sizes of merged commands add up to at most `RequestQueue`'s max_size; 0 is not limited.
+    size: the sizes of merged commands add up to at most `RequestQueue`'s max_size. Commands of size 0 are
+        merged without limit.
     comes_in_bursts: more commands of this lane may follow soon.
     """
 

@@ -13,14 +13,16 @@ from typing import Any
 from torchtitan.integrations.tinker.request_queue import Command
 from torchtitan.integrations.tinker.requests import Answer, Refused, take
 
-_MAX_WAITING = 8192  # requests without a result
+_MAX_WAITING = 8192  # largest number of requests without a result
 _SECONDS_TO_HOLD = 20  # how long a fetch may wait for a result
-# A fetched result is kept while memory lasts, because the client may have lost the connection; fetched
-# results are dropped first. Ids are kept longer, so a request that is sent twice does not run twice.
-_MAX_BYTES = 2**30  # of results
-_MAX_KNOWN = 2**16  # requests whose ids are kept
 
-_DROPPED = Answer(status=410)  # replaces dropped results
+# A fetched result is kept while memory lasts, because the client may have lost the connection; fetched
+# results are dropped first. Request ids are kept longer, so a request that is sent twice runs only once.
+_MAX_BYTES = 2**30  # memory limit of all results
+_MAX_KNOWN = 2**16  # largest number of request ids
+
+# Replaces dropped results.
+_DROPPED = Answer(status=410)
 
 
 @dataclass
@@ -28,8 +30,8 @@ class _Request:
     """An accepted request. result: an answer or an exception; None while the request runs."""
 
     request_id: str
-    digest: bytes  # a request with the same id and digest is a retry
-    channel: Any  # the key that `retrieve_many` takes
+    digest: bytes  # a later request with the same id and digest is a retry
+    channel: Any  # `retrieve_many` lists the finished requests of one channel
     accepted: Answer
     result: Answer | Exception | None = None
     is_fetched: bool = False
@@ -46,7 +48,7 @@ def _digest(request: bytes | dict[str, Any]) -> bytes:
 
 
 class Results:
-    """The requests of all clients. Safe to call from any thread. put: queues a command."""
+    """The requests of all clients. Safe to call from any thread. put: a function that queues a command."""
 
     def __init__(self, put: Callable[[Command], None]):
         self._put = put
@@ -116,7 +118,8 @@ class Results:
             self._n_bytes += request.n_bytes
             if self._n_bytes > _MAX_BYTES:
                 held = [r for r in self._all.values() if r.n_bytes and r is not request]
-                # Fetched results first, oldest first; a quarter at once, because sorting is slow.
+                # Drop fetched results before unfetched results, and old results before new results. Drop a
+                # quarter at once, because sorting is slow.
                 held.sort(key=lambda r: not r.is_fetched)
                 self._drop(held[: max(len(held) // 4, 1)])
             if request.channel is not None:
@@ -130,7 +133,7 @@ class Results:
             request.result = _DROPPED
 
     def _forget_old(self) -> None:
-        """Drop half of the finished requests, and their ids: fetched requests first, the older first."""
+        """Drop half of the finished requests, and their ids: fetched before unfetched, old before new."""
         finished = [r for r in self._all.values() if r.result is not None]
         finished.sort(key=lambda r: r.result is not _DROPPED and not r.is_fetched)
         self._drop(old := finished[: len(finished) // 2])

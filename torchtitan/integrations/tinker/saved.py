@@ -17,9 +17,11 @@ from torchtitan.integrations.tinker.http import REACHED_AT
 from torchtitan.integrations.tinker.requests import Answer, Refused, folder_of
 from torchtitan.tools.files import read_json_object
 
-EXTERNAL = "external_weights"  # files for other programs, in PEFT's or Hugging Face's format
+# Files for other programs, in PEFT's or Hugging Face's format.
+EXTERNAL = "external_weights"
 _KINDS = {"weights": "training", "sampler_weights": "sampler", EXTERNAL: "external"}
-_PEFT = "peft"  # a saved state's subfolder with adapters in PEFT's format
+# A saved state's subfolder with adapters in PEFT's format.
+_PEFT = "peft"
 _FILES = "/api/v1/files/"
 _SECONDS_VALID = 3600
 
@@ -29,7 +31,8 @@ class SavedFiles:
 
     def __init__(self, folder: str):
         self._folder = folder
-        self._secret = secrets.token_bytes(32)  # a restarted server refuses earlier signatures
+        # With a new key, a restarted server refuses earlier signatures.
+        self._secret = secrets.token_bytes(32)
         saved = "training_runs/([^/]+)/checkpoints/([^/]+)/([^/]+)"
         self.routes = [
             ("GET training_runs/([^/]+)/checkpoints", self._list),
@@ -104,7 +107,8 @@ class SavedFiles:
         found = []
         for kind, kind_of_client in _KINDS.items():
             folder = Path(self._folder, folder_of(f"tinker://{model}/{kind}/any")).parent
-            for state in sorted(folder.glob("[!.]*")):  # ".": a state that is being written
+            # A folder whose name begins with "." is still being written.
+            for state in sorted(folder.glob("[!.]*")):
                 saved_at = datetime.fromtimestamp(state.stat().st_mtime, UTC)
                 found.append(
                     {

@@ -42,7 +42,8 @@ class Server:
         signals.start()
         try:
             if dist.is_initialized() and dist.get_rank() > 0:
-                self._commands.run()  # until rank 0 calls `stop`
+                # `run` returns after rank 0 has called `stop`.
+                self._commands.run()
             else:
                 self._serve(on_start)
         finally:
@@ -66,7 +67,8 @@ class Server:
             )
         except OSError as error:
             self._commands.stop()
-            self._commands.run()  # so the other ranks leave `run`
+            # After `stop`, this call only tells the other ranks to return from `run`.
+            self._commands.run()
             raise ConfigError(
                 f"rl.serve.host = {config.host!r} and rl.serve.port = {config.port} must be free "
                 f"to listen at: {error}; choose another port, or 0 for any"
@@ -80,7 +82,7 @@ class Server:
         if key and (mode := os.stat(config.api_key_file).st_mode & 0o777) & 0o077:
             path = config.api_key_file
             logger.warning(
-                "others may read or change the key in %s (mode %o): chmod 600", path, mode
+                "other users may read or change the key in %s (mode %o): chmod 600", path, mode
             )
         http.start()
         logger.info("serving %s at %s", config.base_model, http.url)

@@ -36,7 +36,8 @@ from torchtitan.tools.logging import logger
 # A session ends after this time without a request; clients send a heartbeat every 10 s.
 SECONDS_UNTIL_GONE = 20
 _MAX_SESSIONS = 4096
-_MAX_SAMPLES = 4096  # per request
+# Limits of one sample request.
+_MAX_SAMPLES = 4096
 _MAX_TOP_K = 1024
 # Unsupported options of a sample request -> the value that turns the option off.
 _NOT_SUPPORTED = {
@@ -77,7 +78,7 @@ class Sessions:
             raise Refused(f"session {session_id} is unknown; make a new ServiceClient", 410)
 
     def seconds_left(self, id_in_session: str) -> float:
-        """Return the seconds until the session ends without another request; 0 if it has ended."""
+        """Return the seconds until the session ends if no request comes; 0 if the session has ended."""
         until = self._alive_until.get(id_in_session.partition(":")[0], 0.0)
         return max(0.0, until - time.monotonic())
 
@@ -88,7 +89,7 @@ class Sessions:
 
 
 class Service:
-    """Answers requests, from any thread. put: queues a command for the policy."""
+    """Answers requests, from any thread. put: a function that queues a command for the policy."""
 
     def __init__(
         self, job_config: JobConfig, client: LocalTrainingClient, put: Callable[[Command], None]
@@ -107,10 +108,12 @@ class Service:
         limit = job_config.rl.serve.max_request_mib * 2**20
         client_config = {
             "pjwt_auth_enabled": False,
-            "parallel_fwdbwd_chunks": False,  # the policy runs one call at a time
+            # The policy runs one call at a time.
+            "parallel_fwdbwd_chunks": False,
             "fwdbwd_max_chunk_bytes_count": min(5_000_000, limit // 2),
             "sample_use_retrieve_futures": True,
-            "sample_enable_stuck_detection": False,  # sampling may wait long while the policy trains
+            # Samples may wait a long time while the policy trains.
+            "sample_enable_stuck_detection": False,
         }
         self._routes: list[tuple[str, Callable[..., Answer]]] = [
             ("GET healthz", lambda _: Answer({"status": "ok"})),
@@ -194,7 +197,8 @@ class Service:
         """Submit the command that starts a session's new model. rank: LoRA rank; ignored without adapters."""
         session_id, number = take(values, "session_id", str), take(values, "model_seq_id", int)
         request_id, model_id = f"{session_id}:model:{number}", f"{session_id}:train:{number}"
-        if (answer := self._results.known(request_id, values)) is not None:  # sent again
+        # The client has sent this request before.
+        if (answer := self._results.known(request_id, values)) is not None:
             return answer
         if (optimizer := values.get("optimizer_config")) not in (None, {"type": "adamw"}):
             raise Refused(f"the optimizer is AdamW, got optimizer_config = {optimizer!r}")
@@ -217,7 +221,8 @@ class Service:
         def undo() -> None:
             with self._lock:
                 self._models.pop(model_id, None)
-                if self._lora is None and not self._models:  # restore the replaced model
+                # Without adapters, put the replaced model back.
+                if self._lora is None and not self._models:
                     self._models.update(before)
 
         return self._results.submit(
@@ -381,7 +386,8 @@ class Service:
 
         def write(_: Any) -> Answer:
             with self._lock:
-                if model_id in self._models:  # another request may have dropped the model
+                # Another request may have dropped the model.
+                if model_id in self._models:
                     self._models[model_id] = rank, self._models[model_id][1]
             return Answer(result)
 
@@ -443,7 +449,8 @@ class Service:
         session, vocab_size = take(values, "sampling_session_id", str), self._client.vocab_size
         sampler, prompt = self._sampler(session), model_input(values, "prompt")
         number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
-        room = self._max_len + 1 - prompt.length  # the model doesn't read the last sampled token
+        # The model doesn't read the last sampled token.
+        room = self._max_len + 1 - prompt.length
         params = sampling_params(values, room)
         is_scored = take(values, "prompt_logprobs", bool, False)
         k = take(values, "topk_prompt_logprobs", int, 0)
@@ -459,7 +466,8 @@ class Service:
         ):
             if not least <= value <= most:
                 raise Refused(f"{name} must be {least} to {most}, got {value}")
-        params.to_config(self._client.tokenizer)  # raises ValueError early for bad settings
+        # Raise ValueError early for bad settings.
+        params.to_config(self._client.tokenizer)
         request_id, settings = f"{session}:{number}", (n_samples, params, is_scored, k)
         # Merged prompts would change the samples of a seed, so a request with a seed runs by itself.
         key = ("sample", sampler, settings) if params.seed is None else object()

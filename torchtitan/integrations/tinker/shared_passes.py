@@ -26,13 +26,14 @@ from torchtitan.rl.types import LossInputs, TrainingSample
 
 
 class Call(NamedTuple):
-    """A request for a model, and the model's state, which the policy must not hold now."""
+    """A request for a model, and the model's state, which must not be in the policy at this time."""
 
     state: TrainingState
     request: ForwardBackwardRequest
 
 
-_SUM = "sum"  # name of the metric with a model's loss; no loss uses this name
+# Name of the metric with a model's loss; no loss uses this name.
+_SUM = "sum"
 
 
 class LossesOfModels:
@@ -56,7 +57,8 @@ class LossesOfModels:
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: LossInputs) -> LossOutput:
         total = logprobs.new_zeros(())
         metrics: dict[str, Any] = dict.fromkeys(self.metric_names, total)
-        models = batch.get("models") or [0] * len(logprobs)  # sorted: rows of a model are adjacent
+        # The rows of a model are adjacent.
+        models = batch.get("models") or [0] * len(logprobs)
         for i in sorted(set(models)):
             begin = models.index(i)
             rows = slice(begin, begin + models.count(i))
@@ -69,13 +71,13 @@ class LossesOfModels:
         return LossOutput(total, metrics)
 
     def of_model(self, i: int, metrics: Mapping[str, float], num_tokens: int) -> dict[str, float]:
-        """Return model i's metrics. metrics: sums over the batch. num_tokens: of model i."""
+        """Return model i's metrics. metrics: sums over the batch. num_tokens: model i's tokens in loss."""
         own = {name: metrics[f"{i}/{name}"] for name in self._losses[i].metric_names}
         return {"loss:sum": metrics[f"{i}/{_SUM}"], **finalize_metrics(own, num_tokens)}
 
 
 class _Share(NamedTuple):
-    """What a call contributes to a pass."""
+    """A call's loss, samples and model state in a shared pass."""
 
     state: TrainingState
     loss: PolicyLoss
@@ -129,7 +131,8 @@ class SharedPasses:
         samples = [sample for share in shares for sample in share.samples]
         models = [i for i, share in enumerate(shares) for _ in share.samples]
         batch = self._client._batcher.batch(samples, models)
-        batch = replace(batch, num_measured_tokens=1)  # divide no metric here; `of_model` divides
+        # Metrics stay sums here; `of_model` divides them.
+        batch = replace(batch, num_measured_tokens=1)
         adapters, runner = self._adapters, trainer.engine.runner
         runner.around = lambda mb: adapters.set_rows(mb.batch.get("models") or [0] * len(mb.inputs))
         metrics: Mapping[str, float] = {}
@@ -143,7 +146,8 @@ class SharedPasses:
         finally:
             runner.around = None
             if trains:
-                trainer.zero_grad()  # the gradients belong to the states, not to the policy
+                # The models' states get the gradients; the policy's own gradients must stay 0.
+                trainer.zero_grad()
         results = []
         for i, share in enumerate(shares):
             num_tokens = sum(int(sample.loss_mask.sum()) for sample in share.samples)

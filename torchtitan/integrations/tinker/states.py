@@ -66,7 +66,7 @@ class TrainingState:
 class Limits:
     """Limits of the models with adapters that a server trains.
 
-    n_models: number of models. n_device, n_host: number of states on the device and in host memory.
+    n_models: number of models. n_device, n_host: numbers of states on the device and in host memory.
     full: the error message for a client whose model does not fit.
     """
 
@@ -77,7 +77,10 @@ class Limits:
 
     @classmethod
     def from_config(cls, serve: RLServe, state_bytes: int, device: torch.device) -> "Limits":
-        """state_bytes: bytes of a state with gradients and optimizer, on the rank with the most."""
+        """Return the limits that `[rl.serve]` sets.
+
+        state_bytes: size of a state with gradients and optimizer, on the rank with the largest state.
+        """
         mibs = serve.max_device_mib, serve.max_host_mib, serve.max_file_mib
         n_device, n_host, n_file = (mib * 2**20 // max(state_bytes, 1) for mib in mibs)
         if device.type == "cpu":
@@ -110,7 +113,8 @@ class WaitingStates:
     def __init__(self, limits: Limits, folder: str):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._limits, self._folder = limits, os.path.join(folder, f"rank-{rank}")
-        self._all: dict[str, _Waiting] = {}  # most recently used last
+        # The most recently used state is last.
+        self._all: dict[str, _Waiting] = {}
         self.close()
 
     def __contains__(self, model: str) -> bool:
@@ -148,7 +152,7 @@ class WaitingStates:
         return os.path.join(self._folder, f"{model.replace(':', '-')}.safetensors")
 
     def _move_oldest(self, keeps: int = 1) -> None:
-        """Move states to host memory or files to keep the limits; the newest `keeps` don't move."""
+        """Move states to host memory or files to keep the limits; the newest `keeps` states don't move."""
         n_device = max(self._limits.n_device, keeps)
         newest_first = list(reversed(self._all.items()))
         for number, (model, waiting) in enumerate(newest_first[n_device:], start=n_device):
@@ -166,7 +170,8 @@ class WaitingStates:
             if where == _FILE:
                 os.makedirs(self._folder, exist_ok=True)
                 save_tensors({str(i): x.detach() for i, x in enumerate(held)}, self._path(model))
-        except OSError as error:  # don't raise, because other ranks may have saved their shards
+        except OSError as error:
+            # Don't raise, because other ranks may have saved their shards.
             logger.warning("the state of model %s stays in memory: %s", model, error)
             where = _HOST
         if where == _HOST:
@@ -176,7 +181,7 @@ class WaitingStates:
             tensor.untyped_storage().resize_(0)
 
     def _bring_back(self, model: str, waiting: _Waiting) -> None:
-        """Move a state to the device. Collective for a state in files: if one rank fails, all raise."""
+        """Move a state to the device. Collective for a state in files: if one rank fails, all ranks raise."""
 
         def read() -> None:
             tensors, held = list(waiting.state.tensors()), waiting.host

@@ -195,7 +195,7 @@ class SamplingParams:
         if len(strings) + len(token_ids) < len(stops) or (strings and tokenizer is None):
             raise ValueError(
                 f"SamplingParams.stop must be token ids, or strings if the model has a tokenizer, got "
-                f"{self.stop!r}; encode it"
+                f"{self.stop!r}; encode the strings"
             )
         assert self.max_tokens is not None, "`from_attributes` sets it"
         return SamplingConfig(
@@ -211,7 +211,10 @@ class SamplingParams:
 
 
 class ForwardBackwardOutput(NamedTuple):
-    """loss_fn_outputs: `{"logprobs": [n]}` of targets, per datum. metrics: `loss:sum`, ..."""
+    """The result of a forward_backward or forward call.
+
+    loss_fn_outputs: for each datum, `{"logprobs": log-probs [n] of the targets}`. metrics: `loss:sum`, ...
+    """
 
     loss_fn_outputs: list[dict[str, TensorData]]
     metrics: dict[str, float]
@@ -222,7 +225,7 @@ class OptimStepResponse(NamedTuple):
 
 
 class SaveWeightsResponse(NamedTuple):
-    """path: the argument for `load_state`."""
+    """The result of saving a state. path: the argument for `load_state`."""
 
     path: str
 
@@ -253,7 +256,7 @@ class ModelData(NamedTuple):
 
 
 class GetInfoResponse(NamedTuple):
-    """lora_rank: the largest rank of the adapters; None if all weights train."""
+    """A description of the model. lora_rank: largest rank of the adapters; None if all weights train."""
 
     model_data: ModelData
     model_id: str

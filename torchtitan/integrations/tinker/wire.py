@@ -29,7 +29,7 @@ _EMPTY_CELL = 0, -99999.0  # token id and log-prob that stand for None
 # Limit for the number of fields of a request and of its Datums (chunks and loss inputs) together.
 MOST_ENTRIES = 2**18
 
-# Message -> its fields, numbered from 1; "*" marks a repeated field. Map entries are messages, as in protobuf.
+# Message -> its fields, numbered from 1; "*" marks a repeated field. As in protobuf, map entries are messages.
 _FIELDS = {
     "ForwardBackwardRequest": "model_id:string seq_id:int32 data:Datum* loss_fn:string "
     "loss_fn_config:Number* forward_only:bool loss_fn_config_v2:Setting*",
@@ -96,7 +96,7 @@ def read_forward_backward(body: bytes, check_model: Callable[[str], Any]) -> For
 
     Raises ValueError for bytes that are not a request, and any exception of check_model.
     """
-    # Count before parsing, which takes up to 20 times the memory of the bytes.
+    # Count entries before parsing, because parsing takes up to 20 times the memory of the bytes.
     entries = itertools.islice(_entries(memoryview(body)), MOST_ENTRIES + 1)
     if sum(1 for _ in entries) > MOST_ENTRIES:
         what = "Datums, chunks and loss inputs together"
@@ -202,7 +202,7 @@ def write_forward_backward(output: ForwardBackwardOutput) -> bytes:
 
 
 def write_samples(response: SampleResponse, k: int) -> bytes:
-    """Return a SampleResponse message. None becomes NaN, or for top tokens a row of k empty cells."""
+    """Return a SampleResponse message. A log-prob None becomes NaN; top tokens None become k empty cells."""
     message = _MESSAGES["SampleResponse"]()
     for sequence in response.sequences:
         message.sequences.add(

@@ -18,10 +18,11 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.logging import logger, warn_once
 
-FLAVOR = "of_verl"  # name of the flavor that `job_config_of` builds
+# Name of the flavor that `job_config_of` builds.
+FLAVOR = "of_verl"
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
-# Our key -> the field of verl's `TorchtitanEngineConfig` or `TorchtitanOptimizerConfig`.
+# Key of `JobConfig` -> the field of verl's `TorchtitanEngineConfig` or `TorchtitanOptimizerConfig`.
 _ENGINE_FIELDS = {
     "parallelism.data_parallel_replicate_degree": "data_parallel_replicate_size",
     "parallelism.data_parallel_shard_degree": "data_parallel_shard_size",
@@ -67,13 +68,13 @@ _IGNORED = (
 
 @dataclass
 class EngineConfig(TorchtitanEngineConfig):
-    """verl's settings of a torchtitan engine, and a field for any key of `JobConfig`.
+    """verl's settings of a torchtitan engine, plus the field `job` for any key of `JobConfig`.
 
     Set `engine._target_=torchtitan.integrations.verl.config.EngineConfig`, or
     `actor_rollout_ref.actor.torchtitan._target_=...` in PPO, to use this class.
 
     data_parallel_shard_size: -1 means world size / product of the other sizes.
-    job: key of `JobConfig`, dotted or nested -> value. These values override verl's fields.
+    job: values for keys of `JobConfig`, which may be dotted or nested. They override verl's fields.
     share_prefixes: samples of a microbatch with a common prefix share its computation.
     """
 
@@ -122,7 +123,8 @@ def job_config_of(
     job.model.attn_mask_type = "block_causal"
     job.model.value_head = model_type == "value_model"
     if getattr(model_config.hf_config, "vision_config", None) is not None:
-        job.checkpoint.untrained_weights = "copy"  # exports keep the vision weights
+        # Exports keep the vision weights.
+        job.checkpoint.untrained_weights = "copy"
     if has_adapters(model_config):
         _set_adapters(job, model_config)
     job.activation_checkpoint.selective_ac_option = "op"
@@ -135,7 +137,8 @@ def job_config_of(
     job.training.gradient_reduction = "mean"
     if optimizer_config is not None:
         _set_optimizer(job, optimizer_config)
-    if not engine_config.forward_only:  # a forward-only engine loads only weights
+    # A forward-only engine loads only weights.
+    if not engine_config.forward_only:
         contents = getattr(checkpoint_config, "load_contents", CHECKPOINT_CONTENTS)
         left_out = [] if "optimizer" in contents else ["optimizer"]
         left_out += [] if "extra" in contents else ["lr_scheduler", "train_state"]
@@ -191,7 +194,7 @@ def in_verls_words(message: str) -> str:
     return message
 
 
-# ---- the parts ----
+# ---- setting keys of the job config ----
 
 
 def _set(job: JobConfig, key: str, value: Any) -> None:
@@ -220,14 +223,16 @@ def _set_optimizer(job: JobConfig, config: Any) -> None:
         warmup = int(config.lr_warmup_steps_ratio * total) if is_known else 0
     schedule = job.lr_scheduler
     schedule.warmup_steps = warmup
-    schedule.step_offset = -1  # the first step of verl's schedules has learning rate 0
+    # verl's schedules begin with a step of learning rate 0.
+    schedule.step_offset = -1
     schedule.total_steps = total if is_known else max(warmup, 1)
     if not is_known:
-        schedule.decay_ratio = 0.0  # no decay, because it would need the total
+        # Don't decay, because decay needs the total number of steps.
+        schedule.decay_ratio = 0.0
     job.training.steps = schedule.total_steps
 
 
-# ---- what is refused ----
+# ---- settings that are refused ----
 
 
 def _engine_problems(config: Any) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Finds the weight elements that changed since the last send to rollouts, without gathering weights.
 
-For verl's checkpoint engine `delta_sharded`. Each rank compares its shards (blocks) of weights with
+Used by verl's checkpoint engine `delta_sharded`. Each rank compares its shards (blocks) of weights with
 copies in host memory. If several ranks hold the same block, the first of these ranks reports it.
 """
 
@@ -28,7 +28,7 @@ elements as int32 [n], their new values [n], the process group of the ranks that
 class WeightDeltas:
     """Iterates over the changes of all weights since the last iteration, or since `prime`.
 
-    Collective: all ranks construct, prime and iterate together. dtype: of the weights in rollouts.
+    Collective: all ranks construct, prime and iterate together. dtype: dtype of the weights in rollouts.
     Raises ValueError for a weight whose flat indices don't fit in 32 bits.
     """
 
@@ -40,7 +40,8 @@ class WeightDeltas:
         ]
         # name -> (shape, dtype), in the same order on all ranks
         self._weights: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        owners: dict[Block, int] = {}  # block -> the first rank that holds it
+        # block -> the first rank that holds the block
+        owners: dict[Block, int] = {}
         for rank, blocks in enumerate(all_ranks(held)):
             for name, offsets, shape, weight_dtype in blocks:
                 self._weights.setdefault(name, (shape, weight_dtype))

@@ -1,6 +1,7 @@
 """A `TrainingEngine` behind verl's interface, for language models and critics.
 
-S samples in a microbatch, N tokens of all samples together, V vocabulary entries.
+S samples in a microbatch, N tokens of all samples together, V vocabulary entries. A jagged tensor [S, j]
+has j tokens in each sample, where j differs between samples.
 """
 
 import contextlib
@@ -86,7 +87,8 @@ class VerlEngine(BaseEngine):
                 layout=self.layout,
                 forward_only=self.engine_config.forward_only,
             )
-        self.engine.checkpointer.chosen_args = None  # verl may override the folder's config
+        # None: all model args may differ from the folder's config.json, because verl may override them.
+        self.engine.checkpointer.chosen_args = None
         self.engine.load(self.model_config.local_path, model_only=True)
         self.to(
             "cpu",
@@ -154,7 +156,7 @@ class VerlEngine(BaseEngine):
         """Run the microbatches of a batch, and add their gradients to the existing gradients.
 
         Returns {"model_output": jagged tensors [samples, tokens], "loss": one per microbatch,
-        "metrics": lists}; these are empty on ranks without the last pipeline stage.
+        "metrics": lists}. On ranks without the last pipeline stage, the three values are empty.
         """
         replays = self.engine_config.router_replay.mode == "R3"
         samples.check(data, forward_only, replays)
@@ -209,7 +211,7 @@ class VerlEngine(BaseEngine):
         raise NotImplementedError
 
     def _model_output(self, outputs: Any, microbatch: TensorDict) -> dict[str, Tensor]:
-        """Return verl's output name -> jagged tensor [S, j]."""
+        """Return a dict from verl's name of an output to the output, a jagged tensor [S, j]."""
         raise NotImplementedError
 
     # ---- the optimizer ----
@@ -249,7 +251,7 @@ class VerlEngine(BaseEngine):
         """Save the parts in `checkpoint.save_contents` below `local_path`. Collective.
 
         With LoRA, "model" saves only the adapters, also in PEFT's format, and "hf_model" the merged model.
-        max_ckpt_to_keep: afterwards remove this run's oldest checkpoints until this number is left.
+        max_ckpt_to_keep: after saving, remove this run's oldest checkpoints until this number is left.
         """
         if hdfs_path is not None:
             warn_once(logger, f"checkpoints are not copied to {hdfs_path} by torchtitan's engine")
@@ -275,7 +277,8 @@ class VerlEngine(BaseEngine):
                     part.save_pretrained(folder)
         path, number = os.path.abspath(local_path), max_ckpt_to_keep or 0
         self._checkpoints = [saved for saved in self._checkpoints if saved != path] + [path]
-        if number > 0:  # delete old checkpoints only after the new one is complete
+        # Delete old checkpoints only after the new checkpoint is complete.
+        if number > 0:
             self._checkpoints, old = self._checkpoints[-number:], self._checkpoints[:-number]
             for folder in old if dist.get_rank() == 0 else ():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -287,7 +290,10 @@ class VerlEngine(BaseEngine):
         del_local_after_load: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Load the parts in `checkpoint.load_contents`, saved by any layout. Collective; deletes nothing."""
+        """Load the parts in `checkpoint.load_contents`. Collective.
+
+        Any layout may have saved the checkpoint. `del_local_after_load` is ignored: nothing is deleted.
+        """
         if local_path is None:
             return
         contents = self._contents("load")
@@ -315,7 +321,7 @@ class VerlEngine(BaseEngine):
         return has_adapters(self.model_config)
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model computes without its adapters, as reference model."""
+        """Return a context in which the model computes without adapters, to serve as reference model."""
         return self.engine.adapters_off() if self.has_adapters else contextlib.nullcontext()
 
     # ---- weights for a rollout ----
@@ -333,7 +339,7 @@ class VerlEngine(BaseEngine):
         if self.has_adapters and not self.model_config.lora.get("merge", False):
             raise ValueError(
                 "torchtitan's engine sends rollouts weights with adapters merged, and "
-                "model.lora.merge = false makes rollouts expect the adapters by themselves; set it to "
+                "model.lora.merge = false makes rollouts expect separate adapters; set it to "
                 "true"
             )
         dtype = TORCH_DTYPE_MAP[self.engine_config.dtype]
@@ -394,7 +400,7 @@ class LanguageModelEngine(VerlEngine):
         head = self._head(data)
 
         def from_logits(logits: Tensor, row: Batch) -> tuple[Any, Tensor]:
-            """logits [1, N, V] -> (the head's output, sum of squared probabilities [1, N])."""
+            """Convert logits [1, N, V] to (the head's output, sums of squared probabilities [1, N])."""
             temperature = row.get(samples.TEMPERATURE)
             divisor = head.temperature if temperature is None else temperature[..., None]
             logits = logits.float() / divisor

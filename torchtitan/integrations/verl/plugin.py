@@ -29,7 +29,7 @@ _actions: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with the module `name`: now if it is imported already, else after its import."""
+    """Call `act` with the module `name`: now if the module is imported already, else after its import."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
@@ -37,9 +37,9 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """An import finder that calls a module's action of `after_import` once the module is imported.
+    """An import finder that runs the actions of `after_import`, each after the import of its module.
 
-    verl has no hook for this, so the finder wraps the loader's `exec_module`.
+    Python has no hook after an import, so the finder wraps the loader's `exec_module`.
     """
 
     def find_spec(
@@ -66,7 +66,7 @@ try:
     sys.meta_path.insert(0, _AfterImport())
     after_import("verl.workers.engine", register_engines)
 except Exception as error:
-    # verl ignores plug-ins that fail, and logs it only at the level DEBUG.
+    # verl ignores plug-ins that fail, and logs the failure only at level DEBUG.
     logger.error(
         "verl cannot use torchtitan, because torchtitan's plug-in failed (%s: %s); it was made for "
         "verl 0.9.1 and found %s: install that version, or turn plug-ins off with "

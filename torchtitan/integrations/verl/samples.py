@@ -1,7 +1,7 @@
 """Packs verl's samples into rows, and unpacks the model's outputs into samples.
 
-A microbatch of verl is a TensorDict with jagged tensors [S, j]: S samples of different lengths, with
-N tokens together. A packed row [1, N] holds the samples as S documents.
+A microbatch of verl is a TensorDict with jagged tensors [S, j]: S samples of j tokens each, where j differs
+between samples. All samples together have N tokens. A packed row [1, N] holds the samples as S documents.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def setting(data: TensorDict, key: str, default: Any) -> Any:
 def check(data: TensorDict, forward_only: bool, replays: bool) -> None:
     """Raise ValueError for a batch that needs a feature that our engine lacks.
 
-    replays: the engine replays routing; the batch must agree.
+    replays: True if the engine replays routing; then the batch must contain the recorded experts.
     """
     for key, feature in (_REFUSED if forward_only else _REFUSED | _REFUSED_IN_TRAINING).items():
         if setting(data, key, False):
@@ -85,7 +85,7 @@ def check(data: TensorDict, forward_only: bool, replays: bool) -> None:
 
 
 def _experts(recorded: Tensor) -> Tensor:
-    """Return expert indices [N, L, k] with -1 for tokens that the rollout did not record.
+    """Return expert indices [N, MoE layers L, experts per token k]; -1 for tokens that were not recorded.
 
     verl fills these tokens' entries with zeros: k times expert 0, which no router chooses if k > 1. With
     k = 1 they stay expert 0, which is harmless: these tokens come after all tokens in the loss.
@@ -109,7 +109,8 @@ def pack(
     sample_of_token = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
     labels = tokens.roll(-1)
     labels[offsets[1:] - 1] = IGNORE_INDEX
-    positions = microbatch["position_ids"].values()  # [N], or equal rows [4, N]
+    # Positions are [N], or four equal rows [4, N].
+    positions = microbatch["position_ids"].values()
     row = {
         "input": tokens,
         "positions": positions[0] if positions.dim() == 2 else positions,
@@ -119,7 +120,8 @@ def pack(
     if replays:
         row["routed_experts"] = _experts(microbatch["routed_experts"].values())
     temperature = setting(microbatch, TEMPERATURE, 1.0)
-    if isinstance(temperature, Tensor):  # one temperature per sample
+    # A tensor has one temperature per sample.
+    if isinstance(temperature, Tensor):
         row[TEMPERATURE] = temperature.float().reshape(-1).expand(len(lengths))[sample_of_token]
     if shares_prefixes:
         slots, row = _share(row, lengths.tolist())
@@ -140,7 +142,8 @@ def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str
     of_samples = columns_of(trees, lengths)
     of_tokens = torch.cat([of_samples[sample] for sample in range(len(lengths))])
     token = torch.empty(sum(tree.size for tree in trees), dtype=torch.int64)
-    token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))  # any token of each slot
+    # For each slot, the index of one of its tokens; it doesn't matter which, because they are equal.
+    token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))
     depths = torch.cat([torch.arange(n) for n in lengths])[token]
     (ids,), (parents,) = ids_of_branches(depths[None])
     values = {name: x[token.to(x.device)] for name, x in row.items()}
@@ -149,7 +152,7 @@ def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str
 
 
 def unpack(values: Tensor, microbatch: TensorDict) -> Tensor:
-    """Convert values [1, >= N] of a row to a jagged tensor [S, j]; values after the row's tokens are padding."""
+    """Convert values [1, >= N] of a row to a jagged tensor [S, j]; values after the tokens are padding."""
     offsets = microbatch["input_ids"].offsets().to(values.device)
     of_tokens = values[0, : microbatch["input_ids"].values().shape[0]]
     if _SLOTS in microbatch.keys():
