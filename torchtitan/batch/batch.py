@@ -51,7 +51,7 @@ _PADDING_OF = {
     "depths": PADDING,
     PARENT_IDS: PADDING,
     "labels": IGNORE_INDEX,
-    "routed_experts": -1,  # leaves the choice to the router
+    "routed_experts": -1,  # the router chooses the experts
 }
 # Keys that never hold one value per token, whatever their shape.
 _LENGTHS = ("seq_lens", "cu_seqlens")

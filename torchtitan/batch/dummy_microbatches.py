@@ -56,7 +56,7 @@ def zero_loss(outputs: Any) -> Tensor:
 
 
 def forget_counts(model_parts: Sequence[nn.Module], where: Tensor | None = None) -> None:
-    """Set the experts' token counts to 0. where: a bool tensor on their device; False keeps the counts."""
+    """Set the experts' token counts to 0. where: a bool tensor on the same device; False keeps the counts."""
     for counter in map(local_tensor, token_counters(model_parts)):
         counter.zero_() if where is None else counter.masked_fill_(where, 0)
 

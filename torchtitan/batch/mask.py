@@ -244,7 +244,8 @@ class DocumentMask:
             return self.lengths.cu_seq_q
         if self.depths is None:
             return self.starts
-        # The start with which a token sees as many keys before it in the row as on its branch.
+        # A token of a tree sees depth + 1 keys. In a row of plain documents it would see as many keys if
+        # its document began at column - depth.
         depths = on_host(self.depths).clamp(min=0)
         columns = torch.arange(seq_len, device=depths.device, dtype=torch.int32)
         return columns - (depths if self.chunk is None else depths % self.chunk)

@@ -100,10 +100,10 @@ class DocumentPolicy:
         if batch.document_ids is not None:
             return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
-        with saying_once_per(self.said):  # also in a thread that reads batches ahead
+        with saying_once_per(self.said):  # also in the data-reading thread
             boundaries = dict(boundaries_on_host(batch.as_dict()))
             if boundaries.get(PARENT_IDS) is not None:
-                boundaries.pop("positions", None)  # `_with_depths` checks positions of trees
+                boundaries.pop("positions", None)  # `_with_depths` checks the positions of trees
             ids = read_document_ids(boundaries, mask_type, self.eos_id)
         return to_device(ids, batch.tokens.device)
 
@@ -121,9 +121,8 @@ class DocumentPolicy:
         if not self.mask_boundary_loss or "attention_masks" in batch.entries:
             return labels
         ends = last_tokens(self.document_ids(batch))
-        if (
-            batch.depths is not None
-        ):  # keep labels of segments that a branch continues without a copied token
+        if batch.depths is not None:
+            # Keep a label if the next token continues the branch, although its document differs.
             is_next = batch.depths[:, 1:] == batch.depths[:, :-1] + 1
             ends[:, :-1] &= ~is_next | (batch.depths[:, :-1] < 0)
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)

@@ -84,7 +84,8 @@ def run(config: JobConfig) -> bool:
     faulthandler.dump_traceback_later(SECONDS_IN_ALL, exit=True)
     try:
         init_distributed(comm, enable_cpu_backend=True)
-        progress.pipeline = dist.new_group()  # for `Checks.pairs`: some ranks send only once
+        # For `Checks.pairs`, where ranks run different numbers of sends.
+        progress.pipeline = dist.new_group()
         has_failed = Checks(config, progress.pipeline).run()
         dist.destroy_process_group()
     except RuntimeError as error:  # communication failed

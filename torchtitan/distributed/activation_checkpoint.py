@@ -146,20 +146,20 @@ def _context_fn(
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:
-        num_products: Counter[bool] = Counter()  # is recomputation? -> products so far
+        num_products: Counter[bool] = Counter()  # is recomputing? -> products so far
 
         def policy(
             ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
         ) -> CheckpointPolicy:
             if op is copy and args[0].device.type != "cpu" and kwargs.get("device") is not None:
                 if torch.device(kwargs["device"]).type == "cpu":
-                    return CheckpointPolicy.MUST_SAVE  # copying again would wait for the device
+                    return CheckpointPolicy.MUST_SAVE  # a second copy would wait for the device too
             if op not in saved_ops:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             if op in _PRODUCTS:
                 right = args[_PRODUCTS[op]]
                 shape = tuple(right.shape)
-                if right.dtype == torch.uint8:  # 4-bit weight, stored as [N, bytes]
+                if right.dtype == torch.uint8:  # a 4-bit weight is stored as bytes
                     shape = nf4.count(shape[-1]), shape[-2]
                 if shape in recomputed_shapes:
                     return CheckpointPolicy.PREFER_RECOMPUTE

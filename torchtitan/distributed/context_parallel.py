@@ -231,7 +231,8 @@ def needed_keys(
     """Return the keys that a rank needs. Computes on the host.
 
     starts: [1 or B, T], the first key that each query sees if there is no window. chunks: [cp, n].
-    branches: for trees of documents, (own [B, T], paths [m]). The query in row b, column c sees
+    branches: (own [B, T], paths [m]), for trees of documents. paths: the columns of each branch, branch
+        after branch. own: each query's index in paths. The query in row b, column c sees
         n = c + 1 - starts[b, c] keys, in the columns paths[own[b, c] + 1 - n : own[b, c] + 1].
     """
     starts = starts.expand(n_rows, -1)

@@ -197,11 +197,11 @@ def _prefetch_in_order(
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
-        # Set no factor on a mesh of one rank: torch 2.13 would divide all gradients by the factor.
+        # On a mesh of one rank, torch 2.13 would spend time on dividing gradients by a factor of 1.
         groups = torch_parts.fsdp_groups_of(torch_parts.fsdp_state(unit))
         if any(torch_parts.fsdp_mesh(group).mesh.size() > 1 for group in groups):
             unit.set_gradient_divide_factor(1.0)
-        # Without this, the collective would apply the factor, which gloo cannot do.
+        # Without this, FSDP would ask the collective to divide by the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 
 
@@ -226,7 +226,7 @@ def reshard_model(model: nn.Module) -> None:
     for group in _param_groups(model):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
-        if forwards is not None:  # set by the first forward
+        if forwards is not None:  # None before the first forward
             forwards.clear()
             torch_parts.fsdp_order(group).clear()
 
@@ -246,7 +246,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, each unit stays gathered after its first forward; all are freed at the end."""
+    """A context in which each unit stays gathered after its first forward; its end frees all units."""
     # `set_reshard_after_forward` would forget the mesh that parameters are resharded to after forward.
     groups, field = _param_groups(model), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
@@ -298,7 +298,7 @@ def accumulate_gradients(model: nn.Module) -> None:
 
 
 def store_gradients(model: nn.Module) -> None:
-    """Add gradients to the sums in reduce_dtype, after a backward that ran no FSDP hook."""
+    """Accumulate gradients in reduce_dtype, after a backward that ran no FSDP hook."""
     for group in _param_groups(model):
         torch_parts.fsdp_post_backward(group)
 

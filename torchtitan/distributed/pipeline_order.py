@@ -18,7 +18,7 @@ Order = dict[int, list["Action"]]
 
 
 class Action(NamedTuple):
-    """One thing that a rank does for a stage.
+    """A computation, a message or an FSDP operation of one stage.
 
     kind: F, forward. B, backward. I and W, the halves of backward in zero-bubble schedules: the
         gradients of the stage's input, and of its weights. SEND_F, RECV_F: hidden states.
@@ -32,7 +32,7 @@ class Action(NamedTuple):
 
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_ACTIVE_STAGES = 3  # the stage in forward, the stage in backward, and the next stage
+_ACTIVE_STAGES = 3  # stages that stay gathered: the next three to compute
 
 
 def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str = "") -> Order:
@@ -104,7 +104,7 @@ def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
     """
     result: Order = {rank: [] for rank in order}
     position = dict.fromkeys(order, 0)
-    computed: set[tuple[str, int, int]] = set()  # F or B, stage, microbatch
+    computed: set[tuple[str, int, int]] = set()  # (F or B, stage, microbatch)
     last = max(rank_of)
     while any(position[rank] < len(actions) for rank, actions in order.items()):
         before = dict(position)

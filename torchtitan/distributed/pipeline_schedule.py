@@ -280,7 +280,7 @@ class PipelineSchedule:
         if issubclass(self.schedule_class, ScheduleDualPipeV):
             planned = max(n, self.num_stages)
         if issubclass(self.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble):
-            # Torch runs rounds of equally many microbatches, about one for each rank.
+            # Torch needs rounds of equal size: it runs max(1, n // num_ranks) rounds.
             num_ranks = self.stages[0].group_size
             if n % max(1, n // num_ranks):
                 planned = -(-n // num_ranks) * num_ranks

@@ -275,7 +275,7 @@ def rehearsing() -> Iterator[Rehearsal]:
 class _Uses:
     """When each stream last wrote to a storage and last used it: stream id -> the stream's tick.
 
-    While the weak reference lives, no other storage gets the same address.
+    While `reference` exists, no other storage gets the same address.
     """
 
     __slots__ = ("reference", "writes", "uses")

@@ -156,7 +156,7 @@ class StepCounter(OperatorMode):
             products = 5 if is_backward else 2  # backward computes the scores again
             self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
         elif name.startswith("gated_delta_rule"):
-            is_backward = name.endswith("backward")  # computes the forward again
+            is_backward = name.endswith("backward")  # backward computes the forward again
             _, k, v = args[2:5] if is_backward else args[:3]
             each = multiplications_per_token(k.shape[-1], v.shape[-1])
             products = 3 if is_backward else 1
@@ -192,7 +192,7 @@ def _as_group(value: Any) -> ProcessGroup | None:
     if isinstance(value, torch.ScriptObject):
         try:
             return ProcessGroup.unbox(value)
-        except (RuntimeError, TypeError):  # such as a ReduceOp
+        except (RuntimeError, TypeError):  # another object, such as a ReduceOp
             return None
     return None
 

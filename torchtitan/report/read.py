@@ -49,9 +49,9 @@ class Curve:
 class Run:
     folder: Path
     curves: dict[str, Curve]
-    events: list[dict[str, Any]]  # in the order of time
+    events: list[dict[str, Any]]  # in order of time
     samples: list[dict[str, Any]]
-    source: str  # the file of the curves
+    source: str  # name of the file with the curves
 
     def points(self) -> dict[int, list[tuple[int, float]]]:
         """Return, for each start of the run, the sorted (step, time) at which that start logged metrics."""

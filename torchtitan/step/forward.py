@@ -31,7 +31,7 @@ CallersLoss = Callable[[Any, Tensor, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The parts of an engine that its forwards and backwards use."""
+    """Runs an engine's forward and backward calls. The fields are parts of the engine."""
 
     config: JobConfig
     policy: DocumentPolicy
@@ -191,10 +191,10 @@ class Step:
 class LossOfOutputs:
     """Computes a microbatch's loss from the model's outputs, for one `forward_backward_step`.
 
-    model_head: the head that the model computes in place of logits: the caller's, or `default_head`'s;
+    model_head: the head that the model computes in place of logits, from the caller or `default_head`;
         None if the model returns logits.
     may_fail: the call runs a caller's function, which may fail on some ranks. Under a pipeline a caller
-        may pass the function on the last stage's ranks only, so every rank assumes one was passed.
+        may pass the function on the last stage's ranks only, so every rank assumes that it was passed.
     """
 
     def __init__(
@@ -274,7 +274,10 @@ def loss_denominator(
 
 
 def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
-    """Raise ValueError for a head that is a class or not callable, and for a head or logits of a value model."""
+    """Raise ValueError if the head is a class or is not callable.
+
+    A model with a value head also raises it for any head, and if logits are needed.
+    """
     if isinstance(head, type) or not (head is None or callable(head)):
         raise ValueError(
             f"head must be an object that computes outputs, such as TokenLogProbs(), got {head!r}; give "
@@ -290,7 +293,7 @@ def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
 def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
     """Return a caller's loss as a tensor of shape [].
 
-    must: the beginning of the error. Raises ValueError for a loss that is not a scalar with a gradient.
+    must: the first words of the error message. Raises ValueError unless the loss is a scalar with a gradient.
     """
     if isinstance(loss, tuple):
         raise ValueError(

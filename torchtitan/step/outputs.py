@@ -63,7 +63,7 @@ class StepMetrics:
                 f"{sorted(self._values)}; return these names for every microbatch, on every rank"
             )
         for name, value in metrics.items():
-            if not isinstance(value, Tensor):  # fill on the device, without waiting
+            if not isinstance(value, Tensor):  # torch.full does not wait for the device
                 value = torch.full((), value, device=self._runner.device)
             if value.numel() != 1:
                 raise ValueError(

@@ -90,7 +90,7 @@ class Microbatch:
     # Turns outputs for this rank's tokens into outputs for whole rows; collective.
     join: Callable[[Any], Any] = lambda outputs: outputs
     is_dummy: bool = False  # run only because other ranks have more microbatches
-    reduces_gradients: bool = True  # False: a later microbatch does; pipelines ignore it
+    reduces_gradients: bool = True  # if False, a later microbatch reduces; not for pipelines
 
 
 OnOutput = Callable[[Any, Microbatch], Any]
@@ -104,8 +104,8 @@ def model_inputs(
 ) -> ModelInputs:
     """Return the arguments of the model's forward for a batch.
 
-    Entries of `BOUNDARY_KEYS` are left out. A padding mask [B, T] becomes the kernel's mask.
-    Unless attn_type is "sdpa" or the batch has masks, attention masks are added, and if
+    Entries of `BOUNDARY_KEYS` are left out. A padding mask [B, T] becomes the kernel's mask. If the
+    batch has no masks, and attn_type is not "sdpa", attention masks are added. If then also
     `training.restart_positions` is set, a batch with document ids but no positions gets positions.
     """
     batch = policy.token_batch(batch)
@@ -169,8 +169,8 @@ class Runner:
         sum over the replicas of HSDP.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
-    gradient_factor: multiplies losses before backward. It turns means of gradients over ranks, which a
-        client's own backward needs, back into sums; 1 under a pipeline.
+    gradient_factor: multiplies losses before backward. If gradients are averaged over ranks, for a
+        client's own backward, the factor turns the engine's averages into sums. 1 under a pipeline.
     client_inputs: returns the model's inputs for a batch on the device, or None to call `model_inputs`;
         for clients of torchtitan 0.2.x that override `post_dataloading_process`.
     """
@@ -179,8 +179,8 @@ class Runner:
     device: torch.device
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
-    sharding: ContextSharding | None = None  # with context parallelism
-    schedule: "PipelineSchedule | None" = None  # with pipeline parallelism
+    sharding: ContextSharding | None = None  # None without context parallelism
+    schedule: "PipelineSchedule | None" = None  # None without pipeline parallelism
     has_value_head: bool = False  # outputs are values [B, T, 1], and the model takes no head
     defers_reduction: bool = False
     has_replicas: bool = False  # the model or its shards are replicated (DDP, HSDP)
@@ -252,7 +252,7 @@ class Runner:
 
         def attempted(*tensors: Tensor | None, group: Any = None, **adapter: Any) -> Any:
             compute = functools.partial(head, *tensors, group=group, **adapter)
-            if group is not None:  # a collective of the tensor-parallel ranks
+            if group is not None:  # collective over `group`: no rank may skip it
                 return compute()
             return self.watch.attempt(compute, lambda: zero_loss((tensors, adapter)))
 
@@ -384,7 +384,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
-        """Inside, gradients stay unreduced until a later microbatch, if the job defers reductions."""
+        """If the job defers reductions, leave gradients unreduced until a later microbatch."""
         later = self.more_follow or not microbatch.reduces_gradients
         # Without training.defer_gradient_sync only the sum over HSDP's replicas waits.
         is_cheap = self.more_follow and self.has_replicas
@@ -438,7 +438,7 @@ class Runner:
         return sum(map(distributed.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
-        """Inside, FSDP gathers weights in the first forward only; they are freed at the end."""
+        """A context in which FSDP gathers weights only in the first forward. Its end frees them."""
         stack = contextlib.ExitStack()
         for part in self.model_parts:
             stack.enter_context(distributed.keep_gathered(part))
@@ -453,6 +453,6 @@ def on_error(repair: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         try:
             repair()
-        except Exception:  # if the device is lost, say
+        except Exception:  # for example, the device is lost
             logger.exception("cleaning up after the error below failed; build a new engine")
         raise

@@ -129,7 +129,7 @@ class Update:
         on_device = self.device.type != "cpu" and not self.training.enable_cpu_offload
         self.skips_on_device = on_device and skips_on_device(self.optimizers)
         self.losses = StepLosses()
-        self._verdict: _Verdict | None = None  # the last step's, until the host reads it
+        self._verdict: _Verdict | None = None  # of the last step; None once the host has read it
         self._skipped_in_a_row = 0
         self._num_early_steps = 0  # microbatches since the last step
         self.had_backward = False  # whether the engine ran a backward since the last step
@@ -155,7 +155,7 @@ class Update:
     # ---- before a step ----
 
     def prepare_early_step(self, n_microbatches: int) -> None:
-        """Wait until backward may update the weights; ValueError for a second microbatch, dummies included."""
+        """Wait until backward may update the weights. ValueError for a second microbatch, even a dummy."""
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
                 "optimizer.early_step_in_backward updates the weights in every backward, so a step "
@@ -222,8 +222,8 @@ class Update:
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
-        # Only the engine's own backward may leave no gradient. Reading the norm waits for the device, so
-        # only a rank without gradients reads it; the norm covers all ranks, so all ranks raise.
+        # If the engine ran a backward, a step without gradients is allowed. Reading the norm waits for the
+        # device, so only a rank without gradients reads it. The norm covers all ranks, so all ranks raise.
         is_expected = not (self.steps_in_backward or self.had_backward)
         if is_expected and all(p.grad is None for p in self._parameters) and not grad_norm:
             raise ValueError(
@@ -257,7 +257,7 @@ class Update:
         """
         self.before_update()
         if lr is not None:
-            lr = float(lr)  # parameter groups would keep a reference to a tensor
+            lr = float(lr)  # parameter groups must not hold a tensor of the caller
             for scheduler in self.lr_schedulers.schedulers:
                 peak, *_ = scheduler.base_lrs
                 factors = [own / peak if peak else 1.0 for own in scheduler.base_lrs]
@@ -302,7 +302,7 @@ class Update:
                 total /= self.dp_group.size()
         grads = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
         if not self.skips_on_device or total.device.type != self.device.type:
-            divisor = total.item()  # waits for the device if the sum is there
+            divisor = total.item()  # waits if the sum is on the device
             if not 0 <= divisor < math.inf:
                 raise ValueError(_refused_denominator(divisor))
             if grads and divisor > 0:
@@ -314,7 +314,7 @@ class Update:
         return total.double()
 
     def settle(self) -> None:
-        """If the last step was skipped, log it or raise, alike on all ranks; count skipped steps in a row.
+        """If the last step was skipped, log it or raise, the same on all ranks; count skipped steps in a row.
 
         Waits for the device to compute that step's gradient norm.
         """
@@ -326,7 +326,7 @@ class Update:
             self._skipped_in_a_row = 0
             return
         if self.skips_on_device:
-            self._version -= 1  # the hook counted the skipped step, too
+            self._version -= 1  # `count_version` counted the skipped step, too
         if not 0 <= total < math.inf:
             raise ValueError(f"step {verdict.step}: {_refused_denominator(total)}")
         self._skipped_in_a_row += 1

@@ -149,7 +149,7 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
             continue
         first = rng.choice([0, 0, rng.randint(1, 40)])
         if positions and first == positions[-1] + 1:
-            first = 0  # otherwise its positions would continue the previous document
+            first = 0  # otherwise this document would seem to continue the last
         positions += range(first, first + end - start)
         spans.append((start, end))
     return positions, spans
@@ -401,9 +401,10 @@ def _randomize(module: Any) -> Any:
 
 
 def certify(checks: dict[str, Callable[[int], tuple[list[str], int]]], args: Any) -> Counter[str]:
-    """Return the number of documents that each check checked, and of "packings"; exit with 1 on a problem.
+    """Return the number of documents that each check has seen, and the number of "packings".
 
-    checks: name -> function of the packing's index, which returns (problems, number of documents).
+    checks: name -> function of the packing's index, which returns (problems, number of documents). If there
+        is a problem, the process exits with code 1.
     """
     started, counts = time.monotonic(), Counter(packings=0)
     while counts["packings"] < args.packings and time.monotonic() - started < args.seconds:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 SECRET_BYTES = 32
 _SECONDS_TO_GREET = 30
-_MOST_STRANGERS = 64  # most unauthenticated connections, besides one per expected program
+_MOST_STRANGERS = 64  # limit of unauthenticated connections, beyond one per program
 
 
 def digest_of(secret: bytes) -> str:
@@ -28,7 +28,7 @@ def admit(
         connection gets the same timeout.
     """
     expected, deadline = dict(expected), time.monotonic() + (timeout_seconds or math.inf)
-    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # -> (time of arrival, bytes received)
+    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # -> (arrival time, bytes received)
     with server, selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
         at_end.callback(lambda: [connection.close() for connection in strangers])
         server.setblocking(False)

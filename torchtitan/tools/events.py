@@ -108,7 +108,8 @@ class _EventLog(logging.Handler):
         details = {"kind": "warning"} if record.levelno >= logging.WARNING else None
         details = getattr(record, "event", details)
         if details is not None and self._num_written < MAX_EVENTS_PER_START:
-            with contextlib.suppress(TypeError, ValueError):  # a bad format: the console reports it
+            # The console's handler reports a bad format.
+            with contextlib.suppress(TypeError, ValueError):
                 self.write(message=record.getMessage(), **details)
 
     def write(self, kind: str, message: str, **details: Any) -> None:

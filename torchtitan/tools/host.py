@@ -1,4 +1,4 @@
-"""The process that holds the engines: the settings that engines change, peers, age and memory.
+"""The process in which engines run: settings that engines change, and the process's age and memory.
 
 A process may hold several engines, closed in any order. When the last engine is closed, every
 setting gets its earlier value back, unless other code has changed the setting since. Changes made

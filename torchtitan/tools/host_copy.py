@@ -61,7 +61,7 @@ def read_later(tensor: Tensor) -> Callable[[], list[Any]]:
     if tensor.device.type == "cpu":
         numbers = tensor.tolist()
         return lambda: numbers
-    copy = tensor.to("cpu", non_blocking=True)  # into pinned memory
+    copy = tensor.to("cpu", non_blocking=True)  # torch copies into pinned memory
     copied = torch.get_device_module(tensor.device).Event()
     copied.record()
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 READ_SECONDS = 20.0  # how long a call is retried after its first failure
 UPLOAD_SECONDS = 600.0  # uploads are retried for longer, because training continues meanwhile
-_LONG_ATTEMPTS = 3  # how often an attempt longer than that restarts the time
+_LONG_ATTEMPTS = 3  # how many long attempts restart the retry time; see `_call`
 _BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a cached block, number of blocks that a process caches
 _STREAM_BUFFER = 8 * 2**20
 _FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights

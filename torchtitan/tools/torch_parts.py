@@ -32,8 +32,8 @@ class Part(NamedTuple):
     """A private part of torch.
 
     feature: key in `_FEATURES` of the feature that needs the part.
-    spellings: the part's names, that of the newest torch first, as "module:attribute.attribute" or "module";
-        the first existing name is used.
+    spellings: the part's names in torch's versions, newest version first, as "module:attribute.attribute" or
+        "module". The first name that exists is used.
     members: names of the attributes of the part that this package uses.
     instead: what this package does if the part is missing; "": it raises RunError.
     """
@@ -309,7 +309,7 @@ def check(job_config: Any, world_size: int = 1) -> None:
     used = {key for key, is_used in _IS_USED.items() if is_used(job_config, world_size)}
     for name, part in PARTS.items():
         if part.feature in used:
-            place.__wrapped__(name)  # bypasses the cache
+            place.__wrapped__(name)  # the function without its cache
 
 
 @functools.cache

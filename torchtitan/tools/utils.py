@@ -132,7 +132,7 @@ class GarbageCollection:
             gc.enable()
         if self._stop_watching_cycles is not None:
             self._stop_watching_cycles()
-            torch_parts.record_memory(enabled=None)  # warn_tensor_cycles enabled it
+            torch_parts.record_memory(enabled=None)  # `warn_tensor_cycles` enabled the recording
             self._stop_watching_cycles = None
 
     @staticmethod
@@ -173,7 +173,7 @@ def get_peak_flops(device_name: str) -> float | None:
     if "Data Center GPU Max 1550" in device_name:
         # 512 bf16 operations per compute unit and cycle, at 1300 MHz.
         return 512 * torch.xpu.get_device_properties("xpu").max_compute_units * 1300e6
-    if " MIG " in device_name:  # only a part of a device
+    if " MIG " in device_name:  # a MIG instance is only a part of a device
         return None
     for words, peak in _PEAK_FLOPS:
         if all(word in device_name for word in words):

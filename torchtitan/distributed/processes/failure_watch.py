@@ -3,7 +3,8 @@
 If a function of the caller fails, its rank finishes the call with losses of 0, so that its collectives match
 the other ranks'. After other failures the engine stays usable if all ranks fail after the same collectives.
 If only some ranks fail, others may wait in collectives that the failed ranks never enter, so all ranks abort
-the engine's groups: the engine is lost. It is also lost if a pipeline schedule fails: sends are not counted.
+the engine's groups: the engine is lost. It is also lost if a pipeline schedule fails, because sends
+between stages are not counted.
 
 A thread of each rank waits for messages in the store of the default process group. A step without a
 failure sends no messages.
@@ -32,9 +33,9 @@ from torchtitan.tools.utils import run_beside
 T = TypeVar("T")
 
 _SECONDS_TO_HEAR = 3  # how long a rank waits for all other ranks to read its message
-_SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the same failure on the others
+_SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the other ranks to fail too
 _SECONDS_TO_CLOSE = 1
-_LONGEST_WAIT = timedelta(days=20)  # milliseconds have to fit into 31 bits
+_LONGEST_WAIT = timedelta(days=20)  # in milliseconds it has to fit into 31 bits
 _LONGEST_TEXT = 2000  # characters of an error sent to other ranks
 _watches = itertools.count()  # indices of watches; all ranks make them in the same order
 
@@ -51,7 +52,7 @@ class Watch:
         return contextlib.nullcontext()
 
     def attempt(self, function: Callable[[], T], instead: Callable[[], T]) -> T:
-        """Return `function()`, or `instead()` if it, or an earlier function of this call, failed."""
+        """Return `function()`. If it or an earlier function of this call failed, return `instead()`."""
         return function()
 
     def raise_failures(self) -> None:
@@ -75,10 +76,10 @@ class FailureWatch(Watch):
         self._call = 0  # number of the current or last call, the same on every rank
         # (call, rank, text): another rank's failed function; that rank may be one call ahead.
         self._reported: tuple[int, int, str] | None = None
-        self._own: BaseException | None = None  # from this rank's failed function, in this call
+        self._own: BaseException | None = None  # raised by this rank's function in this call
         self._raised: BaseException | None = None  # the exception that `raise_failures` raised
         self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
-        with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
+        with contextlib.suppress(RuntimeError):  # a FileStore cannot be cloned
             store = store.clone()  # the thread's waits block only this second connection
         store = dist.PrefixStore(name, store)
         self._listening = run_beside(lambda: self._listen(store))
@@ -118,7 +119,7 @@ class FailureWatch(Watch):
                 self._own = error
                 if isinstance(error, MemoryError | torch.OutOfMemoryError):
                     traceback.clear_frames(error.__traceback__)  # free the function's tensors
-                with contextlib.suppress(RuntimeError):  # raised by the store
+                with contextlib.suppress(RuntimeError):  # the store may be gone
                     # The first rank to fail informs all ranks before any rank can end this call.
                     if self._store.add(f"failed/{self._call}", 1) == 1:
                         self._send("function", _text_of(error))
@@ -232,7 +233,7 @@ def _text_of(error: BaseException) -> str:
 def watch_over(
     parallel_dims: ParallelDims, groups: Collection[dist.ProcessGroup], device: torch.device
 ) -> Watch:
-    """Make the watch of an engine, over `groups` and the groups of its meshes. Collective."""
+    """Return the watch of an engine, over `groups` and the groups of its meshes. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return Watch()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()

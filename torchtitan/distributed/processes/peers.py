@@ -51,10 +51,10 @@ _MOST_KEYS_SHOWN = 8
 _ALIVE, _LEAVES, _FAILED, _WHERE, _HERE = b"a", b"l", b"f", b"w", b"h"
 _LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
-_SECONDS_TO_SAVE = 25  # after a helper's failure, to save; torchrun kills ranks 30 s after SIGTERM
-_SECONDS_TO_END = 2  # after another rank's failure, to end without being forced
-_SECONDS_TO_CONNECT = 5  # after rank 0's failure, for starting ranks to connect and learn of it
-_SECONDS_TO_CLOSE = 10  # after its own failure, for a rank to close its resources
+_SECONDS_TO_SAVE = 25  # limit for a save after a helper fails; torchrun kills 30 s after SIGTERM
+_SECONDS_TO_END = 2  # after another rank fails, the main thread has this long to end this process
+_SECONDS_TO_CONNECT = 5  # a failed rank 0 waits this long for starting ranks, to tell them
+_SECONDS_TO_CLOSE = 10  # limit for a failed rank to close its resources
 
 
 class PeerError(Exception):
@@ -83,16 +83,16 @@ class Peers:
         self._helpers = helpers
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
-        self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
-        self._heard_at: dict[int, float] = {}  # rank -> when it last sent anything
+        self._connections: dict[socket.socket, int] = {}  # connection -> the rank at its other end
+        self._heard_at: dict[int, float] = {}  # rank -> time of its last message
         # epoll and kqueue let a thread add a connection while `_watch` waits in `select`.
         self._selector = selectors.DefaultSelector()
-        self._all_came = threading.Event()  # on rank 0
+        self._all_came = threading.Event()  # set on rank 0 once all ranks have connected
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
         self._progress: Progress | None = None
-        self._late: LateRanks | None = None  # on rank 0, during training
+        self._late: LateRanks | None = None  # exists on rank 0 during training
         if world_size > 1:
             self._connect()
 
@@ -180,7 +180,7 @@ class Peers:
         self._start(self._watch)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread. If it fails, report this rank as failed, because it watches no rank now."""
+        """Run `work`, which watches other ranks, on a thread. If it fails, report this rank as failed."""
 
         def ended(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
@@ -342,10 +342,10 @@ def _longest_silence(timeout: timedelta) -> float:
 
 
 def _listen() -> socket.socket:
-    """Listen on a free port of MASTER_ADDR's interface, or of all interfaces if that one is unknown.
+    """Listen on a free port of MASTER_ADDR's interface, or of all interfaces if that interface is unknown.
 
-    The interface is unknown if the name resolves to a loopback address, such as the 127.0.1.1 that /etc/hosts
-    may have for the machine's own name, unless all ranks are on this machine.
+    If all ranks are on this machine, the interface is known. Otherwise it is unknown if the name resolves to
+    a loopback address, such as the 127.0.1.1 that /etc/hosts may have for the machine's own name.
     """
     name = os.environ["MASTER_ADDR"]
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

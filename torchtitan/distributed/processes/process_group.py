@@ -46,7 +46,7 @@ def init_distributed(
         _destroy_group_at_end()
         return world_size
     if dist.is_initialized():
-        if host.engines():  # without an engine, nothing would restore the host's environment later
+        if host.engines():  # only an engine restores the host's environment later
             _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
         _check_existing_group(enable_cpu_backend)
         if not group_is_ours():
@@ -92,8 +92,8 @@ def ranks_in_environment(comm_config: Comm) -> int:
     value = os.environ.get(name, unset)
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(
-            f"with comm.mode = {comm_config.mode!r} the environment variable {name} is the number of "
-            f"ranks, a positive integer, got {value!r}; set it"
+            f"the environment variable {name} must be the number of ranks, a positive integer, with "
+            f"comm.mode = {comm_config.mode!r}, got {value!r}; set it"
         )
     return int(value)
 
@@ -140,7 +140,7 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
     # torchrun's own store survives a restart and still has ended processes' addresses: prefix its keys with
-    # the attempt. Otherwise each attempt has a new store, and ranks may have counted different restarts.
+    # the attempt. Any other store is new in each attempt, and nodes may disagree on the attempt's number.
     has_old_keys = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_old_keys else "0"
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size

@@ -16,7 +16,7 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.host import seconds_since_start
 from torchtitan.tools.signals import SIGNALS, SignalThread, end_now
 
-_TIME_LIMIT = 64  # in place of a signal's number
+_TIME_LIMIT = 64  # stands for the time limit among signal numbers
 
 
 class StopRequest:
@@ -114,9 +114,9 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # `sigwaitinfo` tells a signal's sender; handlers don't
+    if hasattr(signal, "sigwaitinfo"):  # `sigwaitinfo` reports a signal's sender; handlers don't
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        trainer = multiprocessing.parent_process()  # even if a fork server started this worker
+        trainer = multiprocessing.parent_process()  # never the fork server, even if it forked this
 
         def end_with_trainer() -> None:
             while signal.sigwaitinfo([signal.SIGTERM]).si_pid != getattr(trainer, "pid", None):
