@@ -278,7 +278,8 @@ def _read(batch: Mapping[str, Any], source: str) -> Tensor:
         return per_token(batch, source).to(torch.int32)
     if source == "positions":
         return document_ids_from_positions(per_token(batch, source))
-    if values.dim() == 1 and source == "cu_seqlens":  # over all rows laid end to end
+    # 1-D cumulative lengths span all rows, laid end to end.
+    if values.dim() == 1 and source == "cu_seqlens":
         ids = document_ids_from_cu_seqlens(values[None], n_rows * seq_len)
         return ids.view(n_rows, seq_len)
     if values.dim() == 1 == n_rows:
@@ -371,7 +372,8 @@ def _warn_of_second_source(
         return
     theirs = read_other()
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
-    readings = [  # compare readings, because sources may number documents differently
+    # Compare readings (indices into `_READINGS`), because sources may number documents differently.
+    readings = [
         (document_starts(ids) == columns).long().masked_fill(ids == PADDING, 2)
         for ids in (document_ids, theirs)
     ]

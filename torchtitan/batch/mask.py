@@ -45,22 +45,26 @@ class DocumentMask:
     starts: int32 [B, T], the column where each token's document, or tree of documents, begins; a padding
         token is a document of its own. None for plain causal rows, and for a client's mask, which has only
         `lowered`.
+    window: if set, a query sees only itself and the window - 1 tokens before it.
+    rows_are_documents: each row is one document, so `starts` are zeros.
     depths, ends: int32 [B, T], for trees only, see `branch_depths` and `follow_branches`: a token's
         position on its branch, and the last column of the tokens that see it.
+    branches, chunk: for trees only, see `needed_keys` (on the host) and `in_chunks`.
+    lengths: for varlen, and for flex on the CPU. part: None if this rank holds whole rows.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata or for trees NeededKeys (varlen), or
         bool [B, 1, T, T] (sdpa).
     """
 
     starts: Tensor | None = None
-    window: int | None = None  # a query sees itself and the window - 1 tokens before it
+    window: int | None = None
     depths: Tensor | None = None
     ends: Tensor | None = None
-    branches: tuple[Tensor, Tensor] | None = None  # for trees, on the host: see `needed_keys`
-    chunk: int | None = None  # for trees: see `in_chunks`
-    rows_are_documents: bool = False  # each row is one document: `starts` are zeros
-    lengths: VarlenMetadata | NeededKeys | None = None  # for varlen, and for flex on the CPU
+    branches: tuple[Tensor, Tensor] | None = None
+    chunk: int | None = None
+    rows_are_documents: bool = False
+    lengths: VarlenMetadata | NeededKeys | None = None
     lowered: Any = None
-    part: ContextPart | None = None  # if this rank holds only some tokens of the rows
+    part: ContextPart | None = None
 
     @classmethod
     def from_mask(cls, mask: Any) -> "DocumentMask":
@@ -137,7 +141,7 @@ class DocumentMask:
     # ---- for kernels ----
 
     def lower(self, attn_type: str) -> "DocumentMask":
-        """Return the mask with the kernel's form in `lowered`; "varlen" waits like `with_lengths`."""
+        """Return the mask with the kernel's form in `lowered`. "varlen" may wait, see `with_lengths`."""
         if self.lowered is not None or self.starts is None:
             return self
         if attn_type == "varlen":

@@ -26,17 +26,22 @@ from torchtitan.tools.logging import already_said, saying_once_per
 
 @dataclasses.dataclass(frozen=True)
 class DocumentPolicy:
-    """Reads document boundaries, masks labels at boundaries, and counts (query, key) pairs for FLOPs."""
+    """Reads document boundaries, masks labels at boundaries, and counts (query, key) pairs for FLOPs.
 
-    attn_type: str  # for "sdpa" no mask is made from document boundaries
-    attn_mask_type: str  # "causal": attention does not separate documents
-    eos_id: int | None  # the end-of-text token
+    attn_type: "sdpa" gets no mask from document boundaries. attn_mask_type: "causal" attention does not
+        separate documents.
+    eos_id: the end-of-text token. vocab_size: None for a model without a vocabulary.
+    tokenizer: passed to `get_attention_masks`, which a client's own model may compute from the tokenizer.
+    said: the warnings that were logged already.
+    """
+
+    attn_type: str
+    attn_mask_type: str
+    eos_id: int | None
     restart_positions: bool
     mask_boundary_loss: bool
-    vocab_size: int | None = None  # None for a model without a vocabulary
-    # Passed to `get_attention_masks`, which a client's own model may compute from the tokenizer.
+    vocab_size: int | None = None
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
-    # Warnings that were logged already.
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod
@@ -100,7 +105,8 @@ class DocumentPolicy:
         if batch.document_ids is not None:
             return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
-        with saying_once_per(self.said):  # also in the data-reading thread
+        # Remember warnings in `said`, also on the data-reading thread.
+        with saying_once_per(self.said):
             boundaries = dict(boundaries_on_host(batch.as_dict()))
             if boundaries.get(PARENT_IDS) is not None:
                 boundaries.pop("positions", None)  # `_with_depths` checks the positions of trees

@@ -187,17 +187,18 @@ class Checks:
         return {"folders of other hosts, which only checkpoints need to share": 1}
 
     def clock(self) -> dict[str, float]:
-        all_ranks(None)  # a barrier
+        all_ranks(None)  # wait for all ranks
         times = all_ranks(time.time())
         if abs(own := times[self.rank] - times[0]) > 1:
             raise RunError(f"{abs(own):.1f} s {'ahead of' if own > 0 else 'behind'} rank 0's clock")
         return {"s from rank 0's": abs(own)}
 
     def pairs(self) -> dict[str, float]:
-        """Exchange data with each neighbour."""
+        """Exchange data with the ranks before and after this rank."""
         numbers, own = 2 ** (21 if self.at.type == "cpu" else 24), None
         self.sent, self.got = (torch.ones(numbers, device=self.at) for _ in "12")
-        for turn in (0, 1):  # pairs whose first rank is even, then odd
+        # First exchange in the pairs whose first rank is even, then in the pairs whose first rank is odd.
+        for turn in (0, 1):
             first = self.rank - (self.rank + turn) % 2
             if 0 <= first < self.size - 1:
                 speed = self.speed(partial(self.exchange, 2 * first + 1 - self.rank))

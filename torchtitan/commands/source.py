@@ -28,7 +28,7 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.events import FILE_NAME
 from torchtitan.tools.files import open_file
 
-RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes by default
+RUN_FOLDER = JobConfig().job.dump_folder  # default folder of a run
 MODEL_FOLDER = "model"  # folder in RUN_FOLDER to which the default job exports
 _LONGEST_TABLE = 32_768  # most positions in the RoPE table of a model from Hugging Face
 

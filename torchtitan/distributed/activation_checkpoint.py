@@ -79,7 +79,7 @@ def apply_ac(
     )
     layers = model.get_submodule("layers")
     for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
-        # Number blocks as in the whole model, so that any split into pipeline stages wraps the same ones.
+        # Number blocks as in the whole model, so that any split into stages wraps the same blocks.
         number = int(layer_id) + 1 if layer_id.isdecimal() else position
         if number % every:
             continue
@@ -146,7 +146,7 @@ def _context_fn(
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:
-        num_products: Counter[bool] = Counter()  # is recomputing? -> products so far
+        num_products: Counter[bool] = Counter()  # is_recompute -> number of products
 
         def policy(
             ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
@@ -178,10 +178,13 @@ def _context_fn(
 
 @functools.cache
 def _recompute_mode() -> type:
-    """Return torch's recomputation mode, changed to allow ops that only recomputation runs (for FLOP counters)."""
+    """Return torch's recomputation mode, changed to also run ops that forward did not run.
+
+    FLOP counters run such ops.
+    """
 
     class RecomputeMode(torch_parts.RecomputeMode):
-        # Flex attention and compiled regions are higher-order operators, which torch registers for its own
+        # Flex attention and compiled regions are higher-order operators. Torch registers these for its own
         # mode, not for subclasses.
         supports_higher_order_operators = True
         maybe_saved_ops: frozenset[Any]

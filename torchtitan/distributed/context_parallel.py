@@ -59,7 +59,7 @@ class TokenShards:
     place_of_chunk: Tensor
     mesh: DeviceMesh
     group_name: str
-    rank: int = 0  # of this process in the axis
+    rank: int = 0  # this process's rank on the axis
 
     @classmethod
     def from_chunks(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
@@ -143,7 +143,7 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 class ContextPart:
     """How attention communicates if each rank holds only some tokens of every row.
 
-    keys: the keys that this rank's queries need, for "allgather".
+    keys: for "allgather", the keys that this rank's queries need.
     gathering: (this rank's packed keys and values, their pending all-gather).
     """
 

@@ -169,7 +169,10 @@ def _units_of(model: nn.Module) -> list[FSDPModule]:
 def _expert_placement(
     experts: nn.Module, ep_degree: int, edp_mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Shard] | None:
-    """Return FSDP's placement of parameters [E, M, ...]: Shard(1) if ranks outnumber experts."""
+    """Return a function from an expert parameter [E, M, ...] to its FSDP placement; None means Shard(0).
+
+    If there are more ranks than experts, FSDP shards dim 1 where the ranks divide it.
+    """
     num_shards = edp_mesh.size(edp_mesh.ndim - 1)
     if num_shards * ep_degree <= experts.num_experts:
         return None
@@ -276,7 +279,7 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(not later)
         return
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP's or DDP's
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP and DDP both have the method
         model.set_requires_gradient_sync(not later)
     if keeps_weights and isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not later)
@@ -291,7 +294,7 @@ def accumulate_gradients(model: nn.Module) -> None:
         return
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)
-    if hasattr(model, "finalize_backward"):  # torch 2.15
+    if hasattr(model, "finalize_backward"):  # exists since torch 2.15
         model.set_manual_backward_finalization(True)
     else:
         model.set_is_last_backward(False)
@@ -357,7 +360,7 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
 
 
 def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply all gradients of the model by `factor`. For a pipeline, pass the last stage."""
+    """Make every backward multiply the model's gradients by `factor`. For a pipeline, pass the last stage."""
 
     def scale_gradient_of_output(module: nn.Module, args: Any, output: Any) -> None:
         for leaf in torch_parts.pytree.tree_leaves(output):

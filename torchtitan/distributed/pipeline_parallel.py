@@ -78,7 +78,7 @@ def pipeline_llm(
     return schedule, parts, schedule.has_first_stage, schedule.has_last_stage
 
 
-pipeline_llm.cuts_by_layers = True  # see TrainSpec
+pipeline_llm.cuts_by_layers = True  # see `TrainSpec.cuts_by_layers`
 
 
 def pipeline_module_split(

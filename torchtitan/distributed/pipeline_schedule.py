@@ -39,7 +39,7 @@ from torchtitan.tools import torch_parts
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
 
-_MAX_ORDERS = 16  # cached, one per number of microbatches
+_MAX_ORDERS = 16  # number of cached orders: one for each number of microbatches
 
 
 class PipelineSchedule:
@@ -178,7 +178,7 @@ class PipelineSchedule:
         n = self._check_lists(lists, needs_loss=not forward_only, loss_fn=loss_fn)
 
         if not self._is_connected:
-            # All ranks have to create NCCL's communicator of the group, but a send involves only two.
+            # All ranks have to create NCCL's communicator of the group, but a send involves only two ranks.
             dist.all_reduce(torch.zeros(1, device=self.stages[0].device), group=self.group)
             self._is_connected = True
         if input_shapes is None:

@@ -31,15 +31,20 @@ CallersLoss = Callable[[Any, Tensor, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Runs an engine's forward and backward calls. The fields are parts of the engine."""
+    """Runs an engine's forward and backward calls. The fields are parts of the engine.
+
+    loss_fn: the train spec's loss, for calls without loss_fn and head. loss_group: the ranks over which
+        losses are summed.
+    has_token_loss: True if `loss_fn` takes logits, and labels that are token ids.
+    """
 
     config: JobConfig
     policy: DocumentPolicy
     runner: Runner
     update: Update
-    loss_fn: LossFunction  # the train spec's loss, for calls without loss_fn and head
-    has_token_loss: bool  # `loss_fn` takes logits, and labels that are token ids
-    loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
+    loss_fn: LossFunction
+    has_token_loss: bool
+    loss_group: dist.ProcessGroup | None
 
     def forward(
         self,
@@ -253,7 +258,7 @@ def loss_denominator(
 ) -> Tensor | float:
     """Return the denominator of a call's loss: global_valid_tokens, or 1 if it is None.
 
-    Raises ValueError for a required None, and for a count that is not above 0 and finite. A count on an
+    Raises ValueError if a required count is None, and if a count is not above 0 and finite. A count on an
     accelerator is not checked, because reading it waits for the device.
     """
     if global_valid_tokens is None:

@@ -60,12 +60,13 @@ class Head(Protocol[Outputs]):
 class ModelInputs(NamedTuple):
     """Arguments of the model's forward for one batch, and the labels for the loss and the head.
 
+    inputs, labels: [B, T].
     extra_inputs: the batch's other entries, including positions. extra_kwargs: the attention masks.
     Under context parallelism all hold this rank's tokens, and the positions are in extra_kwargs.
     """
 
-    inputs: Tensor  # [B, T]
-    labels: Tensor | None  # [B, T]
+    inputs: Tensor
+    labels: Tensor | None
     extra_inputs: Entries
     extra_kwargs: Entries
 
@@ -81,16 +82,21 @@ class Microbatch:
     """One batch of a call, or under a pipeline some of its rows, on the model's device.
 
     Under context parallelism it holds this rank's tokens.
+
+    inputs, kwargs: arguments of the model's forward. inputs and labels are [B, T].
+    batch: the caller's entries, for loss and output functions.
+    join: turns outputs for this rank's tokens into outputs for whole rows. Collective.
+    is_dummy: True if it runs only because other ranks have more microbatches.
+    reduces_gradients: False if a later microbatch reduces the gradients. Pipelines ignore this field.
     """
 
-    inputs: Tensor  # [B, T]; this and `kwargs` are arguments of the model's forward
+    inputs: Tensor
     kwargs: Entries
-    labels: Tensor | None  # [B, T]
-    batch: Entries  # the caller's entries, for loss and output functions
-    # Turns outputs for this rank's tokens into outputs for whole rows; collective.
+    labels: Tensor | None
+    batch: Entries
     join: Callable[[Any], Any] = lambda outputs: outputs
-    is_dummy: bool = False  # run only because other ranks have more microbatches
-    reduces_gradients: bool = True  # if False, a later microbatch reduces; not for pipelines
+    is_dummy: bool = False
+    reduces_gradients: bool = True
 
 
 OnOutput = Callable[[Any, Microbatch], Any]
@@ -165,12 +171,17 @@ class Runner:
 
     model_parts: the model, or this rank's stages of a pipeline. train_context: the context of forwards
         and backwards. amp: the context of forwards.
+    sharding, schedule: None without context parallelism, or without pipeline parallelism.
+    has_value_head: outputs are values [B, T, 1], and the model takes no head.
+    has_replicas: the model or its shards are replicated (DDP, HSDP).
     defers_reduction: gradients are reduced with the last microbatch of a step. False defers only the
         sum over the replicas of HSDP.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
     gradient_factor: multiplies losses before backward. If gradients are averaged over ranks, for a
         client's own backward, the factor turns the engine's averages into sums. 1 under a pipeline.
+    watch: raises callers' failures on all ranks. dp_group: the ranks that read different batches.
+    dummy: makes the batch of a dummy microbatch.
     client_inputs: returns the model's inputs for a batch on the device, or None to call `model_inputs`;
         for clients of torchtitan 0.2.x that override `post_dataloading_process`.
     """
@@ -179,16 +190,16 @@ class Runner:
     device: torch.device
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
-    sharding: ContextSharding | None = None  # None without context parallelism
-    schedule: "PipelineSchedule | None" = None  # None without pipeline parallelism
-    has_value_head: bool = False  # outputs are values [B, T, 1], and the model takes no head
+    sharding: ContextSharding | None = None
+    schedule: "PipelineSchedule | None" = None
+    has_value_head: bool = False
     defers_reduction: bool = False
-    has_replicas: bool = False  # the model or its shards are replicated (DDP, HSDP)
+    has_replicas: bool = False
     keeps_weights: bool = False
     gradient_factor: float = 1.0
-    watch: Watch = dataclasses.field(default_factory=Watch)  # raises callers' failures on all ranks
-    dp_group: dist.ProcessGroup | None = None  # the ranks that read different batches
-    dummy: Callable[[], TokenBatch] | None = None  # makes the batch of a dummy microbatch
+    watch: Watch = dataclasses.field(default_factory=Watch)
+    dp_group: dist.ProcessGroup | None = None
+    dummy: Callable[[], TokenBatch] | None = None
     client_inputs: Callable[[TokenBatch], ModelInputs | None] = lambda batch: None
     # Makes an additional context for each microbatch's forward and for its backward.
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
@@ -453,6 +464,6 @@ def on_error(repair: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         try:
             repair()
-        except Exception:  # for example, the device is lost
+        except Exception:  # for example because the device is lost
             logger.exception("cleaning up after the error below failed; build a new engine")
         raise

@@ -127,7 +127,8 @@ class _EventLog(logging.Handler):
     def _append(self, text: str) -> None:
         try:
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            with open_file(self.path, "ab", buffering=0) as file:  # one write: lines stay whole
+            # Unbuffered, so each line is one write.
+            with open_file(self.path, "ab", buffering=0) as file:
                 file.write(text.encode(errors="replace"))
         except OSError as error:
             warn_once(logger, f"The run goes on, but without a record of its events: {error}")

@@ -83,7 +83,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
         reason = "it is a link, and files are not written through links; remove it"
         raise OSError(errno.ELOOP, reason, path) from None
     try:
-        _check_regular(os.fstat(file), path)  # the path may have been replaced
+        _check_regular(os.fstat(file), path)  # check again: the path may have been replaced
     except OSError:
         os.close(file)
         raise

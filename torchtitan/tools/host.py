@@ -122,7 +122,8 @@ def total_ram_bytes() -> int:
 def resident_bytes() -> tuple[int, int]:
     """Return this process's resident memory, now and at its peak; without /proc, the peak twice."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":  # bytes on macOS, KiB elsewhere
+    # ru_maxrss is in bytes on macOS, and in KiB elsewhere.
+    if sys.platform != "darwin":
         peak *= 1024
     try:
         with open("/proc/self/statm") as file:
@@ -150,7 +151,7 @@ def keep_freed_memory() -> None:
     chosen = os.environ.get("GLIBC_TUNABLES", "") + " ".join(os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "_threshold" not in chosen and "MALLOC_" not in chosen:
-        trim_threshold, mmap_threshold = -1, -3  # parameter numbers in malloc.h
+        trim_threshold, mmap_threshold = -1, -3  # numbers of mallopt's parameters in malloc.h
         mallopt(mmap_threshold, 32 << 20)  # the largest value that glibc accepts
         mallopt(trim_threshold, 512 << 20)
 

@@ -62,7 +62,10 @@ def require_disk(key: str, path: str) -> str:
 
 
 def resolve(address: str) -> tuple[Any, str]:
-    """Return (fsspec's file system, the path in it), without connecting; ConfigError if fsspec has none."""
+    """Return (fsspec's file system, the path in it), without connecting.
+
+    Raises ConfigError if fsspec has no file system for the address.
+    """
     try:
         from fsspec.core import url_to_fs
 
@@ -255,7 +258,8 @@ def sweep(address: str) -> None:
 
     try:
         _call(address, work)
-    except OSError as error:  # few users have the permission; a bucket's lifecycle rule works, too
+    # Few users have this permission. A bucket's lifecycle rule can remove unfinished uploads, too.
+    except OSError as error:
         logger.warning(f"cannot remove unfinished uploads below {address}: {error.strerror}")
 
 

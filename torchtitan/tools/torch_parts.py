@@ -264,7 +264,7 @@ def reset_fsdp(model: Any) -> None:
     root, idle = model._get_fsdp_state(), get("fsdp_training_state").IDLE
     context = get("fsdp_reset")(root)
     if root._device.type != "cpu":
-        root._device_handle.synchronize()  # FSDP's collectives run on separate streams
+        root._device_handle.synchronize()  # wait for FSDP's streams, too
     root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
     root._comm_ctx.post_forward_order.clear()
     context.iter_forward_root = None

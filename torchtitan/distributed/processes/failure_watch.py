@@ -35,7 +35,7 @@ T = TypeVar("T")
 _SECONDS_TO_HEAR = 3  # how long a rank waits for all other ranks to read its message
 _SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the other ranks to fail too
 _SECONDS_TO_CLOSE = 1
-_LONGEST_WAIT = timedelta(days=20)  # in milliseconds it has to fit into 31 bits
+_LONGEST_WAIT = timedelta(days=20)  # the store counts milliseconds in 31 bits
 _LONGEST_TEXT = 2000  # characters of an error sent to other ranks
 _watches = itertools.count()  # indices of watches; all ranks make them in the same order
 

@@ -106,7 +106,7 @@ def _tcp_sockets() -> Iterator[tuple[socket.socket, tuple, bool]]:
     """Yield a duplicate of each TCP socket of this process, its own address and whether it listens."""
     folder = "/proc/self/fd"
     for number in map(int, os.listdir(folder) if os.path.isdir(folder) else ()):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # another thread has closed the socket
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as found:
                     if found.family in (socket.AF_INET, socket.AF_INET6):

@@ -46,8 +46,8 @@ _SETTINGS_PER_RANK = set(
     """.split()
 )
 _MOST_KEYS_SHOWN = 8
-# Kinds of messages. After _FAILED comes a line of JSON, [rank, text], and after _HERE, which answers
-# _WHERE, a `State`.
+# Kinds of messages. _FAILED is followed by a line of JSON, [rank, text]. _HERE answers _WHERE, and is
+# followed by a `State`.
 _ALIVE, _LEAVES, _FAILED, _WHERE, _HERE = b"a", b"l", b"f", b"w", b"h"
 _LONGEST_MESSAGE = 2**20  # bytes
 SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
@@ -125,7 +125,8 @@ class Peers:
             store.wait(names, self._store.timeout)
             problem = _problem_of([json.loads(text) for text in store.multi_get(names)])
             if problem:
-                self._leaving.set()  # first, because other ranks end when they have read the verdict
+                # From now on, ignore lost connections: other ranks end when they have read the verdict.
+                self._leaving.set()
             store.set("verdict", json.dumps(problem))
         problem = json.loads(store.get("verdict"))
         if self.rank > 0:
@@ -143,7 +144,7 @@ class Peers:
             raise PeerError(problem)
 
     def watch(self, comm: Comm, progress: Progress | None) -> None:
-        """From now on, rank 0 logs the names of late ranks, unless `progress` is None."""
+        """From now on, rank 0 logs which ranks are late, unless `progress` is None."""
         self._progress = progress
         if progress is not None and self.rank == 0:
             self._late = LateRanks(comm, progress, self.world_size, lambda: self._send(_WHERE))
@@ -192,7 +193,7 @@ class Peers:
     def _admit(self, server: socket.socket, expected: dict[str, int]) -> None:
         for rank, connection in admit(server, expected):
             self._add(rank, connection)
-            if self._first_failure is not None:  # a failure from before this rank connected
+            if self._first_failure is not None:  # tell the new rank of an earlier failure
                 self._send(_FAILED, self._first_failure)
         self._all_came.set()
 

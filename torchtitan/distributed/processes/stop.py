@@ -33,7 +33,7 @@ class StopRequest:
         self._limit_seconds = job_config.training.time_limit_minutes * 60
         self._deadline = time.monotonic() - seconds_since_start() + self._limit_seconds
         self._timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
-        self.reason: str | None = None  # what `answer` returned last
+        self.reason: str | None = None  # the last result of `answer`
         self._signal = 0
         self._asked_at: float | None = None
         self._longest_step = self._longest_save = 0.0
@@ -116,7 +116,8 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
             signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # `sigwaitinfo` reports a signal's sender; handlers don't
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        trainer = multiprocessing.parent_process()  # never the fork server, even if it forked this
+        # The parent is the trainer, even if a fork server started this worker.
+        trainer = multiprocessing.parent_process()
 
         def end_with_trainer() -> None:
             while signal.sigwaitinfo([signal.SIGTERM]).si_pid != getattr(trainer, "pid", None):
