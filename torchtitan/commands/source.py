@@ -28,9 +28,11 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.events import FILE_NAME
 from torchtitan.tools.files import open_file
 
-RUN_FOLDER = JobConfig().job.dump_folder  # default folder of a run
-MODEL_FOLDER = "model"  # folder in RUN_FOLDER to which the default job exports
-_LONGEST_TABLE = 32_768  # most positions in the RoPE table of a model from Hugging Face
+# The default folder of a run, and the folder in it to which the default job exports its model.
+RUN_FOLDER = JobConfig().job.dump_folder
+MODEL_FOLDER = "model"
+# Most positions in the RoPE table of a model from Hugging Face.
+_LONGEST_TABLE = 32_768
 
 
 class UnknownModelError(ValueError):

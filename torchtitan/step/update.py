@@ -131,8 +131,10 @@ class Update:
         self.losses = StepLosses()
         self._verdict: _Verdict | None = None  # of the last step; None once the host has read it
         self._skipped_in_a_row = 0
-        self._num_early_steps = 0  # microbatches since the last step
-        self.had_backward = False  # whether the engine ran a backward since the last step
+        # Number of microbatches since the last step.
+        self._num_early_steps = 0
+        # True if the engine ran a backward since the last step.
+        self.had_backward = False
         self._version = 0
 
         def count_version(*_args: object, **_kwargs: object) -> None:

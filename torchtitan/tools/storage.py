@@ -26,12 +26,17 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-READ_SECONDS = 20.0  # how long a call is retried after its first failure
-UPLOAD_SECONDS = 600.0  # uploads are retried for longer, because training continues meanwhile
-_LONG_ATTEMPTS = 3  # how many long attempts restart the retry time; see `_call`
-_BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a cached block, number of blocks that a process caches
+# How many seconds a call is retried after its first failure. Uploads are retried for longer, because
+# training continues meanwhile.
+READ_SECONDS = 20.0
+UPLOAD_SECONDS = 600.0
+# How many long attempts restart the retry time; see `_call`.
+_LONG_ATTEMPTS = 3
+# Bytes of a cached block, and number of blocks that a process caches.
+_BLOCK, _BLOCKS_KEPT = 2**20, 64
 _STREAM_BUFFER = 8 * 2**20
-_FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights
+# Endings of the files beside a Hugging Face model's weights.
+_FETCHED = (".json", ".jinja", ".txt", ".model")
 
 
 _REFUSALS = re.compile("credential|forbidden|unauthori[sz]ed|access denied", re.IGNORECASE)

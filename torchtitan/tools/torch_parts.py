@@ -24,8 +24,10 @@ _FIRST, *_, _LAST = map(minor_version, TESTED)
 
 
 class Feature(NamedTuple):
-    title: str  # name of the feature in error messages
-    otherwise: str  # what to do if torch lacks a part of the feature
+    """title: the feature's name in error messages. otherwise: what to do if torch lacks a part of it."""
+
+    title: str
+    otherwise: str
 
 
 class Part(NamedTuple):

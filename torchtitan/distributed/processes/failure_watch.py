@@ -32,12 +32,17 @@ from torchtitan.tools.utils import run_beside
 
 T = TypeVar("T")
 
-_SECONDS_TO_HEAR = 3  # how long a rank waits for all other ranks to read its message
-_SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the other ranks to fail too
+# How many seconds a rank waits: for all other ranks to read its message; after its failure, for the other
+# ranks to fail too; and for its thread to end.
+_SECONDS_TO_HEAR = 3
+_SECONDS_TO_FAIL_TOO = 2
 _SECONDS_TO_CLOSE = 1
-_LONGEST_WAIT = timedelta(days=20)  # the store counts milliseconds in 31 bits
-_LONGEST_TEXT = 2000  # characters of an error sent to other ranks
-_watches = itertools.count()  # indices of watches; all ranks make them in the same order
+# The store counts milliseconds in 31 bits.
+_LONGEST_WAIT = timedelta(days=20)
+# Number of characters of an error that are sent to other ranks.
+_LONGEST_TEXT = 2000
+# Indices of watches. All ranks make watches in the same order.
+_watches = itertools.count()
 
 
 class Watch:
@@ -73,14 +78,19 @@ class FailureWatch(Watch):
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         name, store = f"torchtitan/failures/{next(_watches)}", torch_parts.default_store()
         self._store = dist.PrefixStore(name, store)
-        self._call = 0  # number of the current or last call, the same on every rank
+        # Number of the current or last call, the same on every rank.
+        self._call = 0
         # (call, rank, text): another rank's failed function; that rank may be one call ahead.
         self._reported: tuple[int, int, str] | None = None
-        self._own: BaseException | None = None  # raised by this rank's function in this call
-        self._raised: BaseException | None = None  # the exception that `raise_failures` raised
-        self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
-        with contextlib.suppress(RuntimeError):  # a FileStore cannot be cloned
-            store = store.clone()  # the thread's waits block only this second connection
+        # The exception of this rank's failed function in this call.
+        self._own: BaseException | None = None
+        # The exception that `raise_failures` raised.
+        self._raised: BaseException | None = None
+        # (rank, text): why the engine is lost.
+        self._lost: tuple[int, str] | None = None
+        # The thread's waits block only a second connection to the store. A FileStore cannot be cloned.
+        with contextlib.suppress(RuntimeError):
+            store = store.clone()
         store = dist.PrefixStore(name, store)
         self._listening = run_beside(lambda: self._listen(store))
 

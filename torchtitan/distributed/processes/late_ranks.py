@@ -28,9 +28,12 @@ from torchtitan.tools.logging import logger
 
 SECONDS_BETWEEN_TURNS = 0.2
 READING_THREAD = "data of the next step"
-BACKGROUND = "beside training"  # description of groups whose collectives are not part of steps
-_LONGEST_STACK = 15  # number of innermost calls to print
-_FEWEST_STEPS = 5  # fewest steps for a median duration
+# Description of process groups whose collectives are not part of steps.
+BACKGROUND = "beside training"
+# Number of innermost calls to print.
+_LONGEST_STACK = 15
+# Fewest steps for a median of their durations.
+_FEWEST_STEPS = 5
 
 
 class Progress:
@@ -123,7 +126,8 @@ class LateRanks:
         self.answers: dict[int, State] = {}
         self._step, self._median, self._slow_after = -1, inf, inf
         self._look_at = self._asked_at = 0.0
-        self._seen: list[tuple[int, State]] = []  # ranks that were late in this step
+        # (rank, state) of the ranks that were late in this step.
+        self._seen: list[tuple[int, State]] = []
         # Late rank -> (its counts, or {} if it did not answer; the time of the first such answer, or inf
         # after the warning).
         self._since: dict[int, tuple[dict[str, int], float]] = {}

@@ -50,11 +50,16 @@ _MOST_KEYS_SHOWN = 8
 # followed by a `State`.
 _ALIVE, _LEAVES, _FAILED, _WHERE, _HERE = b"a", b"l", b"f", b"w", b"h"
 _LONGEST_MESSAGE = 2**20  # bytes
-SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
-_SECONDS_TO_SAVE = 25  # limit for a save after a helper fails; torchrun kills 30 s after SIGTERM
-_SECONDS_TO_END = 2  # after another rank fails, the main thread has this long to end this process
-_SECONDS_TO_CONNECT = 5  # a failed rank 0 waits this long for starting ranks, to tell them
-_SECONDS_TO_CLOSE = 10  # limit for a failed rank to close its resources
+# Time limits, in seconds: how long a rank that can't train waits for the other ranks' reports.
+SECONDS_TO_REPORT = 15
+# After a helper fails, the other ranks may save. torchrun kills ranks 30 s after SIGTERM.
+_SECONDS_TO_SAVE = 25
+# After another rank fails, the main thread has this long to end this process.
+_SECONDS_TO_END = 2
+# A failed rank 0 waits for starting ranks to connect, and tells them of its failure.
+_SECONDS_TO_CONNECT = 5
+# After its own failure, a rank has this long to close its resources.
+_SECONDS_TO_CLOSE = 10
 
 
 class PeerError(Exception):
