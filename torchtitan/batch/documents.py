@@ -287,7 +287,7 @@ def _read(batch: Mapping[str, Any], source: str) -> Tensor:
     # Refuse one row of lengths [1, n] for several rows: they might be meant for the flattened batch.
     if values.dim() != 2 or len(values) != n_rows:
         raise ValueError(
-            f"the batch's {source!r} must have a row for each of the {n_rows} of its 'input', got "
+            f"the batch's {source!r} must have a row for each of the {n_rows} rows of its 'input', got "
             f"shape {tuple(values.shape)}; give each row its documents, padded to the longest list"
         )
     number = document_ids_from_lengths if source == "seq_lens" else document_ids_from_cu_seqlens

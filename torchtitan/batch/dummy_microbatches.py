@@ -17,7 +17,8 @@ from torchtitan.distributed.dtensor import local_tensor, whole_tensor
 from torchtitan.tools import torch_parts
 from torchtitan.tools.host_copy import read_later
 
-_MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tokens
+# Attention kernels on accelerators work on blocks of 128 tokens.
+_MAX_LENGTH = 128
 
 
 def num_dummies(

@@ -85,9 +85,10 @@ class DocumentPolicy:
         separates, has_parents = self.separates_documents, batch.entries.get(PARENT_IDS) is not None
         if has_parents and (has_own_masks or not separates or "document_ids" not in batch.entries):
             raise ValueError(
-                f"the batch's {PARENT_IDS!r} need its 'document_ids', no 'attention_masks' and "
-                f"model.attn_mask_type 'block_causal' or 'position_block_causal', got {sorted(batch.entries)} "
-                f"and {self.attn_mask_type!r}; set the mask type, with model.attn_type 'flex' or 'varlen'"
+                f"a batch with {PARENT_IDS!r} must have 'document_ids' and no 'attention_masks', and "
+                f"model.attn_mask_type must be 'block_causal' or 'position_block_causal', got "
+                f"{sorted(batch.entries)} and {self.attn_mask_type!r}; set the mask type, with "
+                "model.attn_type 'flex' or 'varlen'"
             )
         if batch.document_ids is None and separates and not has_own_masks:
             batch = dataclasses.replace(batch, document_ids=self.document_ids(batch))

@@ -98,13 +98,15 @@ def main() -> None:
     if default and not names_job(arguments):
         arguments.insert(0, f"--job.config_file={default}")
     sys.argv = [f"torchtitan {name}", *arguments]
-    sys.path.append(os.getcwd())  # like `python -m`: a job may import its own modules
+    # As with `python -m`, a job may import modules from the current folder.
+    sys.path.append(os.getcwd())
     if COMMANDS[name].trains:
         from torchtitan.tools import signals
 
         if options.nproc != 1:
             return start_ranks(module, options.nproc, arguments)
-        signals.at_start.start()  # early, because the imports take seconds
+        # Handle signals before the imports, which take seconds.
+        signals.at_start.start()
     getattr(importlib.import_module(module), function)()
 
 

@@ -118,7 +118,8 @@ def _answer(
     started = time.monotonic()
     drawn, shown = itertools.tee(draw(ids))
     tokens = (of_rows[0] for of_rows in shown)
-    first = next(tokens)  # before any output, raises if an option is out of range
+    # Raises, before any output, if an option is out of range.
+    first = next(tokens)
     for piece in pieces_of(tokenizer, ids, itertools.chain([first], tokens)):
         print(piece, end="", flush=True) if shows else None
     seconds = time.monotonic() - started

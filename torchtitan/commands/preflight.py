@@ -40,7 +40,8 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import get_device_info
 
 SECONDS_IN_ALL, SECONDS_PER_COLLECTIVE, SECONDS_STUCK = 30, 10, 4.0
-SMALLEST_SHARE = 0.25  # a pair fails below this share of the fastest pair's bandwidth
+# A pair fails below this share of the fastest pair's bandwidth.
+SMALLEST_SHARE = 0.25
 _GIB, _GB = 2**30, 1e9
 _runs = itertools.count()
 _REMEDIES = {  # name of a method of `Checks` -> remedy
@@ -84,7 +85,7 @@ def run(config: JobConfig) -> bool:
     faulthandler.dump_traceback_later(SECONDS_IN_ALL, exit=True)
     try:
         init_distributed(comm, enable_cpu_backend=True)
-        # For `Checks.pairs`, where ranks run different numbers of sends.
+        # `Checks.pairs` has a group of its own, because ranks run different numbers of sends.
         progress.pipeline = dist.new_group()
         has_failed = Checks(config, progress.pipeline).run()
         dist.destroy_process_group()
@@ -231,7 +232,8 @@ class Checks:
         for _ in range(4):
             started = time.perf_counter()
             transfer()
-            self.got[:1].cpu()  # waits for the device
+            # Wait for the device.
+            self.got[:1].cpu()
             seconds.append(time.perf_counter() - started)
         return self.got.nbytes / min(seconds) / _GB
 

@@ -133,7 +133,8 @@ def weights_in(source: str | None, config: JobConfig) -> str:
 
     own, bucket = config.checkpoint.places()
     found = last_step(source) + last_step(storage.join(source, own))
-    exported = storage.join(source, MODEL_FOLDER)  # a LoRA run exports merged weights to it
+    # The exported model of a LoRA run has merged weights.
+    exported = storage.join(source, MODEL_FOLDER)
     if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
         found.append(exported)
     if not found and bucket:
@@ -169,7 +170,8 @@ def open_engine(
     config.model.converters = kept
     config.training.global_batch_size, config.training.enable_cpu_offload = -1, False
     config.lr_scheduler = LRScheduler(warmup_steps=0)
-    seed = config.debug.seed or 0  # the seed of a LoRA base with random weights
+    # A LoRA base with random weights is drawn again from this seed.
+    seed = config.debug.seed or 0
     config.debug.seed = read_record(weights).get("seed", seed) if has_adapters else seed
     engine = TrainingEngine(config, train_spec=train_spec, forward_only=True)
     with on_error(engine.close):

@@ -138,7 +138,8 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
     return frozenset(shapes)
 
 
-@functools.cache  # dynamo recompiles for every new factory
+# Cached, because dynamo recompiles for every new factory.
+@functools.cache
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
@@ -146,20 +147,23 @@ def _context_fn(
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:
-        num_products: Counter[bool] = Counter()  # is_recompute -> number of products
+        # ctx.is_recompute -> number of matrix products so far.
+        num_products: Counter[bool] = Counter()
 
         def policy(
             ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
         ) -> CheckpointPolicy:
             if op is copy and args[0].device.type != "cpu" and kwargs.get("device") is not None:
                 if torch.device(kwargs["device"]).type == "cpu":
-                    return CheckpointPolicy.MUST_SAVE  # a second copy would wait for the device too
+                    # Recomputing the copy would wait for the device again.
+                    return CheckpointPolicy.MUST_SAVE
             if op not in saved_ops:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             if op in _PRODUCTS:
                 right = args[_PRODUCTS[op]]
                 shape = tuple(right.shape)
-                if right.dtype == torch.uint8:  # a 4-bit weight is stored as bytes
+                # A 4-bit weight is stored as bytes.
+                if right.dtype == torch.uint8:
                     shape = nf4.count(shape[-1]), shape[-2]
                 if shape in recomputed_shapes:
                     return CheckpointPolicy.PREFER_RECOMPUTE

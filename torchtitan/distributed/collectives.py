@@ -135,7 +135,8 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "reduce_scatter": reduce_scatter,
     "own_rows": _own_rows,
     "sum": lambda x, group: OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group)),
-    "wait": OPS.wait_tensor,  # waits for a collective that was started before
+    # For a collective that was started earlier.
+    "wait": OPS.wait_tensor,
     "keep": lambda x, *_: x.view_as(x),
 }
 

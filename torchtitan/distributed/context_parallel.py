@@ -59,7 +59,8 @@ class TokenShards:
     place_of_chunk: Tensor
     mesh: DeviceMesh
     group_name: str
-    rank: int = 0  # this process's rank on the axis
+    # This process's rank on the axis.
+    rank: int = 0
 
     @classmethod
     def from_chunks(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":

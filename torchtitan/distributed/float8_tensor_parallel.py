@@ -127,7 +127,8 @@ class _TensorwiseLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = torch.mm(rows, weight).reshape(x.shape)
         grad_weight = None
-        if ctx.needs_input_grad[1]:  # the weight is not frozen
+        # A frozen weight needs no gradient.
+        if ctx.needs_input_grad[1]:
             grad_weight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
         return grad_x, grad_weight, None, None, None, None
 

@@ -229,7 +229,8 @@ def reshard_model(model: nn.Module) -> None:
     for group in _param_groups(model):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
-        if forwards is not None:  # None before the first forward
+        # `forwards` is None before the first forward.
+        if forwards is not None:
             forwards.clear()
             torch_parts.fsdp_order(group).clear()
 
@@ -279,7 +280,8 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(not later)
         return
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP and DDP both have the method
+    # FSDP and DDP both have this method.
+    if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(not later)
     if keeps_weights and isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not later)
@@ -294,7 +296,8 @@ def accumulate_gradients(model: nn.Module) -> None:
         return
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)
-    if hasattr(model, "finalize_backward"):  # exists since torch 2.15
+    # `finalize_backward` exists since torch 2.15.
+    if hasattr(model, "finalize_backward"):
         model.set_manual_backward_finalization(True)
     else:
         model.set_is_last_backward(False)
@@ -350,7 +353,8 @@ def recover_model(model: nn.Module) -> None:
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
     """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh."""
-    if enable_compile:  # let the compiler split graphs where DDP's buckets end
+    # Let the compiler split graphs where DDP's buckets end.
+    if enable_compile:
         host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
     # Buffers are not broadcast, because each rank has its own token counts per expert in a buffer.
     group = dp_mesh.get_group()
@@ -377,7 +381,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         local = local_tensor(parameter.grad)
-        summed = local.contiguous()  # NCCL refuses other layouts
+        # NCCL refuses tensors that are not contiguous.
+        summed = local.contiguous()
         work = dist.all_reduce(summed, group=mesh.get_group(), async_op=True)
         sums.append((local, summed, work))
     for local, summed, work in sums:

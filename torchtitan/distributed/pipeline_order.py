@@ -32,7 +32,8 @@ class Action(NamedTuple):
 
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_ACTIVE_STAGES = 3  # stages that stay gathered: the next three to compute
+# Number of stages that stay gathered: the next stages to compute.
+_ACTIVE_STAGES = 3
 
 
 def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str = "") -> Order:
@@ -92,7 +93,7 @@ def select(order: Order, n: int, forward_only: bool) -> Order:
 
 
 def rank_of_stages(order: Order) -> dict[int, int]:
-    """Return the rank that computes each stage."""
+    """Return a dict: stage -> the rank that computes it."""
     return {action.stage: rank for rank, actions in order.items() for action in actions}
 
 
@@ -104,7 +105,8 @@ def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
     """
     result: Order = {rank: [] for rank in order}
     position = dict.fromkeys(order, 0)
-    computed: set[tuple[str, int, int]] = set()  # (F or B, stage, microbatch)
+    # (F or B, stage, microbatch) of the actions so far.
+    computed: set[tuple[str, int, int]] = set()
     last = max(rank_of)
     while any(position[rank] < len(actions) for rank, actions in order.items()):
         before = dict(position)

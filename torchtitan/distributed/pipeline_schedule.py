@@ -39,7 +39,8 @@ from torchtitan.tools import torch_parts
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
 
-_MAX_ORDERS = 16  # number of cached orders: one for each number of microbatches
+# Number of cached orders. Each number of microbatches has its own order.
+_MAX_ORDERS = 16
 
 
 class PipelineSchedule:
@@ -110,7 +111,7 @@ class PipelineSchedule:
         split into `n_microbatches`; the outputs are concatenated.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("step() computes gradients and they are disabled here; call eval()")
+            raise RuntimeError("step() computes gradients, but gradients are disabled; call eval()")
         return self._run(False, *args, **kwargs)
 
     @torch.no_grad()
@@ -327,7 +328,8 @@ class _Call:
             longest = 4 * self._schedule.num_stages
             sending = self._sending
             while sending and (sending[0][0].is_completed() or len(sending) > longest):
-                sending.pop(0)[0].wait()  # raises if the message got lost
+                # Raises if the message got lost.
+                sending.pop(0)[0].wait()
         for work, _ in self._sending:
             work.wait()
 

@@ -122,7 +122,8 @@ class PipelineStage:
             if not start.requires_grad:  # all parameters of this and earlier stages are frozen
                 start = None
             elif not self.is_last:
-                start = get_gradient_edge(start)  # lets the output be freed once it is sent
+                # The edge lets the output be freed once it is sent.
+                start = get_gradient_edge(start)
             self._forwards[microbatch] = start, hidden
         return output
 
@@ -163,7 +164,7 @@ class PipelineStage:
 
 
 def _gradient_of(hidden: Tensor) -> Tensor:
-    """Return the gradient; zeros if the loss does not depend on the hidden states."""
+    """Return the gradient of the hidden states; zeros if the loss does not depend on them."""
     return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
 

@@ -41,11 +41,14 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 # Values that the host reads from the device are made up: 1 for a number, zeros for a copied tensor.
 # Functions of torchtitan that need another value: name -> function from its local variables to the value.
 ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "_on_any_rank": lambda _: 0,  # means that no rank saw a leak
+    # 0 means that no rank saw a leak.
+    "_on_any_rank": lambda _: 0,
     "check": lambda _: 0,
-    "_sum_over_ranks": lambda _: 0,  # means that no rank ran out of data
+    # 0 means that no rank ran out of data.
+    "_sum_over_ranks": lambda _: 0,
     "_is_asked_to_stop": lambda _: 0,
-    "continue_prompts": lambda _: 1,  # makes each prompt get one token
+    # 1 makes each prompt get one token.
+    "continue_prompts": lambda _: 1,
     "_begin_exchange": lambda local: _local_of_caller("pairs").shape[0] // local["num_ranks"],
 }
 
@@ -67,8 +70,10 @@ class Rehearsal(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.waits: Counter[str] = Counter()
         self.races: Counter[str] = Counter()
-        self._uses: dict[int, _Uses] = {}  # by storage on the device
-        self._arriving: dict[int, tuple[StorageWeakRef, int, int]] = {}  # by address on the host
+        # Storage on the device -> its uses.
+        self._uses: dict[int, _Uses] = {}
+        # Address of host memory -> the copy that arrives there.
+        self._arriving: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._lock = threading.Lock()
 
     @classmethod

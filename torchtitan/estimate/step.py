@@ -137,7 +137,8 @@ def estimate_step(
                 "DDP cannot be estimated, because its reducer communicates when it is built; set "
                 "parallelism.data_parallel_shard_degree to 2 or more (FSDP, HSDP)"
             )
-        engine.tokenizer = types.SimpleNamespace(eos_id=1)  # the made-up batch has no such token
+        # The made-up batch has no token with this id.
+        engine.tokenizer = types.SimpleNamespace(eos_id=1)
         logger.info("first step, which makes the optimizer's state")
         for _ in _run_step(engine):
             pass

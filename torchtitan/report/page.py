@@ -22,12 +22,15 @@ from torchtitan.report.read import Curve, Run, number, spread, thin_out
 from torchtitan.tools.events import flat_settings
 
 POINTS_PER_CURVE = 2_000
-POINTS_PER_PAGE = 50_000  # a point takes 24 bytes
+# A point takes 24 bytes.
+POINTS_PER_PAGE = 50_000
 MAX_CURVES = 60
 MAX_EVENTS = 500
 MAX_SETTINGS = 500
-LONGEST_TEXT = 800  # characters of a message or sample
-SECONDS_OF_SILENCE = 600  # silence after which an unfinished run counts as dead
+# Most characters of a message or sample.
+LONGEST_TEXT = 800
+# Silence after which an unfinished run counts as dead.
+SECONDS_OF_SILENCE = 600
 
 # (panel, metric, label of the curve); torchtitan.callbacks.metrics and torchtitan.rl name the metrics
 PANELS = [

@@ -23,8 +23,10 @@ from torchtitan.tools.files import open_file
 EPISODES_FILE = "episodes.jsonl"
 SAMPLED_STEPS = 8  # number of steps whose samples are shown
 SAMPLES_PER_STEP = 6
-_LONGEST_LINE = 1 << 22  # in bytes
-_MAX_STEP_OR_TIME = 1e15  # times are seconds since 1970
+# In bytes.
+_LONGEST_LINE = 1 << 22
+# Times are seconds since 1970.
+_MAX_STEP_OR_TIME = 1e15
 
 
 class NoRunError(Exception):

@@ -65,7 +65,8 @@ class StepMetrics:
                 f"{sorted(self._values)}; return these names for every microbatch, on every rank"
             )
         for name, value in metrics.items():
-            if not isinstance(value, Tensor):  # torch.full does not wait for the device
+            # `torch.full` does not wait for the device.
+            if not isinstance(value, Tensor):
                 value = torch.full((), value, device=self._runner.device)
             if value.numel() != 1:
                 raise ValueError(

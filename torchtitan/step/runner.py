@@ -263,7 +263,8 @@ class Runner:
 
         def attempted(*tensors: Tensor | None, group: Any = None, **adapter: Any) -> Any:
             compute = functools.partial(head, *tensors, group=group, **adapter)
-            if group is not None:  # collective over `group`: no rank may skip it
+            # A head with a group is collective, so no rank may skip it.
+            if group is not None:
                 return compute()
             return self.watch.attempt(compute, lambda: zero_loss((tensors, adapter)))
 
@@ -337,7 +338,8 @@ class Runner:
                 result = result_of(outputs, microbatch)
             if not backward:
                 return result
-            del outputs  # free logits [B, T, V] before backward allocates memory
+            # Free the logits [B, T, V] before backward allocates memory.
+            del outputs
             (result * self.gradient_factor).backward()
         return result.detach()
 

@@ -129,7 +129,8 @@ class Update:
         on_device = self.device.type != "cpu" and not self.training.enable_cpu_offload
         self.skips_on_device = on_device and skips_on_device(self.optimizers)
         self.losses = StepLosses()
-        self._verdict: _Verdict | None = None  # of the last step; None once the host has read it
+        # The verdict on the last step; None once the host has read it.
+        self._verdict: _Verdict | None = None
         self._skipped_in_a_row = 0
         # Number of microbatches since the last step.
         self._num_early_steps = 0
@@ -259,7 +260,8 @@ class Update:
         """
         self.before_update()
         if lr is not None:
-            lr = float(lr)  # parameter groups must not hold a tensor of the caller
+            # Parameter groups must not hold the caller's tensor.
+            lr = float(lr)
             for scheduler in self.lr_schedulers.schedulers:
                 peak, *_ = scheduler.base_lrs
                 factors = [own / peak if peak else 1.0 for own in scheduler.base_lrs]

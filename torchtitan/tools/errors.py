@@ -10,7 +10,8 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-_FEWEST_FILES = 128  # enough for one rank with a few data workers
+# Enough for one rank with a few data workers.
+_FEWEST_FILES = 128
 
 
 class ConfigError(ValueError):

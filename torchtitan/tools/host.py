@@ -151,8 +151,10 @@ def keep_freed_memory() -> None:
     chosen = os.environ.get("GLIBC_TUNABLES", "") + " ".join(os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "_threshold" not in chosen and "MALLOC_" not in chosen:
-        trim_threshold, mmap_threshold = -1, -3  # numbers of mallopt's parameters in malloc.h
-        mallopt(mmap_threshold, 32 << 20)  # the largest value that glibc accepts
+        # Numbers of mallopt's parameters in malloc.h.
+        trim_threshold, mmap_threshold = -1, -3
+        # 32 MiB is the largest threshold that glibc accepts.
+        mallopt(mmap_threshold, 32 << 20)
         mallopt(trim_threshold, 512 << 20)
 
 

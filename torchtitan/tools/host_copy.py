@@ -64,7 +64,8 @@ def read_later(tensor: Tensor) -> Callable[[], list[Any]]:
     if tensor.device.type == "cpu":
         numbers = tensor.tolist()
         return lambda: numbers
-    copy = tensor.to("cpu", non_blocking=True)  # torch copies into pinned memory
+    # Torch allocates pinned memory for this copy.
+    copy = tensor.to("cpu", non_blocking=True)
     copied = torch.get_device_module(tensor.device).Event()
     copied.record()
 

@@ -83,7 +83,7 @@ def resolve(address: str) -> tuple[Any, str]:
             "or that package"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{address} is no address that fsspec knows ({error})") from None
+        raise ConfigError(f"{address} is not an address that fsspec knows ({error})") from None
 
 
 def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = None) -> T:

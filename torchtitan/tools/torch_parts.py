@@ -311,7 +311,8 @@ def check(job_config: Any, world_size: int = 1) -> None:
     used = {key for key, is_used in _IS_USED.items() if is_used(job_config, world_size)}
     for name, part in PARTS.items():
         if part.feature in used:
-            place.__wrapped__(name)  # the function without its cache
+            # Call the function without its cache.
+            place.__wrapped__(name)
 
 
 @functools.cache

@@ -112,7 +112,7 @@ class GarbageCollection:
         self.debug = debug
         self._was_enabled = gc.isenabled()
         gc.disable()
-        self.collect("first collection, automatic collection is off from here on")
+        self.collect("first collection, automatic collection is off from now on")
         self._stop_watching_cycles: Callable[[], None] | None = None
         if debug and _rank() == 0 and torch.cuda.is_available():
             self._stop_watching_cycles = torch_parts.warn_tensor_cycles()

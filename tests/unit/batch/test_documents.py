@@ -71,7 +71,7 @@ def test_boundaries_are_read_and_a_single_source_is_no_reason_to_warn(key, value
         ("document_ids", [[0, 1, 1, 1]], r"shape of its 'input', \(2, 3\).*got \(1, 4\)"),
         ("document_ids", [0, 1, 1, 0, 0, 0], r"got \(6,\); give one entry per token"),
         ("positions", [[0, 1]] * 2, r"shape of its 'input'.*got \(2, 2\)"),
-        ("seq_lens", [1, 2, 3], r"row for each of the 2 of its 'input', got shape \(3,\)"),
+        ("seq_lens", [1, 2, 3], r"row for each of the 2 rows of its 'input', got shape \(3,\)"),
         ("seq_lens", [[1, 2]], r"got shape \(1, 2\); give each row its documents"),
         ("cu_seqlens", [[0, 3, 6]], r"row for each of the 2 .*got shape \(1, 3\)"),
         ("seq_lens", [[1, 2], [2, 2]], "to 3 tokens at most, got 0 to 4"),

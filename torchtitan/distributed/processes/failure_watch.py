@@ -96,7 +96,8 @@ class FailureWatch(Watch):
 
     def close(self) -> None:
         if not self._listening.done():
-            run_beside(lambda: self._send("closed", ""))  # the store may be gone or hang
+            # On another thread, because the store may be gone or hang.
+            run_beside(lambda: self._send("closed", ""))
             futures.wait([self._listening], _SECONDS_TO_CLOSE)
         if self._lost is not None:
             forget_meshes()
@@ -128,7 +129,8 @@ class FailureWatch(Watch):
             except BaseException as error:
                 self._own = error
                 if isinstance(error, MemoryError | torch.OutOfMemoryError):
-                    traceback.clear_frames(error.__traceback__)  # free the function's tensors
+                    # Free the function's tensors.
+                    traceback.clear_frames(error.__traceback__)
                 with contextlib.suppress(RuntimeError):  # the store may be gone
                     # The first rank to fail informs all ranks before any rank can end this call.
                     if self._store.add(f"failed/{self._call}", 1) == 1:
@@ -216,11 +218,13 @@ class FailureWatch(Watch):
             self._store.wait([f"message/{number}/known"], timedelta(seconds=_SECONDS_TO_HEAR))
 
     def _listen(self, store: dist.Store) -> None:
-        with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
+        # The rank that holds the store may have ended.
+        with contextlib.suppress(RuntimeError):
             for number in itertools.count():
                 name = f"message/{number}"
                 while not store.check([name]):
-                    with contextlib.suppress(dist.DistStoreError):  # no message within this wait
+                    # Wait again if no message came in time.
+                    with contextlib.suppress(dist.DistStoreError):
                         store.wait([name], _LONGEST_WAIT)
                 kind, call, rank, text = json.loads(store.get(name))
                 if kind == "closed":

@@ -75,7 +75,8 @@ def own_state(progress: Progress | None) -> State:
         return State({})
     counts = {"step": progress.number}
     for group in set(torch_parts.world.pg_map) - {progress.pipeline}:
-        with contextlib.suppress(RuntimeError):  # this backend counts no collectives
+        # Some backends count no collectives.
+        with contextlib.suppress(RuntimeError):
             if group.group_desc == BACKGROUND:
                 continue
             counts[group.group_name] = torch_parts.collectives_so_far(group)

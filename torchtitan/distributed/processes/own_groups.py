@@ -68,7 +68,8 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection, address, listens in _tcp_sockets():
         if address in addresses and not listens:
-            with contextlib.suppress(OSError):  # the connection has ended
+            # The connection may have ended.
+            with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
     if not torch.accelerator.is_available():
         return
@@ -106,7 +107,8 @@ def _tcp_sockets() -> Iterator[tuple[socket.socket, tuple, bool]]:
     """Yield a duplicate of each TCP socket of this process, its own address and whether it listens."""
     folder = "/proc/self/fd"
     for number in map(int, os.listdir(folder) if os.path.isdir(folder) else ()):
-        with contextlib.suppress(OSError):  # another thread has closed the socket
+        # Another thread may have closed the socket.
+        with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as found:
                     if found.family in (socket.AF_INET, socket.AF_INET6):

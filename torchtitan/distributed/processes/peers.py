@@ -88,16 +88,20 @@ class Peers:
         self._helpers = helpers
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
-        self._connections: dict[socket.socket, int] = {}  # connection -> the rank at its other end
-        self._heard_at: dict[int, float] = {}  # rank -> time of its last message
+        # Connection -> the rank at its other end.
+        self._connections: dict[socket.socket, int] = {}
+        # Rank -> time of its last message.
+        self._heard_at: dict[int, float] = {}
         # epoll and kqueue let a thread add a connection while `_watch` waits in `select`.
         self._selector = selectors.DefaultSelector()
-        self._all_came = threading.Event()  # set on rank 0 once all ranks have connected
+        # Set on rank 0 once all ranks have connected.
+        self._all_came = threading.Event()
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
         self._progress: Progress | None = None
-        self._late: LateRanks | None = None  # exists on rank 0 during training
+        # Exists on rank 0 during training.
+        self._late: LateRanks | None = None
         if world_size > 1:
             self._connect()
 
@@ -198,7 +202,8 @@ class Peers:
     def _admit(self, server: socket.socket, expected: dict[str, int]) -> None:
         for rank, connection in admit(server, expected):
             self._add(rank, connection)
-            if self._first_failure is not None:  # tell the new rank of an earlier failure
+            # Tell the new rank of an earlier failure.
+            if self._first_failure is not None:
                 self._send(_FAILED, self._first_failure)
         self._all_came.set()
 
@@ -208,7 +213,8 @@ class Peers:
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.settimeout(_SECONDS_TO_END)  # timeout to receive the rest of a message
+        # Timeout to receive the rest of a message.
+        connection.settimeout(_SECONDS_TO_END)
         self._connections[connection], self._heard_at[rank] = rank, time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -219,7 +225,8 @@ class Peers:
         while True:
             ready = self._selector.select(seconds_between_turns)
             now = time.monotonic()
-            if now - last_turn > longest_silence / 2:  # this process was suspended
+            # If this process was suspended, restart the time of each rank's silence.
+            if now - last_turn > longest_silence / 2:
                 self._heard_at.update(dict.fromkeys(list(self._heard_at), now))
             last_turn = now
             if now >= next_message_at:

@@ -16,7 +16,8 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.host import seconds_since_start
 from torchtitan.tools.signals import SIGNALS, SignalThread, end_now
 
-_TIME_LIMIT = 64  # stands for the time limit among signal numbers
+# Stands for the time limit among signal numbers.
+_TIME_LIMIT = 64
 
 
 class StopRequest:
@@ -33,7 +34,8 @@ class StopRequest:
         self._limit_seconds = job_config.training.time_limit_minutes * 60
         self._deadline = time.monotonic() - seconds_since_start() + self._limit_seconds
         self._timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
-        self.reason: str | None = None  # the last result of `answer`
+        # The last result of `answer`.
+        self.reason: str | None = None
         self._signal = 0
         self._asked_at: float | None = None
         self._longest_step = self._longest_save = 0.0
