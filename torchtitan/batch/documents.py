@@ -161,7 +161,7 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
     document_ids: [B, T]. parent_ids: [B, T], the id of the parent of each token's document, -1 for none:
     ids [0 0 1 2 2], parents [-1 -1 0 0 0] -> [0 1 2 2 3].
     Waits for the device if the host has no copy. Raises ValueError unless a parent is the document just
-    before, or an ancestor of that document. So a tree's documents follow one another without a gap.
+    before, or an ancestor of that document: a tree's documents must follow one another without a gap.
     """
     ids, parents = fetch(document_ids), fetch(parent_ids)
     is_token, seq_len = ids != PADDING, ids.shape[1]
@@ -356,7 +356,7 @@ def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tens
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """Return True if the sources `pair` are to be compared on the device of `x`; records the pair."""
+    """Return True if the two sources should be compared. On an accelerator each pair is compared once."""
     said = already_said()
     is_new = pair not in said
     said.add(pair)

@@ -38,7 +38,8 @@ class VarlenMetadata(NamedTuple):
     max_k: int | float
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, because tensors are not compared
+# eq=False: masks are hashed by identity, because their tensors cannot be compared.
+@dataclass(frozen=True, eq=False)
 class DocumentMask:
     """A query sees itself and the keys before it in its own document, and in that document's ancestors.
 

@@ -98,7 +98,7 @@ def grow_trees(
 
 
 def columns_of(trees: Iterable[Tree], lengths: Sequence[int]) -> dict[int, Tensor]:
-    """Return sequence index -> columns of its slots, int64 [n], in a row of these trees one after another.
+    """Return sequence index -> columns of its slots, int64 [n], if a row holds these trees one after another.
 
     lengths: numbers of slots of all sequences.
     """

@@ -44,7 +44,8 @@ SECONDS_IN_ALL, SECONDS_PER_COLLECTIVE, SECONDS_STUCK = 30, 10, 4.0
 SMALLEST_SHARE = 0.25
 _GIB, _GB = 2**30, 1e9
 _runs = itertools.count()
-_REMEDIES = {  # name of a method of `Checks` -> remedy
+# Name of a method of `Checks` -> what to do if the check fails.
+_REMEDIES = {
     "device": "look at nvidia-smi there; end what uses the GPU, or leave the host out",
     "disk": "make room there, correct the mount, or set another job.dump_folder",
     "shared_folder": "mount one folder at the same path on all hosts, or set job.dump_folder",

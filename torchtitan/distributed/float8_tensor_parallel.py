@@ -2,8 +2,8 @@
 
 Layers with one scale per tensor use the scale of the whole tensor: an all-reduce over the ranks that
 hold parts finds the largest magnitude. If all linear layers of a block have one scale per tensor, the
-block gathers hidden states and gradients in float8. Layers with one scale per row
-compute the scales of this rank's part, and their hidden states are gathered in high precision.
+block gathers hidden states and gradients in float8. Layers with one scale per row compute the scales of
+this rank's part, and their hidden states are gathered in high precision.
 
 B rows, T tokens, t = T / tp tokens on this rank, K inputs and N outputs of this rank's part.
 """

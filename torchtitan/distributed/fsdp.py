@@ -225,7 +225,7 @@ def reshard_model(model: nn.Module) -> None:
     """
     for unit in _units_of(model):
         unit.reshard()
-    # Backward prefetches in the recorded order of forwards: clear those without a backward (torch 2.13).
+    # Backward prefetches in the recorded order of forwards: drop forwards without a backward (torch 2.13).
     for group in _param_groups(model):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")

@@ -65,7 +65,8 @@ def split_parameter(
     Raises ValueError, naming `name`, if the size of axis i does not divide the dimension.
     """
     sizes = list(parameter.shape)
-    if parameter.dtype == torch.uint8:  # a 4-bit weight consists of blocks that are not split
+    # A 4-bit weight consists of blocks, which are not split.
+    if parameter.dtype == torch.uint8:
         sizes[-1] //= nf4.BYTES
     for axis, dim in enumerate(dims):
         if dim is not None and sizes[dim] % mesh.size(axis):

@@ -229,7 +229,7 @@ class Rehearsal(TorchDispatchMode):
                 self.use_storage(storage, id(tensor) in written, func)
             for tensor in made:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in keys:  # the operator allocated this storage
+                if storage._cdata not in keys:  # the operator has allocated the storage
                     self._uses[storage._cdata] = _Uses(storage)
                     self._uses[storage._cdata].add(stream, True)
 

@@ -132,7 +132,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     t0 = min(times, default=0.0)
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
-    # start -> lowest first step of all later starts: the start's steps from that step on were redone
+    # start -> lowest first step of all later starts. The start's steps from that step on were redone.
     redone_from, lowest, first_steps = {}, math.inf, run.first_steps()
     for start, first_step in sorted(first_steps.items(), reverse=True):
         redone_from[start] = lowest

@@ -281,7 +281,7 @@ def loss_denominator(
 def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
     """Raise ValueError if the head is a class or is not callable.
 
-    A model with a value head also raises it for any head, and if logits are needed.
+    For a model with a value head, also raise it for any head, and if logits are needed.
     """
     if isinstance(head, type) or not (head is None or callable(head)):
         raise ValueError(

@@ -325,7 +325,7 @@ class Runner:
                     if not microbatch.is_dummy:
                         outputs.append(output)
         if not backward:
-            # FSDP keeps the last unit gathered, and its gathered parameters would get the gradients.
+            # FSDP keeps the last unit gathered. Later gradients would go to its gathered parameters.
             self.reshard()
         return outputs
 

@@ -62,7 +62,8 @@ class _Verdict:
     step: int
     # Returns [1 if it was skipped, gradient norm, sum of the denominators]; waits for the device.
     read: Callable[[], list[float]]
-    log_bad_losses: Callable[[], None]  # logs this rank's first non-finite loss
+    # Logs this rank's first non-finite loss.
+    log_bad_losses: Callable[[], None]
 
 
 class StepLosses:

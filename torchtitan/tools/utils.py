@@ -123,7 +123,8 @@ class GarbageCollection:
             self.collect("every step, as training.gc_debug asks", generation=2)
         elif step_count > 1 and step_count % self.gc_freq == 0:
             self.collect("periodic")
-            if step_count % (20 * self.gc_freq) == 0:  # this makes the step a fifth longer
+            # Rarely, because returning memory makes the step a fifth longer.
+            if step_count % (20 * self.gc_freq) == 0:
                 host.return_freed_memory()
 
     def close(self) -> None:

@@ -131,8 +131,9 @@ class FailureWatch(Watch):
                 if isinstance(error, MemoryError | torch.OutOfMemoryError):
                     # Free the function's tensors.
                     traceback.clear_frames(error.__traceback__)
-                with contextlib.suppress(RuntimeError):  # the store may be gone
-                    # The first rank to fail informs all ranks before any rank can end this call.
+                # The first rank to fail informs all ranks before any rank can end this call. The store may
+                # be gone.
+                with contextlib.suppress(RuntimeError):
                     if self._store.add(f"failed/{self._call}", 1) == 1:
                         self._send("function", _text_of(error))
         return instead()

@@ -36,7 +36,7 @@ def claim_default_group() -> None:
 
 @contextlib.contextmanager
 def making_groups() -> Iterator[None]:
-    """Record the groups made inside, so that `abort_groups` can abort them."""
+    """A context that records the groups made in it, so that `abort_groups` can abort them."""
     groups, addresses = set(torch_parts.world.pg_map), _listening_addresses()
     yield
     made = _listening_addresses() - addresses
@@ -46,8 +46,8 @@ def making_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def making_meshes() -> Iterator[None]:
-    """`making_groups` for meshes. For an axis of all ranks torch (2.13) would use the default group; if
-    the host made that group, the axis gets a new group.
+    """`making_groups` for meshes. For an axis of all ranks, torch (2.13) would use the default group. If
+    the host made the default group, the axis gets a new group instead.
     """
     with making_groups(), contextlib.ExitStack() as stack:
         is_hosts = dist.is_initialized() and not group_is_ours()

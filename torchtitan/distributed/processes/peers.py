@@ -49,7 +49,8 @@ _MOST_KEYS_SHOWN = 8
 # Kinds of messages. _FAILED is followed by a line of JSON, [rank, text]. _HERE answers _WHERE, and is
 # followed by a `State`.
 _ALIVE, _LEAVES, _FAILED, _WHERE, _HERE = b"a", b"l", b"f", b"w", b"h"
-_LONGEST_MESSAGE = 2**20  # bytes
+# In bytes.
+_LONGEST_MESSAGE = 2**20
 # Time limits, in seconds: how long a rank that can't train waits for the other ranks' reports.
 SECONDS_TO_REPORT = 15
 # After a helper fails, the other ranks may save. torchrun kills ranks 30 s after SIGTERM.
