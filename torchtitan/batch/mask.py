@@ -212,7 +212,7 @@ class DocumentMask:
             is_full[:, -1] = False
 
         def listed(blocks: Tensor) -> list[Tensor]:
-            """Return, for each query block, how many key blocks it has, and all key blocks, its own first."""
+            """Return (n [rows, 1, query blocks], order): the first n key blocks in `order` are a query block's own."""
             in_order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
             for_all_heads = (blocks.sum(dim=-1), in_order)
             return [x.unsqueeze(1).to(torch.int32).contiguous() for x in for_all_heads]

@@ -35,7 +35,7 @@ class Tree(NamedTuple):
 
 
 def lone_trees(lengths: Sequence[int]) -> list[Tree]:
-    """Return a tree for each sequence."""
+    """Return a tree of its own for each sequence."""
     return [Tree([i], [0], length) for i, length in enumerate(lengths)]
 
 

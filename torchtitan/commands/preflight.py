@@ -185,7 +185,9 @@ class Checks:
         if self.file.exists():
             return {"folder": 1}
         if self.needs_shared_folder:
-            raise RunError(f"rank 0 has another {self.file.parent}; checkpoints need a shared one")
+            raise RunError(
+                f"rank 0 sees another folder at {self.file.parent}; checkpoints need a shared folder"
+            )
         return {"folders of other hosts, which only checkpoints need to share": 1}
 
     def clock(self) -> dict[str, float]:

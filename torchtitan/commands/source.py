@@ -85,7 +85,7 @@ def _recorded_config(source: str) -> dict[str, Any]:
 
 
 def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table without keys that are None, their default, because TOML has no None."""
+    """Return the table without keys whose value is None. TOML has no None, and None is their default."""
     plain = {key: value for key, value in table.items() if value is not None}
     return {k: _without_none(v) if isinstance(v, dict) else v for k, v in plain.items()}
 
@@ -117,9 +117,9 @@ def _is_peft(folder: str) -> bool:
 
 
 def weights_in(source: str | None, config: JobConfig) -> str:
-    """Return `source` if it has weights, else its run's last finished step or exported model (the newer).
+    """Return `source` if it has weights, else the newest weights of its run.
 
-    A TOML file stands for the run in its job.dump_folder. config: the config of the source's job. Raises
+    These are the last finished step or the exported model. A TOML file stands for the run in its job.dump_folder. config: the config of the source's job. Raises
     ValueError if there are no weights.
     """
     source = source or RUN_FOLDER

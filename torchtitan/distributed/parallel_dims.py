@@ -1,6 +1,6 @@
 """The degrees of parallelism and the device meshes that follow from them.
 
-The world of ranks is cut in three ways, outermost axis first:
+The world of ranks is divided into axes in three ways, called cuts, outermost axis first:
 
     dataloading   pp, batch, cp, tp                  which rank reads which data
     dense         pp, dp_replicate, fsdp, tp         which rank holds which ordinary parameters

@@ -70,7 +70,7 @@ def _check_complete(order: Order, num_stages: int, csv_path: str) -> None:
             if (got := kinds[stage, microbatch]) not in ("FB", "FIW"):
                 raise ValueError(
                     f"parallelism.pipeline_parallel_schedule_csv = {csv_path!r} must have every stage "
-                    f"compute every microbatch once, F before B or F, I, W in this order; stage "
+                    f"compute every microbatch once, in the order F, B or F, I, W; stage "
                     f"{stage}, microbatch {microbatch} has {', '.join(got) or 'nothing'}"
                 )
 

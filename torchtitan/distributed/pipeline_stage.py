@@ -29,7 +29,7 @@ class PipelineStage:
         and with the hidden states of the previous stage on other stages.
     hidden_states: (dim, dtype) of the tensors sent between stages; a stage with None cannot run.
 
-    Torch's schedules read the attributes when they compute the order of actions.
+    Torch's schedules read this object's attributes when they compute the order of actions.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ def _backward_weight(half: _WeightHalf) -> None:
     edges: dict[GradientEdge, Tensor] = {}
     for node, gradients in half.arrived.items():
         edges |= {GradientEdge(node, i): g for i, g in enumerate(gradients) if g is not None}
-    # A node's kept gradients are complete: it must ignore gradients that it gets from other nodes here.
+    # A node's kept gradients are complete, so it must ignore further gradients from other nodes.
     handles = [
         node.register_prehook(lambda _, kept=gradients: kept)
         for node, gradients in half.arrived.items()

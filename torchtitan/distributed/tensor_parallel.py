@@ -282,7 +282,7 @@ class NoParallel(ParallelStyle):
 def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
     """Make the compiler overlap gathers and reductions with matrix products, if the config says so.
 
-    A compiler pass replaces a collective and its product by one operator that sends pieces through
+    A compiler pass replaces a collective and a matrix product by one operator that sends pieces through
     symmetric memory, so the ranks must be on one node. Raises RuntimeError if blocks are not compiled.
     """
     if not job_config.parallelism.enable_async_tensor_parallel:

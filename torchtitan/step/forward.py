@@ -135,7 +135,7 @@ class Step:
         return batches, num_dummies(len(batches), group, runner.device)
 
     def _sum_of_call(self, losses: list[Any] | None, batches: list[TokenBatch]) -> Tensor:
-        """Return the sum of a call's losses on all pipeline ranks; keep the losses for warnings."""
+        """Return the sum of a call's losses on all pipeline ranks; keep the losses for a later warning."""
         # fp32 for every loss function: pipeline ranks without a loss receive this dtype by broadcast.
         loss = torch.zeros((), device=self.runner.device)
         if losses:

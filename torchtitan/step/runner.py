@@ -306,8 +306,8 @@ class Runner:
 
         microbatches: read one at a time; a pipeline reads all of them first.
         backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
-        Returns None on pipeline ranks without the last stage. If this fails, the model can be called again,
-        unless something other than a caller's function failed inside a pipeline schedule.
+        Returns None on pipeline ranks without the last stage. After a failure the model can be called again,
+        except if a pipeline schedule failed and the reason was not a caller's function.
         """
 
         def result_of(logits: Any, microbatch: Microbatch) -> Any:

@@ -74,7 +74,7 @@ class StepLosses:
         self._calls: deque[tuple[Tensor, Sequence[Tensor | None]]] = deque(maxlen=1024)
 
     def add(self, losses: Tensor, sample_ids: Sequence[Tensor | None]) -> None:
-        """losses: [n]. sample_ids: for each microbatch [rows, 2], or None; see `documents.SAMPLE_IDS`."""
+        """Add losses [n]. sample_ids: for each microbatch [rows, 2], or None; see `documents.SAMPLE_IDS`."""
         self._calls.append((losses.detach().float(), sample_ids))
 
     def clear(self) -> None:

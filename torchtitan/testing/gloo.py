@@ -45,7 +45,7 @@ Ranks = list[tuple[BaseProcess, Connection]]
 
 
 class RankFailure(RuntimeError):
-    """A rank raised or died. The message has the rank's traceback, `__cause__` its exception if any."""
+    """A rank raised or died. The message has the rank's traceback; `__cause__` is its exception, if any."""
 
 
 class RankTimeout(RuntimeError):

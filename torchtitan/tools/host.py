@@ -159,7 +159,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return the freed memory that glibc has kept to the operating system."""
+    """Give freed memory that glibc has kept back to the operating system."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

@@ -37,9 +37,10 @@ _FEWEST_STEPS = 5
 
 
 class Progress:
-    """Which step a trainer is in. Its main thread writes, the thread of `Peers` reads.
+    """Which step a trainer is in. The trainer's main thread writes this, and the thread of `Peers` reads it.
 
-    pipeline: the group of a pipeline's stages, which is left out: gloo counts sends, which differ by rank.
+    pipeline: the process group of a pipeline's stages. It is left out, because gloo counts sends, whose number
+        differs by rank.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup | None = None) -> None:
