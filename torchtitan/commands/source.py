@@ -119,8 +119,8 @@ def _is_peft(folder: str) -> bool:
 def weights_in(source: str | None, config: JobConfig) -> str:
     """Return `source` if it has weights, else the newest weights of its run.
 
-    These are the last finished step or the exported model. A TOML file stands for the run in its job.dump_folder. config: the config of the source's job. Raises
-    ValueError if there are no weights.
+    These are the last finished step or the exported model. A TOML file stands for the run in its
+    job.dump_folder. config: the config of the source's job. Raises ValueError if there are no weights.
     """
     source = source or RUN_FOLDER
     if storage.is_file(source):
