@@ -226,7 +226,7 @@ TREE = {
         ({"parent_ids": torch.tensor([[-1, -1, 9, 9, 0, 2]])}, "has parent 9"),
         ({"document_ids": torch.tensor([[0, -1, 1, 1, 2, 3]])}, "without padding between"),
         ({"parent_ids": torch.tensor([[-1, -1, 0]])}, "must have the shape of its 'input'"),
-        ({"document_ids": None}, "need its 'document_ids'"),
+        ({"document_ids": None}, "must have 'document_ids'"),
         ({"positions": torch.tensor([[0, 1, 2, 3, 4, 5]])}, "4 instead of 2 at token 4 of row 0"),
     ],
 )  # fmt: skip
@@ -253,7 +253,7 @@ def test_linear_attention_refuses_trees_by_name():
 def test_trees_need_a_mask_type_that_separates_documents_and_no_masks():
     causal = DocumentPolicy("sdpa", "causal", None, True, True)
     for policy, batch in ((causal, TREE), (POLICY, TREE | {"attention_masks": None})):
-        with pytest.raises(ValueError, match="'parent_ids' need its 'document_ids', no"):
+        with pytest.raises(ValueError, match="'parent_ids' must have 'document_ids' and no"):
             policy.token_batch(batch)
 
 

@@ -408,7 +408,7 @@ def test_plan_and_estimate_read_an_address_without_its_weights(store):
         (("export", "memory://b/hf", "memory://b/hf", "--overwrite"), "one is inside the other"),
         (("export", "memory://b/hf", "memory://b/text"), "memory://b/text holds files already"),
         (("generate", "memory://b/none"), "the model of 'memory://b/none' is unknown"),
-        (("generate", "zzz://b/none"), "zzz://b/none.* is no address that fsspec knows"),
+        (("generate", "zzz://b/none"), "zzz://b/none.* is not an address that fsspec knows"),
         (("compare", "memory://b/hf", "--with=memory://b/none", "--seq_len=4"), "--with must be .* got 'memory://b/none'"),
         (("tokenize", *TOKENIZE[1:2], "memory://b/x", *TOKENIZE[3:]), "OUT must be on a disk"),
         ((*TOKENIZE[:3], "--tokenizer=memory://b/hf"), "--tokenizer must be on a disk"),

@@ -26,19 +26,26 @@ class Batch(TypedDict, total=False):
 
     The model's `get_attention_masks` also gets the entries. The model's forward gets an entry if it has a
     parameter of the same name. Callers declare their own entries in a subclass, for type checkers.
+
+    input: [B, T] token ids. labels: [B, T] token ids, used if the call has no labels of its own.
+    positions: [B, T], each token's position in its document.
+    attention_masks: an attention kernel's masks, or a padding mask [B, T].
+    document_ids [B, T], seq_lens [B, n], cu_seqlens [B, n + 1] or [n + 1]: boundaries of a row's n
+        documents, see `batch.documents`.
+    parent_ids: [B, T], makes documents branches of trees; see `batch.trees`.
+    routed_experts: [B, T, L, k], the k experts that a generator chose in each of L layers; see
+        `Decoder.check_routed_experts`.
     """
 
-    input: Required[Tensor]  # [B, T] token ids
-    labels: Tensor  # [B, T] token ids, used if the call has no labels of its own
-    positions: Tensor  # [B, T], each token's position in its document
-    attention_masks: Any  # an attention kernel's masks, or a padding mask [B, T]
-    # Boundaries of documents; see `batch.documents`.
-    document_ids: Tensor  # [B, T]
-    seq_lens: Tensor  # [B, n]
-    cu_seqlens: Tensor  # [B, n + 1] or [n + 1]
-    parent_ids: Tensor  # [B, T], which makes documents branches of trees; see `batch.trees`
-    # Experts that a generator chose; see `Decoder.check_routed_experts`.
-    routed_experts: Tensor  # [B, T, L, k]
+    input: Required[Tensor]
+    labels: Tensor
+    positions: Tensor
+    attention_masks: Any
+    document_ids: Tensor
+    seq_lens: Tensor
+    cu_seqlens: Tensor
+    parent_ids: Tensor
+    routed_experts: Tensor
 
 
 Microbatches: TypeAlias = "Batch | TokenBatch | Sequence[Batch | TokenBatch]"
@@ -51,7 +58,7 @@ _PADDING_OF = {
     "depths": PADDING,
     PARENT_IDS: PADDING,
     "labels": IGNORE_INDEX,
-    "routed_experts": -1,  # leaves the choice to the router
+    "routed_experts": -1,  # the router chooses the experts
 }
 # Keys that never hold one value per token, whatever their shape.
 _LENGTHS = ("seq_lens", "cu_seqlens")
@@ -61,18 +68,21 @@ _LENGTHS = ("seq_lens", "cu_seqlens")
 class TokenBatch:
     """Rows of tokens, with their labels and the caller's other entries.
 
+    tokens, labels: [B, T]. entries: the caller's other entries, including positions.
     document_ids: [B, T] int32, padding -1; None if attention does not separate documents, or if the
         batch has attention masks of its own. See `DocumentPolicy.token_batch`.
     depths: [B, T] int32, the result of `branch_depths`; None if no document has a parent.
+    sample_ids: [B, 2], the first and the last sample in each row, if known.
+    has_checked_ids: True if tokens, labels and experts are known to be in the model's ranges.
     """
 
-    tokens: Tensor  # [B, T]
-    labels: Tensor | None = None  # [B, T]
+    tokens: Tensor
+    labels: Tensor | None = None
     document_ids: Tensor | None = None
-    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # including positions
-    sample_ids: Tensor | None = None  # [B, 2], the first and last sample in each row, if known
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sample_ids: Tensor | None = None
     depths: Tensor | None = None
-    has_checked_ids: bool = False  # tokens, labels and experts are in the model's ranges
+    has_checked_ids: bool = False
 
     @classmethod
     def from_dict(cls, batch: Mapping[str, Any], labels: Tensor | None = None) -> Self:

@@ -157,7 +157,7 @@ def cp_shard(
             "get_attention_masks, which has the document boundaries, got a "
             f"{type(given[unknown[0]]).__name__}; set it to 'alltoall'"
         )
-    starts: dict[str, Tensor] = {}  # on the host
+    starts: dict[str, Tensor] = {}  # name of a mask -> document starts, on the host
     if rotate_method == "allgather" or load_balancer_type == "ptrr":
         known = {name: fetch(x) for name, x in boundaries.items() if x is not None}
         starts = {name: starts_from_boundaries(x, n_rows, seq_len) for name, x in known.items()}

@@ -73,8 +73,8 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int) -> Tensor:
             raise ValueError(
                 "document lengths ('seq_lens') must not be negative, and cumulative lengths ('cu_seqlens') "
                 f"must go up from 0 to {seq_len} tokens at most, got {int(cu_seqlens[:, 0].max())} to "
-                f"{int(cu_seqlens[:, -1].max())} with a step of {int(lengths.min())}; truncate them to the "
-                "row, and pad lengths with 0, cumulative lengths with their last entry"
+                f"{int(cu_seqlens[:, -1].max())}, with a shortest document of {int(lengths.min())} tokens; "
+                "truncate them to the row, pad lengths with 0, and pad cumulative lengths with their last entry"
             )
     columns = torch.arange(seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     columns = columns.expand(len(cu_seqlens), seq_len).contiguous()
@@ -161,7 +161,7 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
     document_ids: [B, T]. parent_ids: [B, T], the id of the parent of each token's document, -1 for none:
     ids [0 0 1 2 2], parents [-1 -1 0 0 0] -> [0 1 2 2 3].
     Waits for the device if the host has no copy. Raises ValueError unless a parent is the document just
-    before, or an ancestor of that document: then a tree's documents follow one another without a gap.
+    before, or an ancestor of that document: a tree's documents must follow one another without a gap.
     """
     ids, parents = fetch(document_ids), fetch(parent_ids)
     is_token, seq_len = ids != PADDING, ids.shape[1]
@@ -250,7 +250,7 @@ def ids_of_branches(depths: Tensor) -> tuple[Tensor, Tensor]:
     begins_branch = has_parent & (before != columns - 1)
     is_first = is_token & (~has_parent | begins_branch)
     rows, _ = begins_branch.nonzero(as_tuple=True)
-    is_first[rows, before[begins_branch] + 1] = True  # the parent ends where a branch leaves it
+    is_first[rows, before[begins_branch] + 1] = True  # a branch ends its parent's document
     ids = (is_first.cumsum(dim=1) - 1).masked_fill(~is_token, PADDING)
     first = torch.where(is_first, columns, 0).cummax(dim=1).values.long()
     parents = ids.gather(1, before.clamp(min=0)).masked_fill(before < 0, PADDING)
@@ -278,15 +278,16 @@ def _read(batch: Mapping[str, Any], source: str) -> Tensor:
         return per_token(batch, source).to(torch.int32)
     if source == "positions":
         return document_ids_from_positions(per_token(batch, source))
-    if values.dim() == 1 and source == "cu_seqlens":  # over all rows laid end to end
+    # 1-D cumulative lengths span all rows, laid end to end.
+    if values.dim() == 1 and source == "cu_seqlens":
         ids = document_ids_from_cu_seqlens(values[None], n_rows * seq_len)
         return ids.view(n_rows, seq_len)
     if values.dim() == 1 == n_rows:
         values = values[None]
-    # A shared row [1, n] is refused: its lengths might count through all rows.
+    # Refuse one row of lengths [1, n] for several rows: they might be meant for the flattened batch.
     if values.dim() != 2 or len(values) != n_rows:
         raise ValueError(
-            f"the batch's {source!r} must have a row for each of the {n_rows} of its 'input', got "
+            f"the batch's {source!r} must have a row for each of the {n_rows} rows of its 'input', got "
             f"shape {tuple(values.shape)}; give each row its documents, padded to the longest list"
         )
     number = document_ids_from_lengths if source == "seq_lens" else document_ids_from_cu_seqlens
@@ -355,7 +356,7 @@ def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tens
 
 
 def _is_to_compare(pair: tuple[str, str], x: Tensor) -> bool:
-    """Return True if the sources `pair` are to be compared on the device of `x`; records the pair."""
+    """Return True if the two sources should be compared. On an accelerator each pair is compared once."""
     said = already_said()
     is_new = pair not in said
     said.add(pair)
@@ -371,7 +372,8 @@ def _warn_of_second_source(
         return
     theirs = read_other()
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
-    readings = [  # indices into `_READINGS`, because sources may number documents differently
+    # Compare readings (indices into `_READINGS`), because sources may number documents differently.
+    readings = [
         (document_starts(ids) == columns).long().masked_fill(ids == PADDING, 2)
         for ids in (document_ids, theirs)
     ]

@@ -17,7 +17,8 @@ from torchtitan.distributed.dtensor import local_tensor, whole_tensor
 from torchtitan.tools import torch_parts
 from torchtitan.tools.host_copy import read_later
 
-_MAX_LENGTH = 128  # attention kernels on accelerators work on blocks of 128 tokens
+# Attention kernels on accelerators work on blocks of 128 tokens.
+_MAX_LENGTH = 128
 
 
 def num_dummies(
@@ -56,7 +57,7 @@ def zero_loss(outputs: Any) -> Tensor:
 
 
 def forget_counts(model_parts: Sequence[nn.Module], where: Tensor | None = None) -> None:
-    """Set the experts' token counts to 0. where: a bool tensor on their device; False keeps the counts."""
+    """Set the experts' token counts to 0. where: a bool tensor on the same device; False keeps the counts."""
     for counter in map(local_tensor, token_counters(model_parts)):
         counter.zero_() if where is None else counter.masked_fill_(where, 0)
 

@@ -38,29 +38,34 @@ class VarlenMetadata(NamedTuple):
     max_k: int | float
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, because tensors are not compared
+# eq=False: masks are hashed by identity, because their tensors cannot be compared.
+@dataclass(frozen=True, eq=False)
 class DocumentMask:
     """A query sees itself and the keys before it in its own document, and in that document's ancestors.
 
     starts: int32 [B, T], the column where each token's document, or tree of documents, begins; a padding
         token is a document of its own. None for plain causal rows, and for a client's mask, which has only
         `lowered`.
+    window: if set, a query sees only itself and the window - 1 tokens before it.
+    rows_are_documents: each row is one document, so `starts` are zeros.
     depths, ends: int32 [B, T], for trees only, see `branch_depths` and `follow_branches`: a token's
         position on its branch, and the last column of the tokens that see it.
+    branches, chunk: for trees only, see `needed_keys` (on the host) and `in_chunks`.
+    lengths: for varlen, and for flex on the CPU. part: None if this rank holds whole rows.
     lowered: the kernel's own form: a BlockMask (flex), VarlenMetadata or for trees NeededKeys (varlen), or
         bool [B, 1, T, T] (sdpa).
     """
 
     starts: Tensor | None = None
-    window: int | None = None  # a query sees itself and the window - 1 tokens before it
+    window: int | None = None
     depths: Tensor | None = None
     ends: Tensor | None = None
-    branches: tuple[Tensor, Tensor] | None = None  # for trees, on the host: see `needed_keys`
-    chunk: int | None = None  # for trees: see `in_chunks`
-    rows_are_documents: bool = False  # each row is one document: `starts` are zeros
-    lengths: VarlenMetadata | NeededKeys | None = None  # for varlen, and for flex on the CPU
+    branches: tuple[Tensor, Tensor] | None = None
+    chunk: int | None = None
+    rows_are_documents: bool = False
+    lengths: VarlenMetadata | NeededKeys | None = None
     lowered: Any = None
-    part: ContextPart | None = None  # if this rank holds only some tokens of the rows
+    part: ContextPart | None = None
 
     @classmethod
     def from_mask(cls, mask: Any) -> "DocumentMask":
@@ -137,7 +142,7 @@ class DocumentMask:
     # ---- for kernels ----
 
     def lower(self, attn_type: str) -> "DocumentMask":
-        """Return the mask with the kernel's form in `lowered`; "varlen" waits like `with_lengths`."""
+        """Return the mask with the kernel's form in `lowered`. "varlen" may wait, see `with_lengths`."""
         if self.lowered is not None or self.starts is None:
             return self
         if attn_type == "varlen":
@@ -207,7 +212,7 @@ class DocumentMask:
             is_full[:, -1] = False
 
         def listed(blocks: Tensor) -> list[Tensor]:
-            """Return, for each query block, how many key blocks it has, and all key blocks, its own first."""
+            """Return (n [rows, 1, query blocks], order): the first n key blocks in `order` are a query block's own."""
             in_order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
             for_all_heads = (blocks.sum(dim=-1), in_order)
             return [x.unsqueeze(1).to(torch.int32).contiguous() for x in for_all_heads]
@@ -244,7 +249,8 @@ class DocumentMask:
             return self.lengths.cu_seq_q
         if self.depths is None:
             return self.starts
-        # The start with which a token sees as many keys before it in the row as on its branch.
+        # A token of a tree sees depth + 1 keys. In a row of plain documents it would see as many keys if
+        # its document began at column - depth.
         depths = on_host(self.depths).clamp(min=0)
         columns = torch.arange(seq_len, device=depths.device, dtype=torch.int32)
         return columns - (depths if self.chunk is None else depths % self.chunk)

@@ -26,17 +26,22 @@ from torchtitan.tools.logging import already_said, saying_once_per
 
 @dataclasses.dataclass(frozen=True)
 class DocumentPolicy:
-    """Reads document boundaries, masks labels at boundaries, and counts (query, key) pairs for FLOPs."""
+    """Reads document boundaries, masks labels at boundaries, and counts (query, key) pairs for FLOPs.
 
-    attn_type: str  # for "sdpa" no mask is made from document boundaries
-    attn_mask_type: str  # "causal": attention does not separate documents
-    eos_id: int | None  # the end-of-text token
+    attn_type: "sdpa" gets no mask from document boundaries. attn_mask_type: "causal" attention does not
+        separate documents.
+    eos_id: the end-of-text token. vocab_size: None for a model without a vocabulary.
+    tokenizer: passed to `get_attention_masks`, which a client's own model may compute from the tokenizer.
+    said: the warnings that were logged already.
+    """
+
+    attn_type: str
+    attn_mask_type: str
+    eos_id: int | None
     restart_positions: bool
     mask_boundary_loss: bool
-    vocab_size: int | None = None  # None for a model without a vocabulary
-    # Passed to `get_attention_masks`, which a client's own model may compute from the tokenizer.
+    vocab_size: int | None = None
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
-    # Warnings that were logged already.
     said: set[Any] = dataclasses.field(default_factory=already_said, repr=False, compare=False)
 
     @classmethod
@@ -80,9 +85,10 @@ class DocumentPolicy:
         separates, has_parents = self.separates_documents, batch.entries.get(PARENT_IDS) is not None
         if has_parents and (has_own_masks or not separates or "document_ids" not in batch.entries):
             raise ValueError(
-                f"the batch's {PARENT_IDS!r} need its 'document_ids', no 'attention_masks' and "
-                f"model.attn_mask_type 'block_causal' or 'position_block_causal', got {sorted(batch.entries)} "
-                f"and {self.attn_mask_type!r}; set the mask type, with model.attn_type 'flex' or 'varlen'"
+                f"a batch with {PARENT_IDS!r} must have 'document_ids' and no 'attention_masks', and "
+                f"model.attn_mask_type must be 'block_causal' or 'position_block_causal', got "
+                f"{sorted(batch.entries)} and {self.attn_mask_type!r}; set the mask type, with "
+                "model.attn_type 'flex' or 'varlen'"
             )
         if batch.document_ids is None and separates and not has_own_masks:
             batch = dataclasses.replace(batch, document_ids=self.document_ids(batch))
@@ -100,10 +106,11 @@ class DocumentPolicy:
         if batch.document_ids is not None:
             return batch.document_ids
         mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
-        with saying_once_per(self.said):  # also in a thread that reads batches ahead
+        # Remember warnings in `said`, also on the data-reading thread.
+        with saying_once_per(self.said):
             boundaries = dict(boundaries_on_host(batch.as_dict()))
             if boundaries.get(PARENT_IDS) is not None:
-                boundaries.pop("positions", None)  # `_with_depths` checks positions of trees
+                boundaries.pop("positions", None)  # `_with_depths` checks the positions of trees
             ids = read_document_ids(boundaries, mask_type, self.eos_id)
         return to_device(ids, batch.tokens.device)
 
@@ -121,9 +128,8 @@ class DocumentPolicy:
         if not self.mask_boundary_loss or "attention_masks" in batch.entries:
             return labels
         ends = last_tokens(self.document_ids(batch))
-        if (
-            batch.depths is not None
-        ):  # keep labels of segments that a branch continues without a copied token
+        if batch.depths is not None:
+            # Keep a label if the next token continues the branch, although its document differs.
             is_next = batch.depths[:, 1:] == batch.depths[:, :-1] + 1
             ends[:, :-1] &= ~is_next | (batch.depths[:, :-1] < 0)
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)

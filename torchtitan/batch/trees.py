@@ -35,7 +35,7 @@ class Tree(NamedTuple):
 
 
 def lone_trees(lengths: Sequence[int]) -> list[Tree]:
-    """Return a tree for each sequence."""
+    """Return a tree of its own for each sequence."""
     return [Tree([i], [0], length) for i, length in enumerate(lengths)]
 
 
@@ -98,7 +98,7 @@ def grow_trees(
 
 
 def columns_of(trees: Iterable[Tree], lengths: Sequence[int]) -> dict[int, Tensor]:
-    """Return sequence index -> columns of its slots, int64 [n], in a row of these trees one after another.
+    """Return sequence index -> columns of its slots, int64 [n], if a row holds these trees one after another.
 
     lengths: numbers of slots of all sequences.
     """

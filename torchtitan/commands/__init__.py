@@ -66,7 +66,8 @@ COMMANDS = {
 
 
 _PACKAGE = files("torchtitan")
-DEFAULT_JOB = _PACKAGE / "models/llama3/train_configs/python_docs.toml"  # of `train` and `show`
+# The job that `train` and `show` use by default.
+DEFAULT_JOB = _PACKAGE / "models/llama3/train_configs/python_docs.toml"
 
 
 def main() -> None:
@@ -97,13 +98,15 @@ def main() -> None:
     if default and not names_job(arguments):
         arguments.insert(0, f"--job.config_file={default}")
     sys.argv = [f"torchtitan {name}", *arguments]
-    sys.path.append(os.getcwd())  # lets a job import its own modules, like `python -m`
+    # As with `python -m`, a job may import modules from the current folder.
+    sys.path.append(os.getcwd())
     if COMMANDS[name].trains:
         from torchtitan.tools import signals
 
         if options.nproc != 1:
             return start_ranks(module, options.nproc, arguments)
-        signals.at_start.start()  # before the imports, which take seconds
+        # Handle signals before the imports, which take seconds.
+        signals.at_start.start()
     getattr(importlib.import_module(module), function)()
 
 

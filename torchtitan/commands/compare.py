@@ -71,10 +71,12 @@ def main() -> None:
             )
         config = job_of(options.source, options.config, overrides)
         weights = weights_in(options.checkpoint or options.source, config)
-        config.model.attn_mask_type = "causal"  # each row is one document
+        # Each row is one document.
+        config.model.attn_mask_type = "causal"
         args = find_train_spec(config).model_args.get(config.model.flavor)
         if (config.model.attn_type or getattr(args, "attn_type", None)) == "varlen":
-            config.model.attn_type = "flex"  # varlen needs document boundaries
+            # varlen attention needs document boundaries.
+            config.model.attn_type = "flex"
         dtype = config.training.mixed_precision_param
         if "lora" in config.model.converters and dtype != "float32":
             raise ValueError(
@@ -98,7 +100,8 @@ def main() -> None:
             theirs = hf_logits(storage.fetched(reference), tokens)
             difference, report = compare_logits(theirs, ours.cpu())
     print(report)
-    if not difference <= options.tolerance:  # nan fails, too
+    # Not `>`, so that nan fails too.
+    if not difference <= options.tolerance:
         raise SystemExit(f"the models differ by more than {options.tolerance:g}")
 
 

@@ -51,7 +51,8 @@ def export() -> None:
             open_engine(config, weights) as engine,
         ):
             if (build := engine.train_spec.build_tokenizer_fn) is not None:
-                with contextlib.suppress(OSError, ValueError):  # the export warns of this
+                # The export warns of a missing tokenizer.
+                with contextlib.suppress(OSError, ValueError):
                     engine.checkpointer.tokenizer = build(config)
             if options.peft:
                 engine.save_peft(folder, base_model=options.base_model)

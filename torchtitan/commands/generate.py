@@ -56,7 +56,8 @@ def main() -> None:
         monitor = build_device_memory_monitor()
         with open_engine(config, weights) as engine:
             model, dtype = engine.model_parts[0], TORCH_DTYPE_MAP[config.training.dtype]
-            for parameter in model.parameters():  # adapters' frozen base may have another dtype
+            # The frozen base of adapters may have another dtype.
+            for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
             ends = end_ids(config.model.hf_assets_path)
             ends += [tokenizer.eos_id] if tokenizer.eos_id not in (None, *ends) else []
@@ -118,7 +119,8 @@ def _answer(
     started = time.monotonic()
     drawn, shown = itertools.tee(draw(ids))
     tokens = (of_rows[0] for of_rows in shown)
-    first = next(tokens)  # raises for options out of range, before anything is printed
+    # Raises, before any output, if an option is out of range.
+    first = next(tokens)
     for piece in pieces_of(tokenizer, ids, itertools.chain([first], tokens)):
         print(piece, end="", flush=True) if shows else None
     seconds = time.monotonic() - started

@@ -45,7 +45,8 @@ ENGINES: dict[str, Callable[[ClusterJob], str]] = {
 }
 _ELASTIC = ("kubernetes", "jobset", "torchrun")
 _WITH_SERVERS = ("kubernetes", "jobset", "slurm")
-_NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # short enough for a pod's host name with its suffix
+# Short enough for a pod's host name, which adds a suffix.
+_NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
 
 
 def main() -> None:

@@ -40,10 +40,12 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.tools.utils import get_device_info
 
 SECONDS_IN_ALL, SECONDS_PER_COLLECTIVE, SECONDS_STUCK = 30, 10, 4.0
-SMALLEST_SHARE = 0.25  # a pair fails below this share of the fastest pair's bandwidth
+# A pair fails below this share of the fastest pair's bandwidth.
+SMALLEST_SHARE = 0.25
 _GIB, _GB = 2**30, 1e9
 _runs = itertools.count()
-_REMEDIES = {  # name of a method of `Checks` -> remedy
+# Name of a method of `Checks` -> what to do if the check fails.
+_REMEDIES = {
     "device": "look at nvidia-smi there; end what uses the GPU, or leave the host out",
     "disk": "make room there, correct the mount, or set another job.dump_folder",
     "shared_folder": "mount one folder at the same path on all hosts, or set job.dump_folder",
@@ -84,7 +86,8 @@ def run(config: JobConfig) -> bool:
     faulthandler.dump_traceback_later(SECONDS_IN_ALL, exit=True)
     try:
         init_distributed(comm, enable_cpu_backend=True)
-        progress.pipeline = dist.new_group()  # for `Checks.pairs`: some ranks send only once
+        # `Checks.pairs` has a group of its own, because ranks run different numbers of sends.
+        progress.pipeline = dist.new_group()
         has_failed = Checks(config, progress.pipeline).run()
         dist.destroy_process_group()
     except RuntimeError as error:  # communication failed
@@ -182,21 +185,24 @@ class Checks:
         if self.file.exists():
             return {"folder": 1}
         if self.needs_shared_folder:
-            raise RunError(f"rank 0 has another {self.file.parent}; checkpoints need a shared one")
+            raise RunError(
+                f"rank 0 sees another folder at {self.file.parent}; checkpoints need a shared folder"
+            )
         return {"folders of other hosts, which only checkpoints need to share": 1}
 
     def clock(self) -> dict[str, float]:
-        all_ranks(None)  # a barrier
+        all_ranks(None)  # wait for all ranks
         times = all_ranks(time.time())
         if abs(own := times[self.rank] - times[0]) > 1:
             raise RunError(f"{abs(own):.1f} s {'ahead of' if own > 0 else 'behind'} rank 0's clock")
         return {"s from rank 0's": abs(own)}
 
     def pairs(self) -> dict[str, float]:
-        """Exchange data with each neighbour."""
+        """Exchange data with the ranks before and after this rank."""
         numbers, own = 2 ** (21 if self.at.type == "cpu" else 24), None
         self.sent, self.got = (torch.ones(numbers, device=self.at) for _ in "12")
-        for turn in (0, 1):  # pairs whose first rank is even, then odd
+        # First exchange in the pairs whose first rank is even, then in the pairs whose first rank is odd.
+        for turn in (0, 1):
             first = self.rank - (self.rank + turn) % 2
             if 0 <= first < self.size - 1:
                 speed = self.speed(partial(self.exchange, 2 * first + 1 - self.rank))
@@ -229,7 +235,8 @@ class Checks:
         for _ in range(4):
             started = time.perf_counter()
             transfer()
-            self.got[:1].cpu()  # waits for the device
+            # Wait for the device.
+            self.got[:1].cpu()
             seconds.append(time.perf_counter() - started)
         return self.got.nbytes / min(seconds) / _GB
 

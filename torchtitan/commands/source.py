@@ -28,9 +28,11 @@ from torchtitan.tools.errors import ConfigError
 from torchtitan.tools.events import FILE_NAME
 from torchtitan.tools.files import open_file
 
-RUN_FOLDER = JobConfig().job.dump_folder  # where a run writes by default
-MODEL_FOLDER = "model"  # in RUN_FOLDER, where the default job exports its model
-_LONGEST_TABLE = 32_768  # most positions in the RoPE table of a model from Hugging Face
+# The default folder of a run, and the folder in it to which the default job exports its model.
+RUN_FOLDER = JobConfig().job.dump_folder
+MODEL_FOLDER = "model"
+# Most positions in the RoPE table of a model from Hugging Face.
+_LONGEST_TABLE = 32_768
 
 
 class UnknownModelError(ValueError):
@@ -67,7 +69,8 @@ def _recorded_config(source: str) -> dict[str, Any]:
             starts = [json.loads(line) for line in file if '"kind": "start"' in line]
         if starts:
             config = starts[-1]["config"]
-            own = {field.name for field in dataclasses.fields(JobConfig)}  # without RL's sections
+            # The sections of a job without RL.
+            own = {field.name for field in dataclasses.fields(JobConfig)}
             if not config["job"]["custom_config_module"]:
                 config = {section: values for section, values in config.items() if section in own}
             return _without_none(config)
@@ -82,17 +85,18 @@ def _recorded_config(source: str) -> dict[str, Any]:
 
 
 def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table without keys that are None, their default, because TOML has no None."""
+    """Return the table without keys whose value is None. TOML has no None, and None is their default."""
     plain = {key: value for key, value in table.items() if value is not None}
     return {k: _without_none(v) if isinstance(v, dict) else v for k, v in plain.items()}
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a conversion's options with the model that they or the input name, else Llama 3 8B."""
+    """Return a conversion's options, with the model that the options or the input name, or Llama 3 8B."""
     options, config = dict(options), options["config"]
     del options["config"]
     names = options["model_name"] or "llama3", options["model_flavor"] or "8B"
-    assets = "./assets/hf/Llama-3.1-8B" if names[0] == "llama3" else None  # as in 0.2.x
+    # The defaults of torchtitan 0.2.x.
+    assets = "./assets/hf/Llama-3.1-8B" if names[0] == "llama3" else None
     if config or not any(options[key] for key in ("model_name", "model_flavor", "hf_config")):
         try:
             job = job_of(options["input_dir"], config, [])
@@ -113,10 +117,10 @@ def _is_peft(folder: str) -> bool:
 
 
 def weights_in(source: str | None, config: JobConfig) -> str:
-    """Return `source` if it has weights, else its run's last finished step or exported model (the newer).
+    """Return `source` if it has weights, else the newest weights of its run.
 
-    A TOML file stands for the run in its job.dump_folder. config: the config of the source's job. Raises
-    ValueError if there are no weights.
+    These are the last finished step or the exported model. A TOML file stands for the run in its
+    job.dump_folder. config: the config of the source's job. Raises ValueError if there are no weights.
     """
     source = source or RUN_FOLDER
     if storage.is_file(source):
@@ -129,7 +133,8 @@ def weights_in(source: str | None, config: JobConfig) -> str:
 
     own, bucket = config.checkpoint.places()
     found = last_step(source) + last_step(storage.join(source, own))
-    exported = storage.join(source, MODEL_FOLDER)  # a LoRA run's adapters are merged in it
+    # The exported model of a LoRA run has merged weights.
+    exported = storage.join(source, MODEL_FOLDER)
     if contents_of(exported) == Contents.HF and not (found and "lora" in config.model.converters):
         found.append(exported)
     if not found and bucket:
@@ -165,7 +170,8 @@ def open_engine(
     config.model.converters = kept
     config.training.global_batch_size, config.training.enable_cpu_offload = -1, False
     config.lr_scheduler = LRScheduler(warmup_steps=0)
-    seed = config.debug.seed or 0  # repeats the random weights of a LoRA base
+    # A LoRA base with random weights is drawn again from this seed.
+    seed = config.debug.seed or 0
     config.debug.seed = read_record(weights).get("seed", seed) if has_adapters else seed
     engine = TrainingEngine(config, train_spec=train_spec, forward_only=True)
     with on_error(engine.close):

@@ -8,7 +8,8 @@ from typing import Any
 from torchtitan.tools import signals
 
 if __name__ == "__main__":
-    signals.at_start.start()  # before the imports, which take seconds
+    # Handle signals before the imports, which take seconds.
+    signals.at_start.start()
 
 import torch
 

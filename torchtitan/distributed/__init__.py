@@ -4,14 +4,14 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.lazy_names import load_on_access
 
 __all__ = ["NoParallel", "ParallelDims"]
-# Loaded at first use, because these modules are slow to import: config errors are reported sooner,
-# and a job without a feature never loads the feature's module.
+# Loaded at first use, because these modules import slow libraries (torchao, DTensor, FSDP, the compiler):
+# config errors are reported sooner, and a job without a feature never loads the feature's module.
 _MODULE_OF = {
-    "LocalFloat8Linear": ".float8_tensor_parallel",  # torchao
+    "LocalFloat8Linear": ".float8_tensor_parallel",
     "float8_shards_for": ".float8_tensor_parallel",
-    "NoParallel": ".tensor_parallel",  # DTensor
-    "apply_ac": ".activation_checkpoint",  # the compiler
-    "FSDPModule": ".fsdp",  # DTensor
+    "NoParallel": ".tensor_parallel",
+    "apply_ac": ".activation_checkpoint",
+    "FSDPModule": ".fsdp",
     "apply_ddp": ".fsdp",
     "apply_fsdp": ".fsdp",
     "bytes_to_keep_gathered": ".fsdp",
@@ -19,7 +19,7 @@ _MODULE_OF = {
     "recover_model": ".fsdp",
     "reduce_later": ".fsdp",
     "reshard_model": ".fsdp",
-    "PipelineStage": ".pipeline_stage",  # loads FSDP
+    "PipelineStage": ".pipeline_stage",
     "PipelineSchedule": ".pipeline_schedule",
 }
 __getattr__ = load_on_access(__name__, _MODULE_OF)

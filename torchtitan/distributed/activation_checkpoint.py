@@ -79,7 +79,7 @@ def apply_ac(
     )
     layers = model.get_submodule("layers")
     for position, (layer_id, block) in enumerate(list(layers.named_children()), start=1):
-        # Number blocks as in the whole model, so that any split into pipeline stages wraps the same ones.
+        # Number blocks as in the whole model, so that any split into stages wraps the same blocks.
         number = int(layer_id) + 1 if layer_id.isdecimal() else position
         if number % every:
             continue
@@ -138,7 +138,8 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
     return frozenset(shapes)
 
 
-@functools.cache  # dynamo recompiles for every new factory
+# Cached, because dynamo recompiles for every new factory.
+@functools.cache
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
@@ -146,20 +147,23 @@ def _context_fn(
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:
-        num_products: Counter[bool] = Counter()  # is recomputation? -> products so far
+        # ctx.is_recompute -> number of matrix products so far.
+        num_products: Counter[bool] = Counter()
 
         def policy(
             ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
         ) -> CheckpointPolicy:
             if op is copy and args[0].device.type != "cpu" and kwargs.get("device") is not None:
                 if torch.device(kwargs["device"]).type == "cpu":
-                    return CheckpointPolicy.MUST_SAVE  # copying again would wait for the device
+                    # Recomputing the copy would wait for the device again.
+                    return CheckpointPolicy.MUST_SAVE
             if op not in saved_ops:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             if op in _PRODUCTS:
                 right = args[_PRODUCTS[op]]
                 shape = tuple(right.shape)
-                if right.dtype == torch.uint8:  # 4-bit weight, stored as [N, bytes]
+                # A 4-bit weight is stored as bytes.
+                if right.dtype == torch.uint8:
                     shape = nf4.count(shape[-1]), shape[-2]
                 if shape in recomputed_shapes:
                     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -178,10 +182,13 @@ def _context_fn(
 
 @functools.cache
 def _recompute_mode() -> type:
-    """Return torch's recomputation mode, changed to allow ops that only recomputation runs (for FLOP counters)."""
+    """Return torch's recomputation mode, changed to also run ops that forward did not run.
+
+    FLOP counters run such ops.
+    """
 
     class RecomputeMode(torch_parts.RecomputeMode):
-        # Flex attention and compiled regions are higher-order operators, which torch registers for its own
+        # Flex attention and compiled regions are higher-order operators. Torch registers these for its own
         # mode, not for subclasses.
         supports_higher_order_operators = True
         maybe_saved_ops: frozenset[Any]

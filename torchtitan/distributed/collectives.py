@@ -1,6 +1,6 @@
 """Collectives with gradients, and collectives that take less CPU time than gloo's own.
 
-For a few MB, gloo's all-gather takes twice the CPU time of one broadcast per rank, and gloo's
+For a few MB, gloo's all-gather takes twice the CPU time of a broadcast from each rank, and gloo's
 reduce-scatter twice the time of an all-to-all followed by a sum (torch 2.13, 2 and 4 ranks on one
 host). The replacements send no more bytes. docs/measured.md has the figures.
 """
@@ -93,8 +93,8 @@ def all_gather(
     if overlap:
         gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(shard.contiguous(), size, group))
         whole = torch.cat(gathered.chunk(size), dim)
-        # A `narrow` to the full length would hide the pattern from the compiler, and the matmul could
-        # not begin before all rows have arrived.
+        # Skip a `narrow` to the full length: with it, the compiler would not recognise an all-gather before
+        # a matmul, and the matmul could not begin before all rows have arrived.
         return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
     gathered = OPS.wait_tensor(start_all_gather(shard, size, group))
     # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy if B is 1.
@@ -135,7 +135,8 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "reduce_scatter": reduce_scatter,
     "own_rows": _own_rows,
     "sum": lambda x, group: OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group)),
-    "wait": OPS.wait_tensor,  # for a collective that has begun
+    # For a collective that was started earlier.
+    "wait": OPS.wait_tensor,
     "keep": lambda x, *_: x.view_as(x),
 }
 

@@ -59,7 +59,8 @@ class TokenShards:
     place_of_chunk: Tensor
     mesh: DeviceMesh
     group_name: str
-    rank: int = 0  # of this process in the axis
+    # This process's rank on the axis.
+    rank: int = 0
 
     @classmethod
     def from_chunks(cls, chunks: Tensor, mesh: DeviceMesh) -> "TokenShards":
@@ -143,7 +144,7 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
 class ContextPart:
     """How attention communicates if each rank holds only some tokens of every row.
 
-    keys: the keys that this rank's queries need, for "allgather".
+    keys: for "allgather", the keys that this rank's queries need.
     gathering: (this rank's packed keys and values, their pending all-gather).
     """
 
@@ -231,7 +232,8 @@ def needed_keys(
     """Return the keys that a rank needs. Computes on the host.
 
     starts: [1 or B, T], the first key that each query sees if there is no window. chunks: [cp, n].
-    branches: for trees of documents, (own [B, T], paths [m]). The query in row b, column c sees
+    branches: (own [B, T], paths [m]), for trees of documents. paths: the columns of each branch, branch
+        after branch. own: each query's index in paths. The query in row b, column c sees
         n = c + 1 - starts[b, c] keys, in the columns paths[own[b, c] + 1 - n : own[b, c] + 1].
     """
     starts = starts.expand(n_rows, -1)

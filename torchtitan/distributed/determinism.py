@@ -64,7 +64,8 @@ def agree_on_seed(parallel_dims: ParallelDims, device: torch.device, debug_confi
     """Return the base seed of `set_determinism` without seeding anything."""
     if debug_config.seed is not None:
         return debug_config.seed
-    seed_bytes = torch.get_rng_state()[:8]  # the CPU generator's state begins with its seed
+    # The state of the CPU generator begins with its seed.
+    seed_bytes = torch.get_rng_state()[:8]
     if parallel_dims.world_size > 1:
         seed_bytes = seed_bytes.to(device)
         dist.broadcast(seed_bytes, src=0)

@@ -66,7 +66,7 @@ def whole_tensor(x: Tensor) -> Tensor:
 def with_local(x: Tensor, local: Tensor) -> Tensor:
     """Return a DTensor with x's placements and the local tensor `local`; if x is plain, return `local`.
 
-    The result has x's shape, with the last dim scaled as `local` scales the last dim of x's local part.
+    If the last dim of `local` is n times as long as that of x's local part, so is the result's last dim.
     """
     if not is_dtensor(x):
         return local
@@ -96,9 +96,9 @@ def forget_scales(weights: Iterable[Tensor]) -> None:
 def local_parameter(parameter: Tensor | None, *, added_once: bool = False) -> Tensor | None:
     """Return this rank's part of a DTensor parameter as a plain tensor; other parameters unchanged.
 
-    The gradient of a whole parameter is summed over the ranks that hold it.
-    added_once: divide a whole parameter by the number of ranks that hold it, for a bias that every rank
-        adds to its summand of the result.
+    The gradient of a replicated parameter is summed over its ranks.
+    added_once: divide a replicated parameter by the number of its ranks. This is for a bias that every
+        rank adds to its partial sum.
     """
     if not is_dtensor(parameter):
         return parameter

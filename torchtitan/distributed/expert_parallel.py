@@ -150,7 +150,7 @@ class ExpertTensorParallel(ExpertParallel):
 class ReordererSequenceParallel(ParallelStyle):
     """Makes a `TokenReorderer` reorder only this rank's share of tokens that all ranks hold.
 
-    The reorderer gets scores and experts [T, k] of all tokens, and returns indices among all T * k pairs.
+    The reorderer gets scores and experts [T, k], k per token. It returns indices among all T * k pairs.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -182,7 +182,10 @@ def _split(
     dims: list[int | None],
     hidden_dims: Mapping[str, int | None] | None = None,
 ) -> None:
-    """Split every parameter along dims[i] over mesh axis i; `hidden_dims` is for the next axis."""
+    """Split every parameter along dims[i] over mesh axis i.
+
+    hidden_dims: name of a parameter -> the dimension to split over the axis after those of `dims`.
+    """
     for name, parameter in list(experts.named_parameters(recurse=False)):
         if hidden_dims is not None and name not in hidden_dims:
             raise ValueError(

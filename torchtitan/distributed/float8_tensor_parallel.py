@@ -1,9 +1,9 @@
 """float8 linear layers that are split over the ranks of a tensor-parallel mesh.
 
 Layers with one scale per tensor use the scale of the whole tensor: an all-reduce over the ranks that
-hold parts finds the largest magnitude. A block that has only such linear layers gathers hidden states
-and gradients in float8. Layers with one scale per row compute the scales of this rank's part, and
-their hidden states are gathered in high precision.
+hold parts finds the largest magnitude. If all linear layers of a block have one scale per tensor, the
+block gathers hidden states and gradients in float8. Layers with one scale per row compute the scales of
+this rank's part, and their hidden states are gathered in high precision.
 
 B rows, T tokens, t = T / tp tokens on this rank, K inputs and N outputs of this rank's part.
 """
@@ -127,7 +127,8 @@ class _TensorwiseLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = torch.mm(rows, weight).reshape(x.shape)
         grad_weight = None
-        if ctx.needs_input_grad[1]:  # False for a frozen weight
+        # A frozen weight needs no gradient.
+        if ctx.needs_input_grad[1]:
             grad_weight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
         return grad_x, grad_weight, None, None, None, None
 

@@ -169,7 +169,10 @@ def _units_of(model: nn.Module) -> list[FSDPModule]:
 def _expert_placement(
     experts: nn.Module, ep_degree: int, edp_mesh: DeviceMesh
 ) -> Callable[[nn.Parameter], Shard] | None:
-    """Return FSDP's placement of parameters [E, M, ...]: Shard(1) if ranks outnumber experts."""
+    """Return a function from an expert parameter [E, M, ...] to its FSDP placement; None means Shard(0).
+
+    If there are more ranks than experts, FSDP shards dim 1 where the ranks divide it.
+    """
     num_shards = edp_mesh.size(edp_mesh.ndim - 1)
     if num_shards * ep_degree <= experts.num_experts:
         return None
@@ -197,11 +200,11 @@ def _prefetch_in_order(
 def disable_fsdp_gradient_division(model: nn.Module) -> None:
     """Make every FSDP module of the model sum gradients over ranks instead of averaging them."""
     for unit in _units_of(model):
-        # Set no factor on a mesh of one rank: torch 2.13 would divide all gradients by the factor.
+        # On a mesh of one rank, torch 2.13 would spend time on dividing gradients by a factor of 1.
         groups = torch_parts.fsdp_groups_of(torch_parts.fsdp_state(unit))
         if any(torch_parts.fsdp_mesh(group).mesh.size() > 1 for group in groups):
             unit.set_gradient_divide_factor(1.0)
-        # Without this, the collective would apply the factor, which gloo cannot do.
+        # Without this, FSDP would ask the collective to divide by the factor, which gloo cannot do.
         unit.set_force_sum_reduction_for_comms(True)
 
 
@@ -222,11 +225,12 @@ def reshard_model(model: nn.Module) -> None:
     """
     for unit in _units_of(model):
         unit.reshard()
-    # Backward prefetches in the recorded order of forwards: clear those without a backward (torch 2.13).
+    # Backward prefetches in the recorded order of forwards: drop forwards without a backward (torch 2.13).
     for group in _param_groups(model):
         communication = torch_parts.fsdp_communication(group)
         forwards = torch_parts.field_of(communication, "fsdp_forwards")
-        if forwards is not None:  # set by the first forward
+        # `forwards` is None before the first forward.
+        if forwards is not None:
             forwards.clear()
             torch_parts.fsdp_order(group).clear()
 
@@ -246,7 +250,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, each unit stays gathered after its first forward; all are freed at the end."""
+    """A context in which each unit stays gathered after its first forward; its end frees all units."""
     # `set_reshard_after_forward` would forget the mesh that parameters are resharded to after forward.
     groups, field = _param_groups(model), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]
@@ -276,7 +280,8 @@ def reduce_later(model: nn.Module, later: bool, *, whole: bool, keeps_weights: b
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(not later)
         return
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP's or DDP's
+    # FSDP and DDP both have this method.
+    if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(not later)
     if keeps_weights and isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not later)
@@ -291,14 +296,15 @@ def accumulate_gradients(model: nn.Module) -> None:
         return
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)
-    if hasattr(model, "finalize_backward"):  # torch 2.15
+    # `finalize_backward` exists since torch 2.15.
+    if hasattr(model, "finalize_backward"):
         model.set_manual_backward_finalization(True)
     else:
         model.set_is_last_backward(False)
 
 
 def store_gradients(model: nn.Module) -> None:
-    """Add gradients to the sums in reduce_dtype, after a backward that ran no FSDP hook."""
+    """Accumulate gradients in reduce_dtype, after a backward that ran no FSDP hook."""
     for group in _param_groups(model):
         torch_parts.fsdp_post_backward(group)
 
@@ -347,7 +353,8 @@ def recover_model(model: nn.Module) -> None:
 
 def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> None:
     """Replicate the model in place on a 1-D mesh; backward sums gradients over the mesh."""
-    if enable_compile:  # let the compiler split graphs where DDP's buckets end
+    # Let the compiler split graphs where DDP's buckets end.
+    if enable_compile:
         host.change_attribute(torch_parts.dynamo_config, "optimize_ddp", "ddp_optimizer")
     # Buffers are not broadcast, because each rank has its own token counts per expert in a buffer.
     group = dp_mesh.get_group()
@@ -357,7 +364,7 @@ def apply_ddp(model: nn.Module, dp_mesh: DeviceMesh, enable_compile: bool) -> No
 
 
 def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply all gradients of the model by `factor`. For a pipeline, pass the last stage."""
+    """Make every backward multiply the model's gradients by `factor`. For a pipeline, pass the last stage."""
 
     def scale_gradient_of_output(module: nn.Module, args: Any, output: Any) -> None:
         for leaf in torch_parts.pytree.tree_leaves(output):
@@ -374,7 +381,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         local = local_tensor(parameter.grad)
-        summed = local.contiguous()  # NCCL refuses other layouts
+        # NCCL refuses tensors that are not contiguous.
+        summed = local.contiguous()
         work = dist.all_reduce(summed, group=mesh.get_group(), async_op=True)
         sums.append((local, summed, work))
     for local, summed, work in sums:

@@ -1,6 +1,6 @@
 """The degrees of parallelism and the device meshes that follow from them.
 
-The world of ranks is cut in three ways, outermost axis first:
+The world of ranks is divided into axes in three ways, called cuts, outermost axis first:
 
     dataloading   pp, batch, cp, tp                  which rank reads which data
     dense         pp, dp_replicate, fsdp, tp         which rank holds which ordinary parameters
@@ -19,7 +19,7 @@ from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_device_type
 
-# The device type of meshes; None to detect it at use. A test or a client may set it.
+# The device type of meshes. If None, it is detected when meshes are built. A test or a client may set it.
 device_type: str | None = None
 
 _AXES_OF_CUT: dict[str, tuple[str, ...]] = {
@@ -131,7 +131,7 @@ class ParallelDims:
         return world_mesh
 
     def _axis_exists(self, name: str, size: int) -> bool:
-        # With ep, experts have their own meshes, even of size 1; without, they are on the dense meshes.
+        # With ep, experts have their own meshes, even of size 1; without ep, they are on the dense meshes.
         return self.ep > 1 if name == "efsdp" else size > 1
 
     def get_optional_mesh(self, dims: str | list[str]) -> DeviceMesh | None:
@@ -212,7 +212,7 @@ class ParallelDims:
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if FSDP holds the parameters: to shard them, or because DDP needs plain parameters."""
+        """True if FSDP holds the parameters: to shard them, or in place of DDP, which can't hold DTensors."""
         replicates_split = self.dp_replicate_enabled and self.tp_enabled
         return self.always_fsdp or self.fsdp_enabled or replicates_split or self.ep_enabled
 

@@ -18,7 +18,7 @@ Order = dict[int, list["Action"]]
 
 
 class Action(NamedTuple):
-    """One thing that a rank does for a stage.
+    """A computation, a message or an FSDP operation of one stage.
 
     kind: F, forward. B, backward. I and W, the halves of backward in zero-bubble schedules: the
         gradients of the stage's input, and of its weights. SEND_F, RECV_F: hidden states.
@@ -32,7 +32,8 @@ class Action(NamedTuple):
 
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_ACTIVE_STAGES = 3  # the stage in forward, the stage in backward, and the next stage
+# Number of stages that stay gathered: the next stages to compute.
+_ACTIVE_STAGES = 3
 
 
 def compute_order(schedule: type, stages: Sequence[Any], n: int, csv_path: str = "") -> Order:
@@ -69,7 +70,7 @@ def _check_complete(order: Order, num_stages: int, csv_path: str) -> None:
             if (got := kinds[stage, microbatch]) not in ("FB", "FIW"):
                 raise ValueError(
                     f"parallelism.pipeline_parallel_schedule_csv = {csv_path!r} must have every stage "
-                    f"compute every microbatch once, F before B or F, I, W in this order; stage "
+                    f"compute every microbatch once, in the order F, B or F, I, W; stage "
                     f"{stage}, microbatch {microbatch} has {', '.join(got) or 'nothing'}"
                 )
 
@@ -92,7 +93,7 @@ def select(order: Order, n: int, forward_only: bool) -> Order:
 
 
 def rank_of_stages(order: Order) -> dict[int, int]:
-    """Return the rank that computes each stage."""
+    """Return a dict: stage -> the rank that computes it."""
     return {action.stage: rank for rank, actions in order.items() for action in actions}
 
 
@@ -104,7 +105,8 @@ def with_messages(order: Order, rank_of: dict[int, int]) -> Order:
     """
     result: Order = {rank: [] for rank in order}
     position = dict.fromkeys(order, 0)
-    computed: set[tuple[str, int, int]] = set()  # F or B, stage, microbatch
+    # (F or B, stage, microbatch) of the actions so far.
+    computed: set[tuple[str, int, int]] = set()
     last = max(rank_of)
     while any(position[rank] < len(actions) for rank, actions in order.items()):
         before = dict(position)

@@ -78,7 +78,7 @@ def pipeline_llm(
     return schedule, parts, schedule.has_first_stage, schedule.has_last_stage
 
 
-pipeline_llm.cuts_by_layers = True  # see TrainSpec
+pipeline_llm.cuts_by_layers = True  # see `TrainSpec.cuts_by_layers`
 
 
 def pipeline_module_split(
@@ -147,9 +147,9 @@ def build_pipeline_schedule(
     n_microbatches, num_stages = rows // microbatch_size, stages[0].num_stages
     if n_microbatches < num_stages:
         logger.warning(
-            f"{n_microbatches} pipeline microbatches (training.local_batch_size = {rows} by "
-            f"parallelism.pipeline_parallel_microbatch_size = {microbatch_size}) leave ranks idle: "
-            f"{num_stages} stages need at least as many microbatches"
+            f"{n_microbatches} pipeline microbatches for {num_stages} stages leave ranks idle: raise "
+            f"training.local_batch_size = {rows}, or lower "
+            f"parallelism.pipeline_parallel_microbatch_size = {microbatch_size}"
         )
     return distributed.PipelineSchedule(
         parallelism.pipeline_parallel_schedule, stages, loss_fn, n_microbatches, csv_path

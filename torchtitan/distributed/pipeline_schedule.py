@@ -39,7 +39,8 @@ from torchtitan.tools import torch_parts
 LossFunction = Callable[[Any, Any], Any]
 """(output of the last stage, target) -> loss"""
 
-_MAX_ORDERS = 16  # cached, one per number of microbatches
+# Number of cached orders. Each number of microbatches has its own order.
+_MAX_ORDERS = 16
 
 
 class PipelineSchedule:
@@ -110,7 +111,7 @@ class PipelineSchedule:
         split into `n_microbatches`; the outputs are concatenated.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("step() computes gradients and they are disabled here; call eval()")
+            raise RuntimeError("step() computes gradients, but gradients are disabled; call eval()")
         return self._run(False, *args, **kwargs)
 
     @torch.no_grad()
@@ -178,7 +179,7 @@ class PipelineSchedule:
         n = self._check_lists(lists, needs_loss=not forward_only, loss_fn=loss_fn)
 
         if not self._is_connected:
-            # All ranks have to create NCCL's communicator of the group, but a send involves only two.
+            # All ranks have to create NCCL's communicator of the group, but a send involves only two ranks.
             dist.all_reduce(torch.zeros(1, device=self.stages[0].device), group=self.group)
             self._is_connected = True
         if input_shapes is None:
@@ -280,7 +281,7 @@ class PipelineSchedule:
         if issubclass(self.schedule_class, ScheduleDualPipeV):
             planned = max(n, self.num_stages)
         if issubclass(self.schedule_class, ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble):
-            # Torch runs rounds of equally many microbatches, about one for each rank.
+            # Torch needs rounds of equal size: it runs max(1, n // num_ranks) rounds.
             num_ranks = self.stages[0].group_size
             if n % max(1, n // num_ranks):
                 planned = -(-n // num_ranks) * num_ranks
@@ -327,7 +328,8 @@ class _Call:
             longest = 4 * self._schedule.num_stages
             sending = self._sending
             while sending and (sending[0][0].is_completed() or len(sending) > longest):
-                sending.pop(0)[0].wait()  # raises if the message got lost
+                # Raises if the message got lost.
+                sending.pop(0)[0].wait()
         for work, _ in self._sending:
             work.wait()
 

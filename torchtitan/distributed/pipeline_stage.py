@@ -29,7 +29,7 @@ class PipelineStage:
         and with the hidden states of the previous stage on other stages.
     hidden_states: (dim, dtype) of the tensors sent between stages; a stage with None cannot run.
 
-    Torch's schedules read the attributes when they compute the order of actions.
+    Torch's schedules read this object's attributes when they compute the order of actions.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class PipelineStage:
         self._contexts: Sequence[ContextFactory] = ()
         # Microbatch -> (output or loss, where its backward starts; hidden states, where it ends).
         self._forwards: dict[int, tuple[Tensor | GradientEdge | None, Tensor | None]] = {}
-        # Kept between the halves of backward, by microbatch; on the first stage, its output's gradient.
+        # Microbatch -> what `backward_input` leaves for `backward_weight`. On the first stage this is only
+        # the gradient of the output, in `_postponed`.
         self._weight_halves: dict[int, tuple[Any, list[_WeightHalf]]] = {}
         self._postponed: dict[int, Tensor | None] = {}
 
@@ -64,7 +65,10 @@ class PipelineStage:
         has_backward: bool,
         contexts: Sequence[ContextFactory] | None = None,
     ) -> None:
-        """Prepare for a call of the schedule. contexts: per microbatch, for its forward and its backward."""
+        """Prepare for a call of the schedule.
+
+        contexts: for each microbatch, a factory of the context of its forward and of its backward.
+        """
         if self.hidden_states is None:
             raise ValueError(
                 f"pipeline stage {self.stage_index} does not know the size of hidden states: its "
@@ -118,7 +122,8 @@ class PipelineStage:
             if not start.requires_grad:  # all parameters of this and earlier stages are frozen
                 start = None
             elif not self.is_last:
-                start = get_gradient_edge(start)  # lets the output be freed once it is sent
+                # The edge lets the output be freed once it is sent.
+                start = get_gradient_edge(start)
             self._forwards[microbatch] = start, hidden
         return output
 
@@ -141,7 +146,7 @@ class PipelineStage:
         start, hidden = self._forwards.pop(microbatch)
         with self._contexts[microbatch]():
             halves = _backward_input(start, gradient, hidden)
-        # On torch 2.11 and 2.12 only the output's edge keeps nodes of Python functions alive.
+        # Keep `start`: on torch 2.11 and 2.12, nothing else keeps autograd nodes of Python functions alive.
         self._weight_halves[microbatch] = start, halves
         return _gradient_of(hidden)
 
@@ -152,14 +157,14 @@ class PipelineStage:
             return
         _, halves = self._weight_halves.pop(microbatch)
         with self._contexts[microbatch]():
-            # Halves with several nodes go first: a half with one node frees nodes that the others need.
+            # Halves with several nodes go first: a half with one node frees nodes that other halves need.
             for half in sorted(halves, key=lambda half: -len(half.arrived)):
                 _backward_weight(half)
         store_gradients(self.submod)
 
 
 def _gradient_of(hidden: Tensor) -> Tensor:
-    """Return the gradient; zeros if the loss does not depend on the hidden states."""
+    """Return the gradient of the hidden states; zeros if the loss does not depend on them."""
     return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
 
@@ -254,7 +259,7 @@ def _backward_weight(half: _WeightHalf) -> None:
     edges: dict[GradientEdge, Tensor] = {}
     for node, gradients in half.arrived.items():
         edges |= {GradientEdge(node, i): g for i, g in enumerate(gradients) if g is not None}
-    # Use only the kept gradients of a node: they already include what other nodes' backwards add.
+    # A node's kept gradients are complete, so it must ignore further gradients from other nodes.
     handles = [
         node.register_prehook(lambda _, kept=gradients: kept)
         for node, gradients in half.arrived.items()
@@ -262,7 +267,7 @@ def _backward_weight(half: _WeightHalf) -> None:
     ]
     try:
         if edges:
-            # With several nodes, backward runs along the path, whose nodes other weights may still need.
+            # With several nodes, backward runs through nodes of the path, which other halves may need.
             retain = len(half.arrived) > 1
             gradients, weights = list(edges.values()), half.weights
             torch.autograd.backward(list(edges), gradients, inputs=weights, retain_graph=retain)

@@ -44,10 +44,10 @@ _active: "seeded_init | None" = None
 class seeded_init(torch_parts.DispatchMode):
     """Context in which the model's `init_weights()` sets the same weights on every layout.
 
-    Inside, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them) and our
-    `trunc_normal_` fill a parameter of `model`, plain or DTensor, with numbers that depend only on the seed
-    and the parameter's name; a tied parameter uses its first name. Other draws use torch's
-    generator and depend on the layout; a warning says so.
+    In this context, in-place `normal_` and `uniform_` (and all functions of `torch.nn.init` that call them)
+    and our `trunc_normal_` fill a parameter of `model`, plain or DTensor, with numbers that depend only on
+    the seed and the parameter's name; a tied parameter uses its first name. Other draws use torch's
+    generator, depend on the layout, and cause a warning.
 
     Enter after the parameters have memory (`to_empty`), under `torch.no_grad()`.
     """

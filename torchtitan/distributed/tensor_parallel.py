@@ -65,7 +65,8 @@ def split_parameter(
     Raises ValueError, naming `name`, if the size of axis i does not divide the dimension.
     """
     sizes = list(parameter.shape)
-    if parameter.dtype == torch.uint8:  # blocks of 4-bit numbers, which are not split
+    # A 4-bit weight consists of blocks, which are not split.
+    if parameter.dtype == torch.uint8:
         sizes[-1] //= nf4.BYTES
     for axis, dim in enumerate(dims):
         if dim is not None and sizes[dim] % mesh.size(axis):
@@ -106,7 +107,7 @@ def distribute_modules(
         parameters = {
             key: parameter
             for key, parameter in module.named_parameters(recurse=False)
-            if not isinstance(parameter, DTensor)  # experts, split already
+            if not isinstance(parameter, DTensor)  # experts are split already
         }
         if not parameters:
             continue
@@ -186,7 +187,10 @@ class LocalRMSNorm(RMSNorm):
 
 
 class LocalLinear(Linear):
-    """A Linear on this rank's part. Split by columns, it returns a summand with a share of the bias."""
+    """A Linear that computes with this rank's part of its parameters.
+
+    If the weight is split by columns, the result is a partial sum, which includes 1/tp of the bias.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         bias = local_parameter(self.bias, added_once=self.weight.placements == (Shard(1),))
@@ -278,7 +282,7 @@ class NoParallel(ParallelStyle):
 def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
     """Make the compiler overlap gathers and reductions with matrix products, if the config says so.
 
-    A compiler pass replaces a collective and its product by one operator that sends pieces through
+    A compiler pass replaces a collective and a matrix product by one operator that sends pieces through
     symmetric memory, so the ranks must be on one node. Raises RuntimeError if blocks are not compiled.
     """
     if not job_config.parallelism.enable_async_tensor_parallel:
@@ -292,9 +296,9 @@ def maybe_enable_async_tp(job_config: JobConfig, tp_mesh: DeviceMesh) -> None:
             tp_mesh.device_type,
         )
         return
-    if torch.__version__ < "2.15":  # later versions need no such call
+    if torch.__version__ < "2.15":
         with warnings.catch_warnings():
-            # Up to torch 2.14, inductor's pass needs this deprecated call for each group.
+            # Up to torch 2.14, inductor's pass needs this call for each group; the call is deprecated.
             warnings.simplefilter("ignore", FutureWarning)
             torch_parts.enable_symmetric_memory(tp_mesh.get_group().group_name)
     logger.info("asynchronous tensor parallelism on %d ranks", tp_mesh.size())

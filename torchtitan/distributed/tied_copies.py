@@ -1,6 +1,6 @@
 """A tied embedding in a pipeline: two copies of a parameter, on the first and the last stage.
 
-The two stages are on two ranks, or on one if they form a V. The copies act as one parameter:
+The two stages are on two ranks, or on one rank under a V-shaped schedule. The copies act as one parameter:
 
     initial weights     both are drawn under the first name                     `name_in_whole_model`
     gradients           both get the sum, in each call of the schedule          `sum_gradients`
@@ -30,7 +30,7 @@ def mark_copy(part: nn.Module, whole_model: nn.Module) -> None:
     first, second = (getattr(getattr(whole_model, x, None), "weight", None) for x in names)
     has_first, has_second = (getattr(part, x, None) is not None for x in names)
     if first is None or first is not second or has_first == has_second:
-        return  # not tied, or this part has none or both of the modules
+        return  # no tied embedding, or this part has neither or both of the modules
     part.tied_copy, part.tied_copy_trains = FIRST if has_first else SECOND, first.requires_grad
     if has_second:
         _holders_of_second.add(part)
@@ -88,5 +88,5 @@ def sum_gradients(
         own += other
         other.copy_(own)
     for parameter in copies:
-        if not parameter.requires_grad:  # frozen: summed only because the other rank waits
+        if not parameter.requires_grad:  # a frozen copy takes part only for the other rank's sake
             parameter.grad = None

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchtitan.tools import host
 
-# In tokens, for kernels whose groups must begin at multiples of 16 bytes: 8 elements of bf16.
-# Converters to 8 bits increase it.
+# Alignment in tokens. Kernels need groups that begin at multiples of 16 bytes, which are 8 elements of bf16.
+# Converters to 8 bits increase the alignment.
 TOKEN_GROUP_ALIGN_SIZE_M = 8
 ValidTokenGroupAlignmentSize = Literal[8, 16, 32]
 
@@ -162,8 +162,8 @@ def fill_indices_wrapper(
     # Add last, to get a new tensor: torch 2.11 can't compile searchsorted on a view.
     runs = write_offsets.repeat_interleave(num_ranks) + within_slot
     place = torch.arange(max_len, device=runs.device)
-    # A place belongs to the last run that begins at or before it. If several runs begin at the same
-    # place, all but the last are empty.
+    # A run is one rank's tokens for one expert. A place belongs to the last run that begins at or before
+    # the place. If several runs begin at the same place, all but the last are empty.
     run = torch.searchsorted(runs, place, right=True) - 1
     run_or_first = run.clamp(min=0)
     within = place - runs[run_or_first]

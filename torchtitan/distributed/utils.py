@@ -124,7 +124,7 @@ def clip_grad_norm_(
     pp_mesh: DeviceMesh | None = None,
     ep_enabled: bool = False,
 ) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before clipping.
 
     The norm covers all shards and, with `pp_mesh`, all pipeline stages; a tied embedding counts once
     in it. Collective. Plain tensors are allowed unless `ep_enabled`.

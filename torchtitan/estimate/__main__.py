@@ -17,7 +17,7 @@ def main() -> None:
         parser.error("give --gpus, the number of the job's ranks, or set NGPU")
     os.environ["NGPU"] = str(ranks)
     os.environ.setdefault("LOCAL_RANK", "0")
-    prepare_device()  # before torch is imported
+    prepare_device()  # must run before torch is imported
     from torchtitan.commands import errors_as_sentences
     from torchtitan.commands.source import job_of
     from torchtitan.estimate.step import estimate_step

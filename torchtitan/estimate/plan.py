@@ -136,7 +136,8 @@ def plan_of(
     most = 1 + int((usable - one[0].peak) / growth)
     for rows in reversed([n for n in _divisors(layout.rows) if n <= most]):
         found = {1: one, 2: two}.get(rows) or fullest_first(rows)
-        if found[0].peak <= usable:  # not certain, because `most` assumes linear growth
+        # Check, because `most` assumes linear growth.
+        if found[0].peak <= usable:
             break
     return rows, found
 

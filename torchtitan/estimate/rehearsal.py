@@ -41,11 +41,14 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 # Values that the host reads from the device are made up: 1 for a number, zeros for a copied tensor.
 # Functions of torchtitan that need another value: name -> function from its local variables to the value.
 ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "_on_any_rank": lambda _: 0,  # no rank saw a leak
+    # 0 means that no rank saw a leak.
+    "_on_any_rank": lambda _: 0,
     "check": lambda _: 0,
-    "_sum_over_ranks": lambda _: 0,  # no rank ran out of data
+    # 0 means that no rank ran out of data.
+    "_sum_over_ranks": lambda _: 0,
     "_is_asked_to_stop": lambda _: 0,
-    "continue_prompts": lambda _: 1,  # each prompt gets one token
+    # 1 makes each prompt get one token.
+    "continue_prompts": lambda _: 1,
     "_begin_exchange": lambda local: _local_of_caller("pairs").shape[0] // local["num_ranks"],
 }
 
@@ -67,8 +70,10 @@ class Rehearsal(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.waits: Counter[str] = Counter()
         self.races: Counter[str] = Counter()
-        self._uses: dict[int, _Uses] = {}  # key: storage on the device
-        self._arriving: dict[int, tuple[StorageWeakRef, int, int]] = {}  # key: address on the host
+        # Storage on the device -> its uses.
+        self._uses: dict[int, _Uses] = {}
+        # Address of host memory -> the copy that arrives there.
+        self._arriving: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -224,7 +229,7 @@ class Rehearsal(TorchDispatchMode):
                 self.use_storage(storage, id(tensor) in written, func)
             for tensor in made:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in keys:  # new memory
+                if storage._cdata not in keys:  # the operator has allocated the storage
                     self._uses[storage._cdata] = _Uses(storage)
                     self._uses[storage._cdata].add(stream, True)
 
@@ -275,7 +280,7 @@ def rehearsing() -> Iterator[Rehearsal]:
 class _Uses:
     """When each stream last wrote to a storage and last used it: stream id -> the stream's tick.
 
-    While the weak reference lives, no other storage gets the same address.
+    While `reference` exists, no other storage gets the same address.
     """
 
     __slots__ = ("reference", "writes", "uses")

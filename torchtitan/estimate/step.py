@@ -137,7 +137,8 @@ def estimate_step(
                 "DDP cannot be estimated, because its reducer communicates when it is built; set "
                 "parallelism.data_parallel_shard_degree to 2 or more (FSDP, HSDP)"
             )
-        engine.tokenizer = types.SimpleNamespace(eos_id=1)  # no token has this id
+        # The made-up batch has no token with this id.
+        engine.tokenizer = types.SimpleNamespace(eos_id=1)
         logger.info("first step, which makes the optimizer's state")
         for _ in _run_step(engine):
             pass
@@ -182,7 +183,8 @@ def _run_step(engine: TrainingEngine) -> Iterator[str]:
     tokens = torch.zeros((training.local_batch_size, training.seq_len), dtype=torch.int64)
     if engine.device.type != "cpu":
         tokens = tokens.pin_memory()
-    has_values = getattr(engine.model_args, "value_head", False)  # no default loss
+    # A model with a value head has no default loss.
+    has_values = getattr(engine.model_args, "value_head", False)
     n_run = min(engine.gradient_accumulation_steps, 2)
     for i in range(n_run):
         is_last = i + 1 == n_run
@@ -219,7 +221,7 @@ def _measure_step(engine: TrainingEngine, rehearsal: Any, gpus_per_node: int) ->
     with tracker, counter:
         for phase in _run_step(engine):
             peaks[phase] = max(peaks[phase], tracker.peak.total())
-            most |= tracker.most  # keeps the larger value of each kind
+            most |= tracker.most  # `|=` keeps the larger value of each kind
             tracker.reset_peak()
             # The first microbatch stands for all but the last.
             is_first = not total.flops

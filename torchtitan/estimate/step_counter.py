@@ -156,7 +156,7 @@ class StepCounter(OperatorMode):
             products = 5 if is_backward else 2  # backward computes the scores again
             self.counts.flops["attention"] += products * 2 * pairs * q[0].numel()
         elif name.startswith("gated_delta_rule"):
-            is_backward = name.endswith("backward")  # computes the forward again
+            is_backward = name.endswith("backward")  # backward computes the forward again
             _, k, v = args[2:5] if is_backward else args[:3]
             each = multiplications_per_token(k.shape[-1], v.shape[-1])
             products = 3 if is_backward else 1
@@ -165,7 +165,7 @@ class StepCounter(OperatorMode):
             (n, n_inputs), n_outputs, rank = args[0].shape, args[1].shape[1], args[3].shape[-2]
             flops = 2 * n * (n_inputs * n_outputs + rank * (n_inputs + n_outputs))
             self.counts.flops["matrix products"] += flops
-        elif name == "nf4_mm":  # dequantizes a weight, then multiplies
+        elif name == "nf4_mm":  # the operator dequantizes a weight, then multiplies
             n_numbers = num_numbers(args[1])
             n_experts = 1 if args[2] is None else len(args[1])
             rows = result.shape[:-1].numel()
@@ -187,12 +187,12 @@ def _as_group(value: Any) -> ProcessGroup | None:
     if isinstance(value, str):
         try:
             return _resolve_process_group(value)
-        except (RuntimeError, ValueError, KeyError):  # the name of an operation, such as "sum"
+        except (RuntimeError, ValueError, KeyError):  # `value` is no group, but for example "sum"
             return None
     if isinstance(value, torch.ScriptObject):
         try:
             return ProcessGroup.unbox(value)
-        except (RuntimeError, TypeError):  # such as a ReduceOp
+        except (RuntimeError, TypeError):  # `value` is another object, such as a ReduceOp
             return None
     return None
 

@@ -22,12 +22,15 @@ from torchtitan.report.read import Curve, Run, number, spread, thin_out
 from torchtitan.tools.events import flat_settings
 
 POINTS_PER_CURVE = 2_000
-POINTS_PER_PAGE = 50_000  # 24 bytes each
+# A point takes 24 bytes.
+POINTS_PER_PAGE = 50_000
 MAX_CURVES = 60
 MAX_EVENTS = 500
 MAX_SETTINGS = 500
-LONGEST_TEXT = 800  # characters of a message or sample
-SECONDS_OF_SILENCE = 600  # silence after which an unfinished run counts as dead
+# Most characters of a message or sample.
+LONGEST_TEXT = 800
+# Silence after which an unfinished run counts as dead.
+SECONDS_OF_SILENCE = 600
 
 # (panel, metric, label of the curve); torchtitan.callbacks.metrics and torchtitan.rl name the metrics
 PANELS = [
@@ -64,7 +67,8 @@ PANELS = [
     ("Entropy of the policy", "loss/entropy", "training"),
 ]
 REWARD_PART = "rl/reward/"
-GROUPS = dict.fromkeys(("start", "training", "end", "stop"), "run")  # other kinds are warnings
+# Kind of event -> group. Events of other kinds count as warnings.
+GROUPS = dict.fromkeys(("start", "training", "end", "stop"), "run")
 GROUPS |= {"fault": "fault", "lost": "fault", "validation": "validation"}
 GROUPS |= {"save": "save", "background save": "save"}
 FACTS = {  # metric -> name in the page's header, which shows the last value
@@ -128,7 +132,7 @@ def _data(run: Run, events: list[dict[str, Any]]) -> dict[str, Any]:
     t0 = min(times, default=0.0)
     digits = 3 if max(times, default=0.0) - t0 < 3600 else 1
 
-    # start -> the lowest step of all later starts; they redid the start's steps from that step on
+    # start -> lowest first step of all later starts. The start's steps from that step on were redone.
     redone_from, lowest, first_steps = {}, math.inf, run.first_steps()
     for start, first_step in sorted(first_steps.items(), reverse=True):
         redone_from[start] = lowest

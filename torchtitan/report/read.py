@@ -23,8 +23,10 @@ from torchtitan.tools.files import open_file
 EPISODES_FILE = "episodes.jsonl"
 SAMPLED_STEPS = 8  # number of steps whose samples are shown
 SAMPLES_PER_STEP = 6
-_LONGEST_LINE = 1 << 22  # bytes
-_MAX_STEP_OR_TIME = 1e15  # times are seconds since 1970
+# In bytes.
+_LONGEST_LINE = 1 << 22
+# Times are seconds since 1970.
+_MAX_STEP_OR_TIME = 1e15
 
 
 class NoRunError(Exception):
@@ -49,9 +51,9 @@ class Curve:
 class Run:
     folder: Path
     curves: dict[str, Curve]
-    events: list[dict[str, Any]]  # in the order of time
+    events: list[dict[str, Any]]  # in order of time
     samples: list[dict[str, Any]]
-    source: str  # the file of the curves
+    source: str  # name of the file with the curves
 
     def points(self) -> dict[int, list[tuple[int, float]]]:
         """Return, for each start of the run, the sorted (step, time) at which that start logged metrics."""
@@ -141,7 +143,7 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
 def _curves(folder: Path, start_times: list[float]) -> tuple[dict[str, Curve], str]:
     """Return (curves, file name) of the first file with metrics, which is the lowest rank's."""
 
-    def order(path: Path) -> tuple[bool, list[str]]:  # rank_2 before rank_10
+    def order(path: Path) -> tuple[bool, list[str]]:  # sort rank_2 before rank_10
         parts = re.split(r"(\d+)", path.name)
         return path.name != "metrics.jsonl", [p.zfill(20) if p.isdecimal() else p for p in parts]
 

@@ -31,15 +31,20 @@ CallersLoss = Callable[[Any, Tensor, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The parts of an engine that its forwards and backwards use."""
+    """Runs an engine's forward and backward calls. The fields are parts of the engine.
+
+    loss_fn: the train spec's loss, for calls without loss_fn and head. loss_group: the ranks over which
+        losses are summed.
+    has_token_loss: True if `loss_fn` takes logits, and labels that are token ids.
+    """
 
     config: JobConfig
     policy: DocumentPolicy
     runner: Runner
     update: Update
-    loss_fn: LossFunction  # the train spec's loss, for calls without loss_fn and head
-    has_token_loss: bool  # `loss_fn` takes logits, and labels that are token ids
-    loss_group: dist.ProcessGroup | None  # the ranks over which losses are summed
+    loss_fn: LossFunction
+    has_token_loss: bool
+    loss_group: dist.ProcessGroup | None
 
     def forward(
         self,
@@ -130,7 +135,7 @@ class Step:
         return batches, num_dummies(len(batches), group, runner.device)
 
     def _sum_of_call(self, losses: list[Any] | None, batches: list[TokenBatch]) -> Tensor:
-        """Return the sum of a call's losses on all pipeline ranks; keep the losses for warnings."""
+        """Return the sum of a call's losses on all pipeline ranks; keep the losses for a later warning."""
         # fp32 for every loss function: pipeline ranks without a loss receive this dtype by broadcast.
         loss = torch.zeros((), device=self.runner.device)
         if losses:
@@ -191,10 +196,10 @@ class Step:
 class LossOfOutputs:
     """Computes a microbatch's loss from the model's outputs, for one `forward_backward_step`.
 
-    model_head: the head that the model computes in place of logits: the caller's, or `default_head`'s;
+    model_head: the head that the model computes in place of logits, from the caller or `default_head`;
         None if the model returns logits.
     may_fail: the call runs a caller's function, which may fail on some ranks. Under a pipeline a caller
-        may pass the function on the last stage's ranks only, so every rank assumes one was passed.
+        may pass the function on the last stage's ranks only, so every rank assumes that it was passed.
     """
 
     def __init__(
@@ -253,7 +258,7 @@ def loss_denominator(
 ) -> Tensor | float:
     """Return the denominator of a call's loss: global_valid_tokens, or 1 if it is None.
 
-    Raises ValueError for a required None, and for a count that is not above 0 and finite. A count on an
+    Raises ValueError if a required count is None, and if a count is not above 0 and finite. A count on an
     accelerator is not checked, because reading it waits for the device.
     """
     if global_valid_tokens is None:
@@ -274,7 +279,10 @@ def loss_denominator(
 
 
 def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
-    """Raise ValueError for a head that is a class or not callable, and for a head or logits of a value model."""
+    """Raise ValueError if the head is a class or is not callable.
+
+    For a model with a value head, also raise it for any head, and if logits are needed.
+    """
     if isinstance(head, type) or not (head is None or callable(head)):
         raise ValueError(
             f"head must be an object that computes outputs, such as TokenLogProbs(), got {head!r}; give "
@@ -290,7 +298,7 @@ def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
 def scalar_loss(loss: Any, must: str = "loss_fn must return") -> Tensor:
     """Return a caller's loss as a tensor of shape [].
 
-    must: the beginning of the error. Raises ValueError for a loss that is not a scalar with a gradient.
+    must: the first words of the error message. Raises ValueError unless the loss is a scalar with a gradient.
     """
     if isinstance(loss, tuple):
         raise ValueError(

@@ -14,7 +14,7 @@ from torchtitan.step.runner import Head, Runner
 
 
 class Objective:
-    """Base class of objectives; by itself it keeps the train spec's loss.
+    """Base class of objectives; the base class itself uses the train spec's loss.
 
     head, whole_rows: see `TrainingEngine.forward_backward_step`.
     """
@@ -28,7 +28,7 @@ class Objective:
         return batch.num_valid
 
     def prepare(self, batches: Sequence[TokenBatch]) -> Sequence[TokenBatch]:
-        """Return the batches with entries from another model, such as a teacher. Collective."""
+        """Return the batches with added outputs of another model, such as a teacher. Collective."""
         return batches
 
     def __call__(
@@ -38,7 +38,7 @@ class Objective:
         raise NotImplementedError
 
     def metrics(self, sums: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
-        """Return metrics from the sums over ranks and microbatches. prefix: begins their names."""
+        """Return metrics from the sums over ranks and microbatches. prefix: put before each name."""
         return {}
 
     @property
@@ -46,7 +46,7 @@ class Objective:
         return self
 
     def close(self) -> None:
-        """Close the engine of another model."""
+        """Close the other model's engine, if the objective has another model."""
 
 
 class Tally:

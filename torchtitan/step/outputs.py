@@ -19,12 +19,14 @@ Reductions = Mapping[str, Literal["sum", "max"]]
 class StepOutput:
     """The result of a step with metrics.
 
+    loss: the loss of the global batch, in fp32 on the device, the same on every rank. metrics: tensors like
+        `loss`; a maximum over no microbatch is -inf.
     outputs: loss_fn's third value for each of this rank's microbatches, detached and of whole rows. None
         on pipeline ranks without the last stage; see `TrainingEngine.from_last_stage`.
     """
 
-    loss: Tensor  # of the global batch, the same on every rank, fp32 on the device
-    metrics: dict[str, Tensor]  # like `loss`; a maximum over no microbatch is -inf
+    loss: Tensor
+    metrics: dict[str, Tensor]
     outputs: list[Any] | None
 
 
@@ -63,7 +65,8 @@ class StepMetrics:
                 f"{sorted(self._values)}; return these names for every microbatch, on every rank"
             )
         for name, value in metrics.items():
-            if not isinstance(value, Tensor):  # fill on the device, without waiting
+            # `torch.full` does not wait for the device.
+            if not isinstance(value, Tensor):
                 value = torch.full((), value, device=self._runner.device)
             if value.numel() != 1:
                 raise ValueError(

@@ -60,12 +60,13 @@ class Head(Protocol[Outputs]):
 class ModelInputs(NamedTuple):
     """Arguments of the model's forward for one batch, and the labels for the loss and the head.
 
+    inputs, labels: [B, T].
     extra_inputs: the batch's other entries, including positions. extra_kwargs: the attention masks.
     Under context parallelism all hold this rank's tokens, and the positions are in extra_kwargs.
     """
 
-    inputs: Tensor  # [B, T]
-    labels: Tensor | None  # [B, T]
+    inputs: Tensor
+    labels: Tensor | None
     extra_inputs: Entries
     extra_kwargs: Entries
 
@@ -81,16 +82,21 @@ class Microbatch:
     """One batch of a call, or under a pipeline some of its rows, on the model's device.
 
     Under context parallelism it holds this rank's tokens.
+
+    inputs, kwargs: arguments of the model's forward. inputs and labels are [B, T].
+    batch: the caller's entries, for loss and output functions.
+    join: turns outputs for this rank's tokens into outputs for whole rows. Collective.
+    is_dummy: True if it runs only because other ranks have more microbatches.
+    reduces_gradients: False if a later microbatch reduces the gradients. Pipelines ignore this field.
     """
 
-    inputs: Tensor  # [B, T]; this and `kwargs` are arguments of the model's forward
+    inputs: Tensor
     kwargs: Entries
-    labels: Tensor | None  # [B, T]
-    batch: Entries  # the caller's entries, for loss and output functions
-    # Turns outputs for this rank's tokens into outputs for whole rows; collective.
+    labels: Tensor | None
+    batch: Entries
     join: Callable[[Any], Any] = lambda outputs: outputs
-    is_dummy: bool = False  # run only because other ranks have more microbatches
-    reduces_gradients: bool = True  # False: a later microbatch does; pipelines ignore it
+    is_dummy: bool = False
+    reduces_gradients: bool = True
 
 
 OnOutput = Callable[[Any, Microbatch], Any]
@@ -104,8 +110,8 @@ def model_inputs(
 ) -> ModelInputs:
     """Return the arguments of the model's forward for a batch.
 
-    Entries of `BOUNDARY_KEYS` are left out. A padding mask [B, T] becomes the kernel's mask.
-    Unless attn_type is "sdpa" or the batch has masks, attention masks are added, and if
+    Entries of `BOUNDARY_KEYS` are left out. A padding mask [B, T] becomes the kernel's mask. If the
+    batch has no masks, and attn_type is not "sdpa", attention masks are added. If then also
     `training.restart_positions` is set, a batch with document ids but no positions gets positions.
     """
     batch = policy.token_batch(batch)
@@ -165,12 +171,17 @@ class Runner:
 
     model_parts: the model, or this rank's stages of a pipeline. train_context: the context of forwards
         and backwards. amp: the context of forwards.
+    sharding, schedule: None without context parallelism, or without pipeline parallelism.
+    has_value_head: outputs are values [B, T, 1], and the model takes no head.
+    has_replicas: the model or its shards are replicated (DDP, HSDP).
     defers_reduction: gradients are reduced with the last microbatch of a step. False defers only the
         sum over the replicas of HSDP.
     keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
         them after a backward, too.
-    gradient_factor: multiplies losses before backward. It turns means of gradients over ranks, which a
-        client's own backward needs, back into sums; 1 under a pipeline.
+    gradient_factor: multiplies losses before backward. If gradients are averaged over ranks, for a
+        client's own backward, the factor turns the engine's averages into sums. 1 under a pipeline.
+    watch: raises callers' failures on all ranks. dp_group: the ranks that read different batches.
+    dummy: makes the batch of a dummy microbatch.
     client_inputs: returns the model's inputs for a batch on the device, or None to call `model_inputs`;
         for clients of torchtitan 0.2.x that override `post_dataloading_process`.
     """
@@ -179,16 +190,16 @@ class Runner:
     device: torch.device
     train_context: Callable[[], contextlib.AbstractContextManager[None]]
     amp: contextlib.AbstractContextManager[None]
-    sharding: ContextSharding | None = None  # with context parallelism
-    schedule: "PipelineSchedule | None" = None  # with pipeline parallelism
-    has_value_head: bool = False  # outputs are values [B, T, 1], and the model takes no head
+    sharding: ContextSharding | None = None
+    schedule: "PipelineSchedule | None" = None
+    has_value_head: bool = False
     defers_reduction: bool = False
-    has_replicas: bool = False  # the model or its shards are replicated (DDP, HSDP)
+    has_replicas: bool = False
     keeps_weights: bool = False
     gradient_factor: float = 1.0
-    watch: Watch = dataclasses.field(default_factory=Watch)  # raises callers' failures on all ranks
-    dp_group: dist.ProcessGroup | None = None  # the ranks that read different batches
-    dummy: Callable[[], TokenBatch] | None = None  # makes the batch of a dummy microbatch
+    watch: Watch = dataclasses.field(default_factory=Watch)
+    dp_group: dist.ProcessGroup | None = None
+    dummy: Callable[[], TokenBatch] | None = None
     client_inputs: Callable[[TokenBatch], ModelInputs | None] = lambda batch: None
     # Makes an additional context for each microbatch's forward and for its backward.
     around: "Callable[[Microbatch], contextlib.AbstractContextManager[None]] | None" = None
@@ -252,7 +263,8 @@ class Runner:
 
         def attempted(*tensors: Tensor | None, group: Any = None, **adapter: Any) -> Any:
             compute = functools.partial(head, *tensors, group=group, **adapter)
-            if group is not None:  # a collective of the tensor-parallel ranks
+            # A head with a group is collective, so no rank may skip it.
+            if group is not None:
                 return compute()
             return self.watch.attempt(compute, lambda: zero_loss((tensors, adapter)))
 
@@ -294,8 +306,8 @@ class Runner:
 
         microbatches: read one at a time; a pipeline reads all of them first.
         backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
-        Returns None on pipeline ranks without the last stage. If this fails, the model can be called again,
-        unless something other than a caller's function failed inside a pipeline schedule.
+        Returns None on pipeline ranks without the last stage. After a failure the model can be called again,
+        except if a pipeline schedule failed and the reason was not a caller's function.
         """
 
         def result_of(logits: Any, microbatch: Microbatch) -> Any:
@@ -313,7 +325,7 @@ class Runner:
                     if not microbatch.is_dummy:
                         outputs.append(output)
         if not backward:
-            # FSDP keeps the last unit gathered, and its gathered parameters would get the gradients.
+            # FSDP keeps the last unit gathered. Later gradients would go to its gathered parameters.
             self.reshard()
         return outputs
 
@@ -326,7 +338,8 @@ class Runner:
                 result = result_of(outputs, microbatch)
             if not backward:
                 return result
-            del outputs  # free logits [B, T, V] before backward allocates memory
+            # Free the logits [B, T, V] before backward allocates memory.
+            del outputs
             (result * self.gradient_factor).backward()
         return result.detach()
 
@@ -384,7 +397,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
-        """Inside, gradients stay unreduced until a later microbatch, if the job defers reductions."""
+        """If the job defers reductions, leave gradients unreduced until a later microbatch."""
         later = self.more_follow or not microbatch.reduces_gradients
         # Without training.defer_gradient_sync only the sum over HSDP's replicas waits.
         is_cheap = self.more_follow and self.has_replicas
@@ -438,7 +451,7 @@ class Runner:
         return sum(map(distributed.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
-        """Inside, FSDP gathers weights in the first forward only; they are freed at the end."""
+        """A context in which FSDP gathers weights only in the first forward. Its end frees them."""
         stack = contextlib.ExitStack()
         for part in self.model_parts:
             stack.enter_context(distributed.keep_gathered(part))
@@ -453,6 +466,6 @@ def on_error(repair: Callable[[], None]) -> Iterator[None]:
     except BaseException:
         try:
             repair()
-        except Exception:  # if the device is lost, say
+        except Exception:  # for example because the device is lost
             logger.exception("cleaning up after the error below failed; build a new engine")
         raise

@@ -62,7 +62,8 @@ class _Verdict:
     step: int
     # Returns [1 if it was skipped, gradient norm, sum of the denominators]; waits for the device.
     read: Callable[[], list[float]]
-    log_bad_losses: Callable[[], None]  # logs this rank's first non-finite loss
+    # Logs this rank's first non-finite loss.
+    log_bad_losses: Callable[[], None]
 
 
 class StepLosses:
@@ -73,7 +74,7 @@ class StepLosses:
         self._calls: deque[tuple[Tensor, Sequence[Tensor | None]]] = deque(maxlen=1024)
 
     def add(self, losses: Tensor, sample_ids: Sequence[Tensor | None]) -> None:
-        """losses: [n]. sample_ids: for each microbatch [rows, 2], or None; see `documents.SAMPLE_IDS`."""
+        """Add losses [n]. sample_ids: for each microbatch [rows, 2], or None; see `documents.SAMPLE_IDS`."""
         self._calls.append((losses.detach().float(), sample_ids))
 
     def clear(self) -> None:
@@ -129,10 +130,13 @@ class Update:
         on_device = self.device.type != "cpu" and not self.training.enable_cpu_offload
         self.skips_on_device = on_device and skips_on_device(self.optimizers)
         self.losses = StepLosses()
-        self._verdict: _Verdict | None = None  # the last step's, until the host reads it
+        # The verdict on the last step; None once the host has read it.
+        self._verdict: _Verdict | None = None
         self._skipped_in_a_row = 0
-        self._num_early_steps = 0  # microbatches since the last step
-        self.had_backward = False  # whether the engine ran a backward since the last step
+        # Number of microbatches since the last step.
+        self._num_early_steps = 0
+        # True if the engine ran a backward since the last step.
+        self.had_backward = False
         self._version = 0
 
         def count_version(*_args: object, **_kwargs: object) -> None:
@@ -155,7 +159,7 @@ class Update:
     # ---- before a step ----
 
     def prepare_early_step(self, n_microbatches: int) -> None:
-        """Wait until backward may update the weights; ValueError for a second microbatch, dummies included."""
+        """Wait until backward may update the weights. ValueError for a second microbatch, even a dummy."""
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
                 "optimizer.early_step_in_backward updates the weights in every backward, so a step "
@@ -222,8 +226,8 @@ class Update:
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
-        # Only the engine's own backward may leave no gradient. Reading the norm waits for the device, so
-        # only a rank without gradients reads it; the norm covers all ranks, so all ranks raise.
+        # If the engine ran a backward, a step without gradients is allowed. Reading the norm waits for the
+        # device, so only a rank without gradients reads it. The norm covers all ranks, so all ranks raise.
         is_expected = not (self.steps_in_backward or self.had_backward)
         if is_expected and all(p.grad is None for p in self._parameters) and not grad_norm:
             raise ValueError(
@@ -257,7 +261,8 @@ class Update:
         """
         self.before_update()
         if lr is not None:
-            lr = float(lr)  # parameter groups would keep a reference to a tensor
+            # Parameter groups must not hold the caller's tensor.
+            lr = float(lr)
             for scheduler in self.lr_schedulers.schedulers:
                 peak, *_ = scheduler.base_lrs
                 factors = [own / peak if peak else 1.0 for own in scheduler.base_lrs]
@@ -302,7 +307,7 @@ class Update:
                 total /= self.dp_group.size()
         grads = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
         if not self.skips_on_device or total.device.type != self.device.type:
-            divisor = total.item()  # waits for the device if the sum is there
+            divisor = total.item()  # waits if the sum is on the device
             if not 0 <= divisor < math.inf:
                 raise ValueError(_refused_denominator(divisor))
             if grads and divisor > 0:
@@ -314,7 +319,7 @@ class Update:
         return total.double()
 
     def settle(self) -> None:
-        """If the last step was skipped, log it or raise, alike on all ranks; count skipped steps in a row.
+        """If the last step was skipped, log it or raise, the same on all ranks; count skipped steps in a row.
 
         Waits for the device to compute that step's gradient norm.
         """
@@ -326,7 +331,7 @@ class Update:
             self._skipped_in_a_row = 0
             return
         if self.skips_on_device:
-            self._version -= 1  # the hook counted the skipped step, too
+            self._version -= 1  # `count_version` counted the skipped step, too
         if not 0 <= total < math.inf:
             raise ValueError(f"step {verdict.step}: {_refused_denominator(total)}")
         self._skipped_in_a_row += 1

@@ -33,13 +33,13 @@ from torchtitan.tools.logging import logger
 
 
 class Kit:
-    """Gives a check, on each rank, a folder and engines of any parallel layout."""
+    """Gives a check a folder, the same on every rank, and engines of any parallel layout."""
 
     def __init__(self, folder: str):
         logger.setLevel(logging.ERROR)
         tiny_jobs.add_tiny_flavors()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.folder = Path(folder)  # the same on every rank
+        self.folder = Path(folder)
 
     def job(self, layout: str = "fsdp", folder: str = "outputs", **options: Any) -> JobConfig:
         """Return a `tiny_job` with a parallel layout for this world size."""
@@ -139,7 +139,7 @@ def split(kit: Kit, flavor: str) -> None:
     with kit.build(flavor=flavor) as engine:
         loss = torch.zeros(())
         for batch, labels in (pack(documents[:3]), pack(documents[3:])):
-            here = engine.dp_rank == 0  # the other ranks have no microbatch
+            here = engine.dp_rank == 0  # ranks with another dp_rank have no microbatch
             loss += engine.forward_backward_step(
                 input_dict=[batch] if here else [],
                 labels=[labels] if here else [],

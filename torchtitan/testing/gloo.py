@@ -45,7 +45,7 @@ Ranks = list[tuple[BaseProcess, Connection]]
 
 
 class RankFailure(RuntimeError):
-    """A rank raised or died. The message has the rank's traceback, `__cause__` its exception if any."""
+    """A rank raised or died. The message has the rank's traceback; `__cause__` is its exception, if any."""
 
 
 class RankTimeout(RuntimeError):
@@ -130,8 +130,10 @@ def _rank_main(
     signal_at_parents_death(signal.SIGKILL)
     # With the start method "forkserver", a rank's data workers would outlive a killed rank.
     multiprocessing.set_start_method(None, force=True)
-    gc.freeze()  # a collection would write to, and so copy, all memory shared with the server
-    gc.set_threshold(50_000)  # with the default of 700, collections take a tenth of a short run
+    # A garbage collection would write to, and so copy, all memory that is shared with the server.
+    gc.freeze()
+    # With the default of 700, garbage collection takes a tenth of a short run.
+    gc.set_threshold(50_000)
     os.environ.clear()
     os.environ.update(environment)
     stack_file = open(_STACK_FILE.format(folder=folder, rank=rank), "w")

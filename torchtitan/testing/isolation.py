@@ -50,7 +50,8 @@ FP64_TOLERANCE, FP64_TOLERANCE_OF_GRADIENTS = 1e-12, 1e-10
 
 # (q [B, H, T, D], k, v [B, K, T, D], document ids [B, T], for trees also depths [B, T]) -> [B, T, H, D]
 AttentionFunction = Callable[..., Tensor]
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and the gradient of the output
+# q, k, v and the gradient of the output.
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 # For each row, the (start, end) of its documents; every padding token counts as one document.
 Spans = list[list[tuple[int, int]]]
 # For each document of trees: (row, columns from the root to the document's end, number of ancestors' columns).
@@ -127,7 +128,8 @@ def problems_of(
     for name, kernel in kernels.items():
         packed = run_packed(kernel, inputs, *documents)
         errors = torch.stack([(x - y).abs().max() for x, y in zip(packed, alone, strict=True)])
-        if not errors.max() <= tolerance:  # nan fails too
+        # Not `>`, so that nan fails too.
+        if not errors.max() <= tolerance:
             listed = ", ".join(f"{error:.1e}" for error in errors)
             problems.append(f"{name}: errors of output and gradients of q, k, v: {listed}")
     return problems
@@ -149,7 +151,8 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
             continue
         first = rng.choice([0, 0, rng.randint(1, 40)])
         if positions and first == positions[-1] + 1:
-            first = 0  # otherwise its positions would continue the previous document
+            # With `first`, the positions would continue those of the previous document.
+            first = 0
         positions += range(first, first + end - start)
         spans.append((start, end))
     return positions, spans
@@ -162,7 +165,8 @@ def random_tree_row(
     ids: list[int] = []
     parents: list[int] = []
     branches: Branches = []
-    open_documents: list[int] = []  # the last document and its ancestors
+    # The last document and its ancestors.
+    open_documents: list[int] = []
     longest = rng.choice([1, 4, max(1, seq_len // 4)])
     labels = rng.sample(range(seq_len), seq_len)
     while (start := len(ids)) < seq_len:
@@ -401,9 +405,10 @@ def _randomize(module: Any) -> Any:
 
 
 def certify(checks: dict[str, Callable[[int], tuple[list[str], int]]], args: Any) -> Counter[str]:
-    """Return the number of documents that each check checked, and of "packings"; exit with 1 on a problem.
+    """Return the number of documents that each check has seen, and the number of "packings".
 
-    checks: name -> function of the packing's index, which returns (problems, number of documents).
+    checks: name -> function of the packing's index, which returns (problems, number of documents). If there
+        is a problem, the process exits with code 1.
     """
     started, counts = time.monotonic(), Counter(packings=0)
     while counts["packings"] < args.packings and time.monotonic() - started < args.seconds:

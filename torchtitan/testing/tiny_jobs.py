@@ -148,7 +148,8 @@ class PlainLoop:
         )
         self.model: nn.Module = engine.train_spec.model_cls(args)
         with torch.no_grad():
-            self.model.init_weights()  # fills the RoPE table
+            # Fills the RoPE table.
+            self.model.init_weights()
         self.model.load_state_dict(whole_weights(engine), strict=False)
         optimizer = engine.job_config.optimizer
         self.optimizer = torch.optim.AdamW(

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 SECRET_BYTES = 32
 _SECONDS_TO_GREET = 30
-_MOST_STRANGERS = 64  # most unauthenticated connections, besides one per expected program
+# Limit of unauthenticated connections, beyond one per expected program.
+_MOST_STRANGERS = 64
 
 
 def digest_of(secret: bytes) -> str:
@@ -28,7 +29,8 @@ def admit(
         connection gets the same timeout.
     """
     expected, deadline = dict(expected), time.monotonic() + (timeout_seconds or math.inf)
-    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # -> (time of arrival, bytes received)
+    # Connection -> (arrival time, bytes received).
+    strangers: dict[socket.socket, tuple[float, bytes]] = {}
     with server, selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
         at_end.callback(lambda: [connection.close() for connection in strangers])
         server.setblocking(False)

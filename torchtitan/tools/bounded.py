@@ -23,9 +23,11 @@ from typing import Any
 from torchtitan.tools.errors import RunError
 from torchtitan.tools.signals import SIGNALS
 
-SECONDS = 10.0  # CPU time per call; unlike wall time, it hardly grows on a busy machine
+# CPU time per call. Unlike wall time, it hardly grows on a busy machine.
+SECONDS = 10.0
 _OUT_OF_TIME = "it takes more than"
-_BYTES = 2**30  # memory limit of the process; only Linux enforces it
+# Memory limit of the process, which only Linux enforces.
+_BYTES = 2**30
 
 
 class BoundedCallError(ValueError):

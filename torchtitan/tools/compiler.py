@@ -1,4 +1,4 @@
-"""Functions of torch that load its compiler, which takes almost a second; loaded on first use."""
+"""Functions of torch that load its compiler. Loading takes almost a second, so it happens on first use."""
 
 import contextlib
 import functools

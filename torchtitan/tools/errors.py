@@ -10,13 +10,15 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-_FEWEST_FILES = 128  # enough for one rank with a few data workers
+# Enough for one rank with a few data workers.
+_FEWEST_FILES = 128
 
 
 class ConfigError(ValueError):
     """The config cannot work; the message says what to change.
 
-    sentence: the line to print; by default the message, which may also hold the text of torchtitan 0.2.x.
+    sentence: the line to print, if it differs from the message. Some messages also contain the text that
+        torchtitan 0.2.x raised.
     """
 
     def __init__(self, message: str, sentence: str | None = None) -> None:

@@ -108,7 +108,8 @@ class _EventLog(logging.Handler):
         details = {"kind": "warning"} if record.levelno >= logging.WARNING else None
         details = getattr(record, "event", details)
         if details is not None and self._num_written < MAX_EVENTS_PER_START:
-            with contextlib.suppress(TypeError, ValueError):  # a bad format: the console reports it
+            # The console's handler reports a bad format.
+            with contextlib.suppress(TypeError, ValueError):
                 self.write(message=record.getMessage(), **details)
 
     def write(self, kind: str, message: str, **details: Any) -> None:
@@ -126,7 +127,8 @@ class _EventLog(logging.Handler):
     def _append(self, text: str) -> None:
         try:
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            with open_file(self.path, "ab", buffering=0) as file:  # one write: lines stay whole
+            # Unbuffered, so each line is one write.
+            with open_file(self.path, "ab", buffering=0) as file:
                 file.write(text.encode(errors="replace"))
         except OSError as error:
             warn_once(logger, f"The run goes on, but without a record of its events: {error}")

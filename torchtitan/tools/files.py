@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ASSETS = Path(__file__).parents[1] / "assets"
-UNFINISHED = ".unfinished"  # suffix of a file that is being written
-_LARGEST_JSON = 2**28  # bytes; vocabularies and indexes have about 10 MB
+# Suffix of a file that is being written.
+UNFINISHED = ".unfinished"
+# In bytes. Vocabularies and indexes have about 10 MB.
+_LARGEST_JSON = 2**28
 
 
 def open_file(path: str | os.PathLike[str], mode: str = "r", **options: Any) -> IO[Any]:
@@ -83,7 +85,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
         reason = "it is a link, and files are not written through links; remove it"
         raise OSError(errno.ELOOP, reason, path) from None
     try:
-        _check_regular(os.fstat(file), path)  # the path may have been replaced
+        _check_regular(os.fstat(file), path)  # check again: the path may have been replaced
     except OSError:
         os.close(file)
         raise

@@ -1,4 +1,4 @@
-"""The process that holds the engines: the settings that engines change, peers, age and memory.
+"""The process in which engines run: settings that engines change, and the process's age and memory.
 
 A process may hold several engines, closed in any order. When the last engine is closed, every
 setting gets its earlier value back, unless other code has changed the setting since. Changes made
@@ -122,7 +122,8 @@ def total_ram_bytes() -> int:
 def resident_bytes() -> tuple[int, int]:
     """Return this process's resident memory, now and at its peak; without /proc, the peak twice."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":  # bytes on macOS, KiB elsewhere
+    # ru_maxrss is in bytes on macOS, and in KiB elsewhere.
+    if sys.platform != "darwin":
         peak *= 1024
     try:
         with open("/proc/self/statm") as file:
@@ -150,13 +151,15 @@ def keep_freed_memory() -> None:
     chosen = os.environ.get("GLIBC_TUNABLES", "") + " ".join(os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "_threshold" not in chosen and "MALLOC_" not in chosen:
-        trim_threshold, mmap_threshold = -1, -3  # parameter numbers in malloc.h
-        mallopt(mmap_threshold, 32 << 20)  # the largest value that glibc accepts
+        # Numbers of mallopt's parameters in malloc.h.
+        trim_threshold, mmap_threshold = -1, -3
+        # 32 MiB is the largest threshold that glibc accepts.
+        mallopt(mmap_threshold, 32 << 20)
         mallopt(trim_threshold, 512 << 20)
 
 
 def return_freed_memory() -> None:
-    """Return the freed memory that glibc has kept to the operating system."""
+    """Give freed memory that glibc has kept back to the operating system."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

@@ -15,7 +15,7 @@ from torchtitan.tools.utils import get_device_type
 
 
 def pinned(x: Tensor) -> Tensor:
-    """Return x in pinned memory, for asynchronous copies to an accelerator; x if there is none."""
+    """Return x in pinned memory, for asynchronous copies to an accelerator; x without an accelerator."""
     if x.device.type != "cpu" or get_device_type() == "cpu" or x.is_pinned():
         return x
     # torch (2.13) cannot pin a tensor whose elements share memory, such as positions.expand(B, T).
@@ -39,7 +39,10 @@ def remember_host(copy: Tensor, source: Tensor) -> Tensor:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Return the host tensor that x was copied from; x if that is unknown or either was written to since."""
+    """Return the host tensor that x was copied from.
+
+    Returns x itself if that tensor is unknown, or if one of the two was written to after the copy.
+    """
     known = getattr(x, "host_source", None)
     if known is None:
         return x
@@ -61,7 +64,8 @@ def read_later(tensor: Tensor) -> Callable[[], list[Any]]:
     if tensor.device.type == "cpu":
         numbers = tensor.tolist()
         return lambda: numbers
-    copy = tensor.to("cpu", non_blocking=True)  # into pinned memory
+    # Torch allocates pinned memory for this copy.
+    copy = tensor.to("cpu", non_blocking=True)
     copied = torch.get_device_module(tensor.device).Event()
     copied.record()
 

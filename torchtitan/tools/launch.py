@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-CONFIG_ERROR = 2  # exit code of `torchtitan.train` for a job that cannot run
+# Exit code of `torchtitan.train` for a job that cannot run.
+CONFIG_ERROR = 2
 _running: "list[PContext]" = []
 _passed_on: list[int] = []
 
@@ -43,7 +44,8 @@ def main(arguments: list[str]) -> None:
     # address that the running agents published only in their first round.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     start, wait = PContext.start, PContext.wait
-    ended: list[ChildFailedError] = []  # the ranks' failure after a signal
+    # Failures of ranks after a signal.
+    ended: list[ChildFailedError] = []
 
     def start_and_remember(self: "PContext") -> None:
         if _passed_on:  # the signal came while torchrun was between two attempts
@@ -99,7 +101,8 @@ def _pass_on(number: int, _frame: Any) -> None:
     if not _running:
         end_now(number, f"{signal.Signals(number).name}: the run ends before its ranks have begun")
     _passed_on.append(number)
-    logging.disable()  # torchrun would log the exit codes of interrupted ranks as failures
+    # Otherwise torchrun logs the exit codes of interrupted ranks as failures.
+    logging.disable()
     has_rank = False
     for pid in _running[0].pids().values():
         with suppress(ProcessLookupError):
@@ -116,7 +119,7 @@ def _sentence(rank: int, failure: "ProcessFailure") -> str:
             "for the kernel's out-of-memory killer (SIGKILL), or for a crash above"
         )
     message: Any = failure.message
-    if isinstance(message, dict):  # the format of `torchtitan.train` and torch's `record`
+    if isinstance(message, dict):  # from `torchtitan.train` or torch's `record`
         message = message["message"]
     is_sentence = message.startswith(("error: ", "config error: ", "stopped "))
     return message if is_sentence else f"error: rank {rank}: {message.strip().splitlines()[-1]}"

@@ -17,7 +17,8 @@ from torchtitan.tools.host import has_peers
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The command `timeout` sends its signal twice: to its child, and to the child's process group.
 _SECONDS_FOR_ONE_SIGNAL = 0.1
-_SECONDS_TO_MEET = 60  # time to import torch and reach the other ranks after an early signal
+# Time to import torch and to reach the other ranks after an early signal.
+_SECONDS_TO_MEET = 60
 
 
 class SignalThread:
@@ -32,7 +33,8 @@ class SignalThread:
 
     def __init__(self, hear: Callable[[int], None], takes_sigint: bool = True) -> None:
         self._hear, self._takes_sigint = hear, takes_sigint
-        self.handlers: dict[int, Any] = {}  # signal -> the handler to restore
+        # Signal -> the handler to restore.
+        self.handlers: dict[int, Any] = {}
 
     def start(self) -> None:
         replaceable = [signal.SIG_DFL, _left_to_thread]

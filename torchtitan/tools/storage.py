@@ -26,12 +26,17 @@ from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
 
-READ_SECONDS = 20.0  # how long a call is retried after its first failure
-UPLOAD_SECONDS = 600.0  # uploads are retried for longer, because training continues meanwhile
-_LONG_ATTEMPTS = 3  # how often an attempt longer than that restarts the time
-_BLOCK, _BLOCKS_KEPT = 2**20, 64  # bytes of a cached block, number of blocks that a process caches
+# How many seconds a call is retried after its first failure. Uploads are retried for longer, because
+# training continues meanwhile.
+READ_SECONDS = 20.0
+UPLOAD_SECONDS = 600.0
+# How many long attempts restart the retry time; see `_call`.
+_LONG_ATTEMPTS = 3
+# Bytes of a cached block, and number of blocks that a process caches.
+_BLOCK, _BLOCKS_KEPT = 2**20, 64
 _STREAM_BUFFER = 8 * 2**20
-_FETCHED = (".json", ".jinja", ".txt", ".model")  # files beside a Hugging Face model's weights
+# Endings of the files beside a Hugging Face model's weights.
+_FETCHED = (".json", ".jinja", ".txt", ".model")
 
 
 _REFUSALS = re.compile("credential|forbidden|unauthori[sz]ed|access denied", re.IGNORECASE)
@@ -62,7 +67,10 @@ def require_disk(key: str, path: str) -> str:
 
 
 def resolve(address: str) -> tuple[Any, str]:
-    """Return (fsspec's file system, the path in it), without connecting; ConfigError if fsspec has none."""
+    """Return (fsspec's file system, the path in it), without connecting.
+
+    Raises ConfigError if fsspec has no file system for the address.
+    """
     try:
         from fsspec.core import url_to_fs
 
@@ -75,7 +83,7 @@ def resolve(address: str) -> tuple[Any, str]:
             "or that package"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{address} is no address that fsspec knows ({error})") from None
+        raise ConfigError(f"{address} is not an address that fsspec knows ({error})") from None
 
 
 def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = None) -> T:
@@ -255,7 +263,8 @@ def sweep(address: str) -> None:
 
     try:
         _call(address, work)
-    except OSError as error:  # few users have the permission; a bucket's lifecycle rule works, too
+    # Few users have this permission. A bucket's lifecycle rule can remove unfinished uploads, too.
+    except OSError as error:
         logger.warning(f"cannot remove unfinished uploads below {address}: {error.strerror}")
 
 

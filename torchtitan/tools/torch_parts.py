@@ -24,16 +24,18 @@ _FIRST, *_, _LAST = map(minor_version, TESTED)
 
 
 class Feature(NamedTuple):
-    title: str  # name of the feature in error messages
-    otherwise: str  # what to do if torch lacks a part of the feature
+    """title: the feature's name in error messages. otherwise: what to do if torch lacks a part of it."""
+
+    title: str
+    otherwise: str
 
 
 class Part(NamedTuple):
     """A private part of torch.
 
     feature: key in `_FEATURES` of the feature that needs the part.
-    spellings: the part's names, that of the newest torch first, as "module:attribute.attribute" or "module";
-        the first existing name is used.
+    spellings: the part's names in torch's versions, newest version first, as "module:attribute.attribute" or
+        "module". The first name that exists is used.
     members: names of the attributes of the part that this package uses.
     instead: what this package does if the part is missing; "": it raises RunError.
     """
@@ -264,7 +266,7 @@ def reset_fsdp(model: Any) -> None:
     root, idle = model._get_fsdp_state(), get("fsdp_training_state").IDLE
     context = get("fsdp_reset")(root)
     if root._device.type != "cpu":
-        root._device_handle.synchronize()  # FSDP's collectives run on separate streams
+        root._device_handle.synchronize()  # wait for FSDP's streams, too
     root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
     root._comm_ctx.post_forward_order.clear()
     context.iter_forward_root = None
@@ -309,7 +311,8 @@ def check(job_config: Any, world_size: int = 1) -> None:
     used = {key for key, is_used in _IS_USED.items() if is_used(job_config, world_size)}
     for name, part in PARTS.items():
         if part.feature in used:
-            place.__wrapped__(name)  # bypasses the cache
+            # Call the function without its cache.
+            place.__wrapped__(name)
 
 
 @functools.cache

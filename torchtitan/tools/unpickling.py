@@ -45,7 +45,7 @@ class _Unpickler(pickle.Unpickler):
         except KeyError:
             raise pickle.UnpicklingError(refusal(f"{module}.{name}")) from None
 
-    def persistent_load(self, pid: Any) -> Any:  # refers to a tensor's storage outside the pickle
+    def persistent_load(self, pid: Any) -> Any:  # pid names a storage outside the pickle
         return pid
 
 

@@ -112,7 +112,7 @@ class GarbageCollection:
         self.debug = debug
         self._was_enabled = gc.isenabled()
         gc.disable()
-        self.collect("first collection, automatic collection is off from here on")
+        self.collect("first collection, automatic collection is off from now on")
         self._stop_watching_cycles: Callable[[], None] | None = None
         if debug and _rank() == 0 and torch.cuda.is_available():
             self._stop_watching_cycles = torch_parts.warn_tensor_cycles()
@@ -123,7 +123,8 @@ class GarbageCollection:
             self.collect("every step, as training.gc_debug asks", generation=2)
         elif step_count > 1 and step_count % self.gc_freq == 0:
             self.collect("periodic")
-            if step_count % (20 * self.gc_freq) == 0:  # this makes the step a fifth longer
+            # Rarely, because returning memory makes the step a fifth longer.
+            if step_count % (20 * self.gc_freq) == 0:
                 host.return_freed_memory()
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class GarbageCollection:
             gc.enable()
         if self._stop_watching_cycles is not None:
             self._stop_watching_cycles()
-            torch_parts.record_memory(enabled=None)  # warn_tensor_cycles enabled it
+            torch_parts.record_memory(enabled=None)  # `warn_tensor_cycles` enabled the recording
             self._stop_watching_cycles = None
 
     @staticmethod
@@ -173,7 +174,7 @@ def get_peak_flops(device_name: str) -> float | None:
     if "Data Center GPU Max 1550" in device_name:
         # 512 bf16 operations per compute unit and cycle, at 1300 MHz.
         return 512 * torch.xpu.get_device_properties("xpu").max_compute_units * 1300e6
-    if " MIG " in device_name:  # only a part of a device
+    if " MIG " in device_name:  # a MIG instance is only a part of a device
         return None
     for words, peak in _PEAK_FLOPS:
         if all(word in device_name for word in words):

@@ -3,7 +3,8 @@
 If a function of the caller fails, its rank finishes the call with losses of 0, so that its collectives match
 the other ranks'. After other failures the engine stays usable if all ranks fail after the same collectives.
 If only some ranks fail, others may wait in collectives that the failed ranks never enter, so all ranks abort
-the engine's groups: the engine is lost. It is also lost if a pipeline schedule fails: sends are not counted.
+the engine's groups: the engine is lost. It is also lost if a pipeline schedule fails, because sends
+between stages are not counted.
 
 A thread of each rank waits for messages in the store of the default process group. A step without a
 failure sends no messages.
@@ -31,12 +32,17 @@ from torchtitan.tools.utils import run_beside
 
 T = TypeVar("T")
 
-_SECONDS_TO_HEAR = 3  # how long a rank waits for all other ranks to read its message
-_SECONDS_TO_FAIL_TOO = 2  # how long a failed rank waits for the same failure on the others
+# How many seconds a rank waits: for all other ranks to read its message; after its failure, for the other
+# ranks to fail too; and for its thread to end.
+_SECONDS_TO_HEAR = 3
+_SECONDS_TO_FAIL_TOO = 2
 _SECONDS_TO_CLOSE = 1
-_LONGEST_WAIT = timedelta(days=20)  # milliseconds have to fit into 31 bits
-_LONGEST_TEXT = 2000  # characters of an error sent to other ranks
-_watches = itertools.count()  # indices of watches; all ranks make them in the same order
+# The store counts milliseconds in 31 bits.
+_LONGEST_WAIT = timedelta(days=20)
+# Number of characters of an error that are sent to other ranks.
+_LONGEST_TEXT = 2000
+# Indices of watches. All ranks make watches in the same order.
+_watches = itertools.count()
 
 
 class Watch:
@@ -51,7 +57,7 @@ class Watch:
         return contextlib.nullcontext()
 
     def attempt(self, function: Callable[[], T], instead: Callable[[], T]) -> T:
-        """Return `function()`, or `instead()` if it, or an earlier function of this call, failed."""
+        """Return `function()`. If it or an earlier function of this call failed, return `instead()`."""
         return function()
 
     def raise_failures(self) -> None:
@@ -72,20 +78,26 @@ class FailureWatch(Watch):
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         name, store = f"torchtitan/failures/{next(_watches)}", torch_parts.default_store()
         self._store = dist.PrefixStore(name, store)
-        self._call = 0  # number of the current or last call, the same on every rank
+        # Number of the current or last call, the same on every rank.
+        self._call = 0
         # (call, rank, text): another rank's failed function; that rank may be one call ahead.
         self._reported: tuple[int, int, str] | None = None
-        self._own: BaseException | None = None  # from this rank's failed function, in this call
-        self._raised: BaseException | None = None  # the exception that `raise_failures` raised
-        self._lost: tuple[int, str] | None = None  # (rank, text): why the engine is lost
-        with contextlib.suppress(RuntimeError):  # a FileStore, which has no connection
-            store = store.clone()  # the thread's waits block only this second connection
+        # The exception of this rank's failed function in this call.
+        self._own: BaseException | None = None
+        # The exception that `raise_failures` raised.
+        self._raised: BaseException | None = None
+        # (rank, text): why the engine is lost.
+        self._lost: tuple[int, str] | None = None
+        # The thread's waits block only a second connection to the store. A FileStore cannot be cloned.
+        with contextlib.suppress(RuntimeError):
+            store = store.clone()
         store = dist.PrefixStore(name, store)
         self._listening = run_beside(lambda: self._listen(store))
 
     def close(self) -> None:
         if not self._listening.done():
-            run_beside(lambda: self._send("closed", ""))  # the store may be gone or hang
+            # On another thread, because the store may be gone or hang.
+            run_beside(lambda: self._send("closed", ""))
             futures.wait([self._listening], _SECONDS_TO_CLOSE)
         if self._lost is not None:
             forget_meshes()
@@ -117,9 +129,11 @@ class FailureWatch(Watch):
             except BaseException as error:
                 self._own = error
                 if isinstance(error, MemoryError | torch.OutOfMemoryError):
-                    traceback.clear_frames(error.__traceback__)  # free the function's tensors
-                with contextlib.suppress(RuntimeError):  # raised by the store
-                    # The first rank to fail informs all ranks before any rank can end this call.
+                    # Free the function's tensors.
+                    traceback.clear_frames(error.__traceback__)
+                # The first rank to fail informs all ranks before any rank can end this call. The store may
+                # be gone.
+                with contextlib.suppress(RuntimeError):
                     if self._store.add(f"failed/{self._call}", 1) == 1:
                         self._send("function", _text_of(error))
         return instead()
@@ -205,11 +219,13 @@ class FailureWatch(Watch):
             self._store.wait([f"message/{number}/known"], timedelta(seconds=_SECONDS_TO_HEAR))
 
     def _listen(self, store: dist.Store) -> None:
-        with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
+        # The rank that holds the store may have ended.
+        with contextlib.suppress(RuntimeError):
             for number in itertools.count():
                 name = f"message/{number}"
                 while not store.check([name]):
-                    with contextlib.suppress(dist.DistStoreError):  # no message within this wait
+                    # Wait again if no message came in time.
+                    with contextlib.suppress(dist.DistStoreError):
                         store.wait([name], _LONGEST_WAIT)
                 kind, call, rank, text = json.loads(store.get(name))
                 if kind == "closed":
@@ -232,7 +248,7 @@ def _text_of(error: BaseException) -> str:
 def watch_over(
     parallel_dims: ParallelDims, groups: Collection[dist.ProcessGroup], device: torch.device
 ) -> Watch:
-    """Make the watch of an engine, over `groups` and the groups of its meshes. Collective."""
+    """Return the watch of an engine, over `groups` and the groups of its meshes. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return Watch()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()

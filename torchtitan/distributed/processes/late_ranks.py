@@ -28,15 +28,19 @@ from torchtitan.tools.logging import logger
 
 SECONDS_BETWEEN_TURNS = 0.2
 READING_THREAD = "data of the next step"
-BACKGROUND = "beside training"  # description of groups whose collectives are not part of steps
-_LONGEST_STACK = 15  # innermost calls that are printed
-_FEWEST_STEPS = 5  # for a median
+# Description of process groups whose collectives are not part of steps.
+BACKGROUND = "beside training"
+# Number of innermost calls to print.
+_LONGEST_STACK = 15
+# Fewest steps for a median of their durations.
+_FEWEST_STEPS = 5
 
 
 class Progress:
-    """Which step a trainer is in. Its main thread writes, the thread of `Peers` reads.
+    """Which step a trainer is in. The trainer's main thread writes this, and the thread of `Peers` reads it.
 
-    pipeline: the group of a pipeline's stages, which is left out: gloo counts sends, which differ by rank.
+    pipeline: the process group of a pipeline's stages. It is left out, because gloo counts sends, whose number
+        differs by rank.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup | None = None) -> None:
@@ -56,8 +60,8 @@ class Progress:
 class State(NamedTuple):
     """Where a rank is. counts: process group -> collectives entered so far, and "step" -> the step's number.
 
-    place: the innermost line outside torch and Python's library, of the main thread or, if the main thread
-        waits for the data-reading thread, of that thread. stack: the same thread's innermost calls.
+    place: the innermost line outside torch and Python's library. stack: the innermost calls. Both describe
+        the main thread. If the main thread waits for the data-reading thread, they describe that thread.
     """
 
     counts: dict[str, int]
@@ -72,7 +76,8 @@ def own_state(progress: Progress | None) -> State:
         return State({})
     counts = {"step": progress.number}
     for group in set(torch_parts.world.pg_map) - {progress.pipeline}:
-        with contextlib.suppress(RuntimeError):  # not counted by this backend
+        # Some backends count no collectives.
+        with contextlib.suppress(RuntimeError):
             if group.group_desc == BACKGROUND:
                 continue
             counts[group.group_name] = torch_parts.collectives_so_far(group)
@@ -123,8 +128,10 @@ class LateRanks:
         self.answers: dict[int, State] = {}
         self._step, self._median, self._slow_after = -1, inf, inf
         self._look_at = self._asked_at = 0.0
-        self._seen: list[tuple[int, State]] = []  # ranks that were late in this step
-        # Late rank -> (its counts, {} if it did not answer; the time since when, inf after the warning).
+        # (rank, state) of the ranks that were late in this step.
+        self._seen: list[tuple[int, State]] = []
+        # Late rank -> (its counts, or {} if it did not answer; the time of the first such answer, or inf
+        # after the warning).
         self._since: dict[int, tuple[dict[str, int], float]] = {}
 
     def turn(self, now: float) -> None:
@@ -160,7 +167,8 @@ class LateRanks:
             counts, since = before.get(rank, (None, 0.0))
             since = since if counts == state.counts else self._asked_at
             self._since[rank] = state.counts, since
-            if (seconds := now - since) < 0.8 * limit:  # 0.8: it was late before rank 0 asked
+            # Less than `limit`, because the rank was late for a while before rank 0 first asked.
+            if (seconds := now - since) < 0.8 * limit:
                 continue
             self._since[rank] = state.counts, inf
             text = f"has not answered for {seconds:.0f} s: it is stopped, or a call outside Python hangs"

@@ -36,7 +36,7 @@ def claim_default_group() -> None:
 
 @contextlib.contextmanager
 def making_groups() -> Iterator[None]:
-    """Record the groups made inside, so that `abort_groups` can abort them."""
+    """A context that records the groups made in it, so that `abort_groups` can abort them."""
     groups, addresses = set(torch_parts.world.pg_map), _listening_addresses()
     yield
     made = _listening_addresses() - addresses
@@ -46,8 +46,8 @@ def making_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def making_meshes() -> Iterator[None]:
-    """`making_groups` for meshes. For an axis of all ranks torch (2.13) would use the default group; if
-    the host made that group, the axis gets a new group.
+    """`making_groups` for meshes. For an axis of all ranks, torch (2.13) would use the default group. If
+    the host made the default group, the axis gets a new group instead.
     """
     with making_groups(), contextlib.ExitStack() as stack:
         is_hosts = dist.is_initialized() and not group_is_ours()
@@ -68,7 +68,8 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection, address, listens in _tcp_sockets():
         if address in addresses and not listens:
-            with contextlib.suppress(OSError):  # the connection has ended
+            # The connection may have ended.
+            with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
     if not torch.accelerator.is_available():
         return
@@ -106,7 +107,8 @@ def _tcp_sockets() -> Iterator[tuple[socket.socket, tuple, bool]]:
     """Yield a duplicate of each TCP socket of this process, its own address and whether it listens."""
     folder = "/proc/self/fd"
     for number in map(int, os.listdir(folder) if os.path.isdir(folder) else ()):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        # Another thread may have closed the socket.
+        with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as found:
                     if found.family in (socket.AF_INET, socket.AF_INET6):

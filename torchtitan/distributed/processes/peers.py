@@ -46,15 +46,21 @@ _SETTINGS_PER_RANK = set(
     """.split()
 )
 _MOST_KEYS_SHOWN = 8
-# Kinds of messages. After _FAILED comes a line of JSON, [rank, text], and after _HERE, which answers
-# _WHERE, a `State`.
+# Kinds of messages. _FAILED is followed by a line of JSON, [rank, text]. _HERE answers _WHERE, and is
+# followed by a `State`.
 _ALIVE, _LEAVES, _FAILED, _WHERE, _HERE = b"a", b"l", b"f", b"w", b"h"
-_LONGEST_MESSAGE = 2**20  # bytes
-SECONDS_TO_REPORT = 15  # how long a rank that can't train waits for the other ranks
-_SECONDS_TO_SAVE = 25  # after a helper's failure, to save; torchrun kills ranks 30 s after SIGTERM
-_SECONDS_TO_END = 2  # after another rank's failure, to end without being forced
-_SECONDS_TO_CONNECT = 5  # after rank 0's failure, for starting ranks to connect and learn of it
-_SECONDS_TO_CLOSE = 10  # after its own failure, for a rank to close its resources
+# In bytes.
+_LONGEST_MESSAGE = 2**20
+# Time limits, in seconds: how long a rank that can't train waits for the other ranks' reports.
+SECONDS_TO_REPORT = 15
+# After a helper fails, the other ranks may save. torchrun kills ranks 30 s after SIGTERM.
+_SECONDS_TO_SAVE = 25
+# After another rank fails, the main thread has this long to end this process.
+_SECONDS_TO_END = 2
+# A failed rank 0 waits for starting ranks to connect, and tells them of its failure.
+_SECONDS_TO_CONNECT = 5
+# After its own failure, a rank has this long to close its resources.
+_SECONDS_TO_CLOSE = 10
 
 
 class PeerError(Exception):
@@ -83,16 +89,20 @@ class Peers:
         self._helpers = helpers
         self._store = dist.PrefixStore("torchtitan_peers", store)
         self.rank, self.world_size = rank, world_size
-        self._connections: dict[socket.socket, int] = {}  # -> the rank at the other end
-        self._heard_at: dict[int, float] = {}  # rank -> when it last sent anything
+        # Connection -> the rank at its other end.
+        self._connections: dict[socket.socket, int] = {}
+        # Rank -> time of its last message.
+        self._heard_at: dict[int, float] = {}
         # epoll and kqueue let a thread add a connection while `_watch` waits in `select`.
         self._selector = selectors.DefaultSelector()
-        self._all_came = threading.Event()  # on rank 0
+        # Set on rank 0 once all ranks have connected.
+        self._all_came = threading.Event()
         self._leaving = threading.Event()
         self._first_failure: tuple[int, str] | None = None
         self._has_failed = threading.Event()
         self._progress: Progress | None = None
-        self._late: LateRanks | None = None  # on rank 0, during training
+        # Exists on rank 0 during training.
+        self._late: LateRanks | None = None
         if world_size > 1:
             self._connect()
 
@@ -125,7 +135,8 @@ class Peers:
             store.wait(names, self._store.timeout)
             problem = _problem_of([json.loads(text) for text in store.multi_get(names)])
             if problem:
-                self._leaving.set()  # first, because other ranks end when they have read the verdict
+                # From now on, ignore lost connections: other ranks end when they have read the verdict.
+                self._leaving.set()
             store.set("verdict", json.dumps(problem))
         problem = json.loads(store.get("verdict"))
         if self.rank > 0:
@@ -143,7 +154,7 @@ class Peers:
             raise PeerError(problem)
 
     def watch(self, comm: Comm, progress: Progress | None) -> None:
-        """From now on, rank 0 logs the names of late ranks, unless `progress` is None."""
+        """From now on, rank 0 logs which ranks are late, unless `progress` is None."""
         self._progress = progress
         if progress is not None and self.rank == 0:
             self._late = LateRanks(comm, progress, self.world_size, lambda: self._send(_WHERE))
@@ -180,7 +191,7 @@ class Peers:
         self._start(self._watch)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread. If it fails, report this rank as failed, because it watches no rank now."""
+        """Run `work`, which watches other ranks, on a thread. If it fails, report this rank as failed."""
 
         def ended(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
@@ -192,7 +203,8 @@ class Peers:
     def _admit(self, server: socket.socket, expected: dict[str, int]) -> None:
         for rank, connection in admit(server, expected):
             self._add(rank, connection)
-            if self._first_failure is not None:  # a failure from before this rank connected
+            # Tell the new rank of an earlier failure.
+            if self._first_failure is not None:
                 self._send(_FAILED, self._first_failure)
         self._all_came.set()
 
@@ -202,7 +214,8 @@ class Peers:
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.settimeout(_SECONDS_TO_END)  # timeout to receive the rest of a message
+        # Timeout to receive the rest of a message.
+        connection.settimeout(_SECONDS_TO_END)
         self._connections[connection], self._heard_at[rank] = rank, time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -213,7 +226,8 @@ class Peers:
         while True:
             ready = self._selector.select(seconds_between_turns)
             now = time.monotonic()
-            if now - last_turn > longest_silence / 2:  # this process was suspended
+            # If this process was suspended, restart the time of each rank's silence.
+            if now - last_turn > longest_silence / 2:
                 self._heard_at.update(dict.fromkeys(list(self._heard_at), now))
             last_turn = now
             if now >= next_message_at:
@@ -342,10 +356,10 @@ def _longest_silence(timeout: timedelta) -> float:
 
 
 def _listen() -> socket.socket:
-    """Listen on a free port of MASTER_ADDR's interface, or of all interfaces if that one is unknown.
+    """Listen on a free port of MASTER_ADDR's interface, or of all interfaces if that interface is unknown.
 
-    The interface is unknown if the name resolves to a loopback address, such as the 127.0.1.1 that /etc/hosts
-    may have for the machine's own name, unless all ranks are on this machine.
+    If all ranks are on this machine, the interface is known. Otherwise it is unknown if the name resolves to
+    a loopback address, such as the 127.0.1.1 that /etc/hosts may have for the machine's own name.
     """
     name = os.environ["MASTER_ADDR"]
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

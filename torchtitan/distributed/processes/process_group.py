@@ -46,7 +46,8 @@ def init_distributed(
         _destroy_group_at_end()
         return world_size
     if dist.is_initialized():
-        if host.engines():  # without an engine, nothing would restore the host's environment later
+        # Without an engine, nothing would restore the environment variables that this call changes.
+        if host.engines():
             _configure_flight_recorder(comm_config, base_folder, dist.get_backend_config())
         _check_existing_group(enable_cpu_backend)
         if not group_is_ours():
@@ -56,7 +57,7 @@ def init_distributed(
                 "comm.train_timeout_seconds and torchtitan's choice of backend and ranks have no "
                 "effect on this group. The flight recorder (comm.trace_buf_size, "
                 "comm.save_traces_folder, comm.save_traces_file_prefix) records only groups that "
-                "engines make from here on",
+                "engines make from now on",
             )
         return dist.get_world_size()
     backend = _default_backend(enable_cpu_backend)
@@ -92,8 +93,8 @@ def ranks_in_environment(comm_config: Comm) -> int:
     value = os.environ.get(name, unset)
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(
-            f"with comm.mode = {comm_config.mode!r} the environment variable {name} is the number of "
-            f"ranks, a positive integer, got {value!r}; set it"
+            f"the environment variable {name} must be the number of ranks, a positive integer, with "
+            f"comm.mode = {comm_config.mode!r}, got {value!r}; set it"
         )
     return int(value)
 
@@ -140,7 +141,7 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
     # torchrun's own store survives a restart and still has ended processes' addresses: prefix its keys with
-    # the attempt. Otherwise each attempt has a new store, and ranks may have counted different restarts.
+    # the attempt. Any other store is new in each attempt, and nodes may disagree on the attempt's number.
     has_old_keys = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_old_keys else "0"
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size
@@ -277,10 +278,11 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
     """Set the timeout of every group in use, except the host's. Collective, so that no rank is still in
     its first step, which compiles and connects, when the shorter timeout begins."""
     level = logging.INFO if dist.get_world_size() > 1 else logging.DEBUG
-    logger.log(level, "collectives time out after %s from here on", timeout)
+    logger.log(level, "from now on, collectives time out after %s", timeout)
     device_type, device_module = get_device_info()
     if device_type == "cpu":
-        dist.barrier()  # gloo takes no device_ids
+        # Gloo takes no device_ids.
+        dist.barrier()
     else:
         dist.barrier(device_ids=[device_module.current_device()])
         device_module.synchronize()
@@ -288,5 +290,6 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
     groups = [mesh.get_group() for mesh in meshes]
     groups += [dist.group.WORLD] if group_is_ours() else []
     for group in groups:
-        with contextlib.suppress(RuntimeError):  # a backend without time-outs, such as "fake"
+        # Some backends, such as "fake", have no timeouts.
+        with contextlib.suppress(RuntimeError):
             group.set_timeout(timeout)

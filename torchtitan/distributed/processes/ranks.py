@@ -50,7 +50,7 @@ def on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) 
 def _result_of(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # raised by `_unwrap`, on every rank
+    except Exception as error:  # `_unwrap` raises it on every rank
         return None, error
 
 

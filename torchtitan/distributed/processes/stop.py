@@ -16,7 +16,8 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.host import seconds_since_start
 from torchtitan.tools.signals import SIGNALS, SignalThread, end_now
 
-_TIME_LIMIT = 64  # in place of a signal's number
+# Stands for the time limit among signal numbers.
+_TIME_LIMIT = 64
 
 
 class StopRequest:
@@ -33,7 +34,8 @@ class StopRequest:
         self._limit_seconds = job_config.training.time_limit_minutes * 60
         self._deadline = time.monotonic() - seconds_since_start() + self._limit_seconds
         self._timeout = timedelta(seconds=job_config.comm.init_timeout_seconds)
-        self.reason: str | None = None  # what `answer` returned last
+        # The last result of `answer`.
+        self.reason: str | None = None
         self._signal = 0
         self._asked_at: float | None = None
         self._longest_step = self._longest_save = 0.0
@@ -114,9 +116,10 @@ def leave_signals_to_trainer(_worker_id: int = 0) -> None:
     for number in SIGNALS:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # `sigwaitinfo` tells a signal's sender; handlers don't
+    if hasattr(signal, "sigwaitinfo"):  # `sigwaitinfo` reports a signal's sender; handlers don't
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        trainer = multiprocessing.parent_process()  # even if a fork server started this worker
+        # The parent is the trainer, even if a fork server started this worker.
+        trainer = multiprocessing.parent_process()
 
         def end_with_trainer() -> None:
             while signal.sigwaitinfo([signal.SIGTERM]).si_pid != getattr(trainer, "pid", None):
