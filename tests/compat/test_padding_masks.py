@@ -1,33 +1,22 @@
 """Rows of one document and padding, with the mask that padded batches come with: [B, T] of 0 and 1."""
 
-import dataclasses
-
 import pytest
 import torch
 
+from tests.unit.models.tiny import filled, sized
 from torchtitan.batch.documents import document_ids_from_padding_mask
-from torchtitan.models.gpt_oss import get_train_spec as gpt_oss_spec
-from torchtitan.models.llama3 import get_train_spec as llama3_spec
+from torchtitan.models.gpt_oss import GptOssModel, GptOssModelArgs
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
 LENGTHS = [5, 12, 1]
 SEQ_LEN = 12
-
-
-SIZES = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=32)
 WINDOWS = dict(attn_type="flex", head_dim=8, moe_inter_dim=16, sliding_window_size=4)
 
 
 def tiny_model(kind):
-    has_windows = kind == "windows"
-    spec = gpt_oss_spec() if has_windows else llama3_spec()
-    args = spec.model_args["debugmodel_small" if has_windows else "debugmodel"]
-    own = WINDOWS if has_windows else {"attn_type": kind}
-    args = dataclasses.replace(args, **SIZES, **own)
-    torch.manual_seed(0)
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-    return model
+    if kind == "windows":
+        return filled(GptOssModel(sized(GptOssModelArgs, n_kv_heads=4, **WINDOWS)))
+    return filled(Transformer(sized(TransformerModelArgs, attn_type=kind)))
 
 
 def padded_rows(side):
@@ -60,11 +49,8 @@ def test_padded_rows_give_each_documents_logits(kind, side):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_padding_between_tokens_is_refused():
+def test_rows_may_be_padding_or_tokens_alone_and_have_no_padding_between_tokens():
     with pytest.raises(ValueError, match="beginning or the end of a row"):
         document_ids_from_padding_mask(torch.tensor([[1, 1, 0, 1]]))
-
-
-def test_rows_of_padding_alone_and_of_tokens_alone_are_allowed():
     ids = document_ids_from_padding_mask(torch.tensor([[0, 0, 0], [1, 1, 1], [0, 1, 0]]))
     assert ids.tolist() == [[-1, -1, -1], [0, 0, 0], [-1, 0, -1]]

@@ -55,6 +55,9 @@ models.qwen3.model.state_dict_adapter Qwen3StateDictAdapter
 models.moe.moe_deepep DeepEPMoE
 protocols.model AttentionMasksType BaseModelArgs ModelProtocol
 protocols.train_spec TrainSpec get_train_spec register_train_spec
+rl.client AdamParams CustomLoss Datum ForwardBackwardOutput LocalSamplingClient LocalTrainingClient
+rl.client ModelInput SamplingParams
+rl.serve Server
 train Trainer
 """
 
@@ -134,19 +137,6 @@ def test_old_paths_of_rl_lead_to_the_same_modules():
     for name in names:
         old = importlib.import_module(name.replace("torchtitan.rl", "torchtitan.experiments.rl"))
         assert old is sys.modules[name]
-
-
-def test_public_paths_of_edges_lead_to_the_same_objects():
-    import torchtitan.rl.client as client
-    import torchtitan.rl.serve as serve
-    from torchtitan.integrations.tinker import client as own_client
-    from torchtitan.integrations.tinker import server, types
-
-    names = "AdamParams CustomLoss Datum ForwardBackwardOutput ModelInput SamplingParams".split()
-    assert [getattr(client, name) for name in names] == [getattr(types, name) for name in names]
-    for name in ("LocalTrainingClient", "LocalSamplingClient"):
-        assert getattr(client, name) is getattr(own_client, name)
-    assert serve.Server is server.Server
 
 
 # Uses of what is not available, with what each says to use.

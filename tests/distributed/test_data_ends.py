@@ -1,12 +1,14 @@
 """Data that end, or break, on one rank: all ranks stop at the same step, and none hangs."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.distributed.layout_matrix import DealtRows
 from tests.distributed.training_runs import make_trainer
 from torchtitan.testing.gloo import run_ranks
 
-TWO_RANKS = "parallelism.data_parallel_shard_degree=2 training.local_batch_size=2 training.steps=5"
+TWO_RANKS = "parallelism.data_parallel_shard_degree=2 training.local_batch_size=2 training.steps=5 checkpoint.enable"
 
 
 class EndsOnRankOne(DealtRows):
@@ -26,7 +28,8 @@ class BreaksOnRankOne(EndsOnRankOne):
 
 
 def steps_trained(dump_folder, loader_class):
-    trainer = make_trainer(dump_folder, [f"--{flag}" for flag in TWO_RANKS.split()])
+    folder = f"{dump_folder}/{loader_class.__name__}"
+    trainer = make_trainer(folder, [f"--{flag}" for flag in TWO_RANKS.split()])
     rows = trainer.dataloader
     sizes = rows.dp_rank, rows.dp_size, rows.local_batch_size, rows.seq_len
     trainer.dataloader = loader_class(*sizes)
@@ -38,6 +41,7 @@ def steps_trained(dump_folder, loader_class):
 def outcomes(dump_folder):
     """Return the steps until the data end, and what is raised if they break."""
     steps = steps_trained(dump_folder, EndsOnRankOne)
+    assert Path(dump_folder, "EndsOnRankOne/checkpoint/step-2/.metadata").exists()
     with pytest.raises(ValueError) as failure:
         steps_trained(dump_folder, BreaksOnRankOne)
     return steps, str(failure.value)

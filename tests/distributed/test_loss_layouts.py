@@ -5,6 +5,7 @@ others in each layout; some ranks have none.
 """
 
 import copy
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -55,6 +56,8 @@ LAYOUTS = {
         (Layout("FSDP 4", dp_shard=4), "llama3"),
         (Layout("FSDP 2, TP 2", dp_shard=2, tp=2), "llama3"),
         (Layout("FSDP 2, PP 2", dp_shard=2, pp=2), "llama3"),
+        (Layout("CP 2, TP 2", cp=2, tp=2), "llama3"),
+        (Layout("CP 2, PP 2", cp=2, pp=2), "llama3"),
     ],
 }
 
@@ -102,12 +105,14 @@ def microbatch(rows: list[list[int]], weights: dict[int, torch.Tensor]) -> dict:
         "positions": torch.stack([(torch.arange(shape[1]) - end).clamp(min=0) for end in ends]),
         "labels": torch.full(shape, IGNORE_INDEX),
         "loss_weights": torch.zeros(shape),
+        "temperature": torch.ones(shape),
     }
     for i, place in places(rows):
         tokens, labels, _ = sequence(i)
         batch["input"][place], batch["labels"][place] = tokens, labels
         batch["positions"][place] = torch.arange(len(tokens))
         batch["loss_weights"][place] = weights[i]
+        batch["temperature"][place] = 0.5 + i / NUM_SEQUENCES
     return batch
 
 
@@ -121,6 +126,14 @@ def with_entropy(outputs: TokenOutputs, labels: torch.Tensor, batch: dict) -> to
 
 def with_entropy_of_logits(logits, labels, batch):
     return with_entropy(token_logprobs(logits, labels, entropy=True), labels, batch)
+
+
+def of_sequences(outputs: TokenOutputs, labels: torch.Tensor, batch: dict) -> torch.Tensor:
+    """A loss that is no sum over tokens: those of a sequence enter together."""
+    values = (outputs.logprobs - 0.1 * outputs.entropy) * batch["loss_weights"]
+    sequences = (batch["positions"] == 0).cumsum(dim=1)
+    shape = len(values), values.shape[1] + 1
+    return values.new_zeros(shape).scatter_add(1, sequences, values).square().sum()
 
 
 def measure(layout: Layout, family: str, dump_folder: str) -> dict:
@@ -165,7 +178,8 @@ def _measure(engine) -> dict:
         keep(mode, backward(given, loss_fn=with_entropy, head=head))
     given, _ = batches("token-mean", group=group)
     keep("logits", backward(given, loss_fn=with_entropy_of_logits))
-    keep("whole rows", backward(given, loss_fn=with_entropy, head=head, whole_rows=True))
+    tempered = dataclasses.replace(head, temperature="temperature")
+    keep("whole rows", backward(given, loss_fn=of_sequences, head=tempered, whole_rows=True))
     keep("sum", backward(given, head=TokenLogProbs(temperature=0.5)))
     for name, chunk in (("whole cross entropy", 0), ("chunked cross entropy", 5)):
         engine.job_config = copy.deepcopy(engine.job_config)

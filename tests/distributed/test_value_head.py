@@ -24,12 +24,6 @@ LAYOUTS = {
 }
 
 
-def value_job(folder, flavor, parallelism, **sections):
-    add_tiny_flavors()
-    model = {"value_head": True}
-    return tiny_job(str(folder), flavor, model=model, parallelism=parallelism, **sections)
-
-
 def squared_error(values, labels, batch):
     """It changes the values in place, as FSDP warns of where they are a view."""
     errors = values.squeeze(-1)
@@ -40,7 +34,9 @@ def squared_error(values, labels, batch):
 def train(folder, flavor, parallelism):
     """((loss, norm) of two steps, weights after them, whether this rank has no score)."""
     warnings.filterwarnings("error", ".*returned a view tensor")
-    with TrainingEngine(value_job(folder, flavor, parallelism)) as engine:
+    add_tiny_flavors()
+    job = tiny_job(str(folder), flavor, model={"value_head": True}, parallelism=parallelism)
+    with TrainingEngine(job) as engine:
         steps = [run_step(engine, make_documents(seed), loss_fn=squared_error) for seed in range(2)]
         return steps, whole_weights(engine), getattr(engine.model_parts[-1], "score", None) is None
 

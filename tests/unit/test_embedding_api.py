@@ -1,6 +1,5 @@
 """What embedders build an engine from, on one process: specs, layouts, scoring."""
 
-import dataclasses
 import inspect
 
 import pytest
@@ -10,24 +9,8 @@ import torch.distributed as dist
 from tests.unit.test_engine import make_config, make_engine, random_batch, step
 from torchtitan.engine import EngineState, RankLayout, TrainingEngine
 from torchtitan.loss.logprobs import TokenLogProbs, token_logprobs
-from torchtitan.protocols.train_spec import get_train_spec
 
 pytestmark = pytest.mark.usefixtures("narrow_debugmodel")
-
-
-def test_two_models_of_one_process_need_no_registration(tmp_path):
-    spec = get_train_spec("llama3")
-    engines = []
-    for dim in (32, 64):
-        args = dataclasses.replace(spec.model_args["debugmodel"], dim=dim, n_heads=4)
-        own = dataclasses.replace(spec, model_args={"mine": args})
-        config = make_config(tmp_path / str(dim), "--model.flavor=mine")
-        engines.append(TrainingEngine(config, train_spec=own))
-    assert [engine.model_args.dim for engine in engines] == [32, 64]
-    assert "mine" not in get_train_spec("llama3").model_args
-    for engine in engines:
-        step(engine)
-        engine.close()
 
 
 def test_engine_for_scoring_takes_no_step_and_allocates_no_optimizer_state(tmp_path):
@@ -81,42 +64,22 @@ def test_layout_is_known_before_the_model_and_serves_several_engines(tmp_path):
             TrainingEngine(config, layout=layout)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 32)])
-def test_temperature_of_each_row_or_token(shape, tmp_path):
-    engine = make_engine(tmp_path)
-    batch, labels = random_batch(2, 32)
-    temperature = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
-
-    def loss_fn(outputs, labels, batch):
-        return -(outputs.logprobs + 0.1 * outputs.entropy).sum()
-
-    def gradient(head, loss_fn=loss_fn, batch=batch):
-        engine.optimizers.zero_grad()
-        loss = engine.forward_backward_step(
-            input_dict=batch, labels=labels, global_valid_tokens=9, head=head, loss_fn=loss_fn
-        )
-        return loss, {n: p.grad.clone() for n, p in engine.model_parts[0].named_parameters()}
-
-    def plain(logits, labels, batch):
-        t = temperature.reshape(2, -1, 1)
-        outputs = token_logprobs(logits / t, labels, entropy=True)
-        direct = token_logprobs(logits, labels, temperature=temperature, entropy=True)
-        torch.testing.assert_close(outputs.logprobs, direct.logprobs)
-        return loss_fn(outputs, labels, batch)
-
-    head = TokenLogProbs(temperature="t", entropy=True, chunk_tokens=7)
-    loss, ours = gradient(head, batch=batch | {"t": temperature})
-    expected_loss, expected = gradient(None, plain)
-    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
-    for name in expected:
-        torch.testing.assert_close(ours[name], expected[name], atol=2e-6, rtol=1e-5)
+def test_temperature_by_name_has_a_number_for_each_row_or_token_of_the_batch(tmp_path):
+    engine, (batch, labels) = make_engine(tmp_path), random_batch(2, 32)
+    batch, head = batch | {"labels": labels}, TokenLogProbs(temperature="t", entropy=True)
+    rows = torch.tensor([0.5, 2.0])
+    of_rows, of_tokens = (
+        engine.forward_step(batch | {"t": t}, head=head)[0]
+        for t in (rows, rows[:, None].expand(2, 32))
+    )
+    assert torch.equal(of_rows.logprobs, of_tokens.logprobs)
     for wrong, message in (
-        ({}, r"must name a tensor .* of the batch, which has \['input'\]"),
+        ({}, r"must name a tensor .* of the batch, which has \['input', 'labels'\]"),
         ({"t": torch.ones(3)}, r"one entry per row \[2\] or token \[2, 32\], got \[3\]"),
         ({"t": torch.tensor([1.0, 0.0])}, "must be above 0, got 0.0"),
     ):
         with pytest.raises(ValueError, match=message):
-            gradient(head, batch=batch | wrong)
+            engine.forward_step(batch | wrong, head=head)
     with pytest.raises(ValueError, match="only the engine's steps look up"):
         token_logprobs(torch.ones(1, 2, 4), torch.ones(1, 2, dtype=torch.long), temperature="t")
 

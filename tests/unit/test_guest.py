@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import layout_matrix
-from tests.distributed.layout_matrix import Layout, batch_flags, build_engine
+from tests.distributed.layout_matrix import Layout, batch_flags
 from torchtitan import build
 from torchtitan.config.checks import ConfigError
 from torchtitan.engine import TrainingEngine
@@ -174,24 +174,6 @@ def test_what_two_engines_changed_comes_back_with_the_last(first_to_close, tmp_p
     engines[0].close()
     engines[0].close()
     assert changed(before, host_state()) == {}
-
-
-def test_actor_and_reference_share_nothing(tmp_path):
-    actor, reference = (
-        build_engine("llama3", flags_of(ALONE), str(tmp_path / name)) for name in ("a", "b")
-    )
-    of_actor, of_reference = (list(x.model_parts[0].parameters()) for x in (actor, reference))
-    kept = [p.clone() for p in of_reference]
-    train_a_step(actor)
-    actor.lr_schedulers.set_step(7)
-    for p, q, before in zip(of_actor, of_reference, kept, strict=True):
-        assert torch.equal(q, before) and not torch.equal(p, q)
-        assert q.grad is None
-    assert not reference.optimizers.state and reference.lr_schedulers.last_epoch == 0
-    assert actor.model_args is not reference.model_args
-    actor.close()
-    assert train_a_step(reference) > 0
-    reference.close()
 
 
 def test_each_engine_that_saves_in_the_folder_of_another_is_warned_of(tmp_path, caplog):

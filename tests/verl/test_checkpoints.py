@@ -27,19 +27,6 @@ def assert_same(ours, theirs, **tolerance):
 # ---- saving and loading ----
 
 
-def test_resumed_run_repeats_the_steps_that_followed(alone, folder, tmp_path):
-    worker = cases.make_worker(folder, optim=SCHEDULE)
-    cases.train(worker, "sft", range(2))
-    worker.save_checkpoint(str(tmp_path / "global_step_2"), global_step=2)
-    lr = worker.engine.engine.lr
-    expected = cases.train(worker, "sft", range(2, 5))
-    resumed = cases.make_worker(folder, optim=SCHEDULE)
-    resumed.load_checkpoint(str(tmp_path / "global_step_2"))
-    assert resumed.engine.engine.lr == lr
-    assert cases.train(resumed, "sft", range(2, 5)).losses == expected.losses
-    assert_same(weights_of(resumed.engine), weights_of(worker.engine))
-
-
 def test_total_steps_may_be_set_after_construction(alone, folder):
     worker = cases.make_worker(folder, optim=dict(lr_warmup_steps=0, min_lr_factor=0.0))
     assert worker.engine.lr_scheduler_step() == cases.LR

@@ -45,17 +45,10 @@ def job_of(folder, **changes):
 
 
 def test_settings_reach_the_job(folder):
-    optim = dict(lr=2e-4, lr_warmup_steps_ratio=0.1, total_training_steps=50, decay_type="cosine")
-    optim |= dict(betas=(0.8, 0.9), clip_grad=3.0, eps=1e-6, weight_decay=0.2, min_lr_factor=0.3)
-    engine = dict(tensor_parallel_size=2, dtype="bfloat16", reshard_after_forward="never")
-    job = job_of(folder, optim=optim, max_seq_len=128, **engine)
-    assert job.optimizer.lr == 2e-4 and job.optimizer.eps == 1e-6
-    assert (job.optimizer.beta1, job.optimizer.beta2) == (0.8, 0.9)
-    assert job.optimizer.weight_decay == 0.2 and job.training.max_norm == 3.0
-    schedule = job.lr_scheduler
-    assert (schedule.warmup_steps, schedule.total_steps) == (5, 50)
-    assert (schedule.decay_type, schedule.min_lr_factor) == ("cosine", 0.3)
-    assert job.parallelism.tensor_parallel_degree == 2
+    optim = dict(lr_warmup_steps_ratio=0.1, total_training_steps=50)
+    engine = dict(dtype="bfloat16", reshard_after_forward="never", max_seq_len=128)
+    job = job_of(folder, optim=optim, **engine)
+    assert job.lr_scheduler.warmup_steps == 5
     assert job.parallelism.fsdp_reshard_after_forward == "never"
     assert job.training.mixed_precision_param == "bfloat16" and job.training.seq_len == 128
     assert job.training.gradient_reduction == "mean"
@@ -161,13 +154,6 @@ def test_other_engines_configs_are_refused(folder):
         with pytest.raises(ConfigError, match=message):
             job_config_of(engine, optimizer, model, None, "")
     job_config_of(cases.engine_config(forward_only=True), None, model, None, "language_model")
-
-
-def test_critic_of_two_labels_is_refused(tmp_path):
-    folder = cases.save_model(str(tmp_path), "qwen3", is_critic=True, num_labels=2)
-    model = model_config(folder)
-    with pytest.raises(ValueError, match="a value head needs one label, not 2"):
-        job_config_of(cases.engine_config(), cases.optimizer_config(), model, None, "value_model")
 
 
 # ---- the plug-in ----

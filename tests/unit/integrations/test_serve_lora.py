@@ -83,18 +83,14 @@ def test_states_that_do_not_fit_on_the_disk_stay_in_memory(tmp_path):
     assert largest_difference(found, expected) == 0
 
 
-def test_failed_load_leaves_the_rank_of_a_model_and_the_failure_of_its_step(run, folder):
+def test_failed_load_leaves_the_rank_of_a_model(run, folder):
     run.start_model(rank=2, seed=1)
-    run.step()
     smaller = run.train("save_weights", path="smaller")["path"]
     part = next((folder / "states" / smaller.removeprefix("tinker://")).glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-64])
     run.start_model(rank=8, seed=1)
-    run.step()
-    assert "error" in run.forward_backward([([1], {"target_tokens": [99], "weights": [1.0]})])
     assert "is damaged" in run.train("load_weights", path=smaller)["error"]
     assert run.ask("get_info", model_id=run.model)["lora_rank"] == 8
-    assert "a forward_backward of this step failed" in run.optim_step()["error"]
     path = run.train("save_weights", path="after")["path"]
     assert run.ask("weights_info", tinker_path=path)["lora_rank"] == 8
     assert "is damaged" in run.wait("load_weights", **run.new_model(path=smaller))["error"]

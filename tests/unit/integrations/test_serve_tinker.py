@@ -30,24 +30,6 @@ def test_many_samples_come_back(service):
     assert {len(s.tokens) for s in sequences} == {4} == {len(s.logprobs) for s in sequences}
 
 
-def test_custom_loss_is_computed_by_the_client(service):
-    client = service.create_lora_training_client(base_model="any", rank=8).result()
-
-    def loss_fn(data, logprobs):
-        loss = sum((values**2).sum() for values in logprobs)
-        return loss, {"terms:sum": float(len(data))}
-
-    data = [
-        datum([1, 2], target_tokens=torch.tensor([2, 3])),
-        datum([5], target_tokens=torch.tensor([6])),
-    ]
-    found = client.forward_backward_custom(data, loss_fn)
-    assert (
-        client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"] > 0
-    )
-    assert found.result().metrics["terms:sum"] == 2
-
-
 def test_mistakes_come_as_the_clients_own_errors(service):
     client = service.create_lora_training_client(base_model="any", rank=8).result()
     wrong = [datum([1], target_tokens=torch.tensor([2]), wieghts=torch.ones(1))]

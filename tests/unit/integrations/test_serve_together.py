@@ -15,7 +15,6 @@ from tests.unit.rl.together import (
     adapters_of,
     largest_difference,
     metrics_of,
-    model_flags,
     params_of,
     request,
     train,
@@ -52,6 +51,12 @@ def test_models_in_one_pass_have_the_losses_of_each_alone(together, tmp_path):
     assert first[0]["loss:sum"] != last[0]["loss:sum"]
 
 
+def of_one_length(model, step):
+    tokens = torch.arange(model, model + 17)
+    datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
+    return request(model, step, data=[datum], loss_fn="cross_entropy")
+
+
 @pytest.mark.parametrize("family", ["", EXPERTS])
 def test_products_of_a_model_do_not_depend_on_the_rows_of_others(family, monkeypatch, tmp_path):
     """In rows of one length all bits are those of the model alone, also where the size of a product would
@@ -61,25 +66,10 @@ def test_products_of_a_model_do_not_depend_on_the_rows_of_others(family, monkeyp
         pytest.skip("this CPU's library rounds a row differently beside other rows")
     # Rows of 24 slots; weights of 128 by 128 and 352: those of one model are below, those of four above.
     monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 1_200_000)
-    results = []
-    for is_together in (True, False):
-        config = toy_config(tmp_path / str(is_together), *LORA, *model_flags(family))
-        with LocalTrainingClient(config) as client:
-            policy = Policy(client, client._trainer.job_config)
-            items = []
-            for model in range(4):
-                policy.start_model(adapters_of(model), str(model))
-                tokens = torch.arange(model, model + 17)
-                datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
-                found = request(model, 0, data=[datum], loss_fn="cross_entropy")
-                items.append((str(model), found))
-            calls = [items] if is_together else [[item] for item in items]
-            results.append([])
-            for _ in range(3):
-                outputs = [output for call in calls for output in policy.forward_backward(call)]
-                results[-1].append(metrics_of(outputs))
-                policy.optim_step([(name, params_of(0)) for name, _ in items])
-            policy.close()
+    results = [
+        train(str(tmp_path / str(x)), 4, 3, is_together=x, family=family, request_of=of_one_length)
+        for x in (True, False)
+    ]
     if family:  # products of fewer than four tokens, as some experts have, round differently
         assert largest_difference(*results) <= 1e-6
     else:
@@ -124,16 +114,6 @@ def test_wrong_request_and_dropped_model_leave_the_other_models_as_they_are(poli
     assert largest_difference(metrics_of([first, second]), metrics_of(alone)) <= 1e-6
     (expected,) = policy.optim_step([("alone", params_of(0))])
     assert updated["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
-
-
-def test_pass_of_others_keeps_the_gradients_of_a_model_that_is_in_none(policy):
-    policy.start_model(adapters_of(0), "alone")
-    for name in ("alone", "0"):
-        policy.forward_backward([(name, request(0, 0))])
-        if name == "0":
-            policy.forward_backward([(str(model), request(model, 0)) for model in (1, 2)])
-    found, expected = policy.optim_step([(name, params_of(0)) for name in ("0", "alone")])
-    assert found == expected
 
 
 def test_model_with_weights_that_are_not_finite_has_its_error_alone(policy):

@@ -13,6 +13,11 @@ from tests.unit.rl.toy import toy_config
 TOKENS = [1, 2, 3, 4, 5, 6]
 
 
+def squares(data, logprobs):
+    """A loss of the caller's own, with a metric."""
+    return sum((values**2).sum() for values in logprobs), {"terms:sum": float(len(data))}
+
+
 def program(types, service):
     """Trains, saves, samples and goes on from a saved state; returns numbers on the way."""
     client = service.create_lora_training_client("policy", rank=8, seed=1).result()
@@ -49,6 +54,8 @@ def program(types, service):
     for loss_fn, config in (("dro", {"beta": 0.2}), ("ppo", None)):
         output = client.forward_backward([sampled], loss_fn, config).result()
         found.append(output.metrics["loss:sum"])
+    output = client.forward_backward_custom([supervised], squares).result()
+    found.append(output.metrics["terms:sum"])
     step = client.optim_step(types.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)).result()
     found.append(step.metrics["grad_norm"])
 

@@ -54,10 +54,12 @@ def test_head_has_the_values_and_gradients_of_log_softmax(chunk_tokens, fields, 
     """fields: of the outputs, in the loss."""
     h, weight, bias, labels = make_inputs()
     logits = torch.nn.functional.linear(h, weight, bias)
-    expected = reference(logits if cap is None else cap * (logits / cap).tanh(), labels, 0.7)
+    temperature = torch.linspace(0.5, 2, ROWS * TOKENS).view(ROWS, TOKENS)
+    capped = logits if cap is None else cap * (logits / cap).tanh()
+    expected = reference(capped, labels, temperature[..., None])
     gradients = torch.autograd.grad(some_loss(expected, fields), (h, weight, bias))
     has_entropy = "entropy" in fields
-    head = TokenLogProbs(temperature=0.7, entropy=has_entropy, chunk_tokens=chunk_tokens)
+    head = TokenLogProbs(temperature, has_entropy, chunk_tokens)
     outputs = head(h, weight, bias, labels=labels, cap=cap)
     torch.testing.assert_close(outputs.logprobs, expected.logprobs)
     if has_entropy:

@@ -71,7 +71,14 @@ def metrics_of(outputs) -> list:
 
 
 def train(
-    folder: str, n_models: int, n_steps: int, flags=(), is_together=True, serve=(), family=""
+    folder: str,
+    n_models: int,
+    n_steps: int,
+    flags=(),
+    is_together=True,
+    serve=(),
+    family="",
+    request_of=request,
 ) -> list:
     """[step][model] -> (metrics, log-probs), of models in one pass, or one model after another.
 
@@ -86,7 +93,7 @@ def train(
             policy.start_model(adapters_of(model), str(model))
         found = []
         for step in range(n_steps):
-            items = [(str(model), request(model, step)) for model in range(n_models)]
+            items = [(str(model), request_of(model, step)) for model in range(n_models)]
             calls = [items] if is_together else [[item] for item in items]
             outputs = [output for call in calls for output in policy.forward_backward(call)]
             updates = policy.optim_step([(str(m), params_of(m)) for m in range(n_models)])
