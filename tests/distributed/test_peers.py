@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import torchtitan
 from torchtitan import train
 from torchtitan.distributed.processes import peers as peers_module
 from torchtitan.distributed.processes.peers import PeerError, Peers, _listen, _problem_of
@@ -49,51 +48,6 @@ def meet(config_of_rank, timeout_seconds=20):
     except PeerError as error:
         return str(error)
     return peers
-
-
-def test_paths_may_differ_and_settings_may_not():
-    own_paths = [{"job": {"dump_folder": f"/disk{n}"}, "training": {"steps": 5}} for n in (0, 1)]
-    assert run_ranks(first_answer, 2, own_paths, init_process_group=False) == [None, None]
-    own_paths[1]["training"]["steps"] = 6
-    for answer in run_ranks(first_answer, 2, own_paths, init_process_group=False):
-        assert "training.steps is 5 on rank 0 and 6 on rank 1" in answer
-
-
-def first_answer(configs):
-    answer = meet(configs)
-    if isinstance(answer, str):
-        return answer
-    if answer.rank == 0:  # its store has to outlive the others' calls
-        time.sleep(0.5)
-    answer.leave()
-    return None
-
-
-def compare_what_differs(version_of_rank_1, n_documents_of_rank_1):
-    is_rank_1 = os.environ["RANK"] == "1"
-    torchtitan.__version__ = version_of_rank_1 if is_rank_1 else "1.0"
-    peers = meet([{}] * 2)
-    if isinstance(peers, str):
-        return peers
-    n_documents = n_documents_of_rank_1 if is_rank_1 else 8
-    record = {"number of documents": n_documents, "training.dataset_path": f"/disk{peers.rank}"}
-    try:
-        peers.compare_data(record)
-    except PeerError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("version", "n_documents", "problem"),
-    [
-        ("1.1", 8, "the version of torchtitan is '1.0' on rank 0 and '1.1' on rank 1"),
-        ("1.0", 7, "number of documents is 8 on rank 0 and 7 on rank 1"),
-    ],
-)
-def test_ranks_with_other_package_or_data_do_not_train_together(version, n_documents, problem):
-    given = version, n_documents
-    for answer in run_ranks(compare_what_differs, 2, *given, init_process_group=False):
-        assert problem in answer and "dataset_path" not in answer
 
 
 @pytest.mark.parametrize(
@@ -281,18 +235,6 @@ def test_rank_that_is_stopped_is_named_and_ends_when_it_is_continued(rank):
     said = f"ends because rank {rank} failed: it was stopped, or its machine hangs: silent for 2 s"
     assert answers[1 - rank] == f"rank {1 - rank} {said}"
     assert answers[rank].startswith(f"rank {rank} ends because rank ")
-
-
-def leave_one_after_the_other():
-    peers = meet([{}] * 3)
-    time.sleep(0.2 * (1 + os.getpid() % 3))
-    peers.leave()
-    time.sleep(1)
-    return peers._first_failure
-
-
-def test_ranks_that_are_done_are_not_missed():
-    assert run_ranks(leave_one_after_the_other, 3, init_process_group=False) == [None] * 3
 
 
 def slow_to_read(store):
