@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchtitan import train
 from torchtitan.distributed.processes import peers as peers_module
-from torchtitan.distributed.processes.peers import PeerError, Peers, _listen, _problem_of
+from torchtitan.distributed.processes.peers import Peers, _listen, _problem_of
 from torchtitan.distributed.processes.process_group import find_peers
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError
@@ -41,12 +41,9 @@ def test_an_error_of_all_ranks_is_one_message_and_those_of_some_name_them():
     assert some == "ranks 1, 2: no such key\nrank 3: other"
 
 
-def meet(config_of_rank, timeout_seconds=20):
-    peers = Peers(*find_peers(timedelta(seconds=timeout_seconds)))
-    try:
-        peers.compare(config_of_rank[peers.rank])
-    except PeerError as error:
-        return str(error)
+def meet():
+    peers = Peers(*find_peers(timedelta(seconds=20)))
+    peers.compare({})
     return peers
 
 
@@ -79,7 +76,7 @@ def hear(peers, wait_seconds=20):
 
 
 def hear_of_failure(failing_rank):
-    peers = meet([{}] * 3)
+    peers = meet()
     if peers.rank == failing_rank:
         time.sleep(0.3)
         peers.report("the disk is gone\nand more")
@@ -137,7 +134,7 @@ def hear_of_failure_though(attack):
         return real_connection(address, *arguments, **options)
 
     socket.create_connection = attack_and_connect
-    peers = meet([{}] * 2)
+    peers = meet()
     if is_attacker:
         peers.report("the disk is gone")
         peers._store.wait(["heard"], LIMIT)
@@ -169,7 +166,7 @@ def test_strangers_at_the_port_are_not_listened_to_and_keep_no_rank_out(attack):
 
 
 def hear_of_what_no_rank_sends(line):
-    peers = meet([{}] * 2)
+    peers = meet()
     if peers.rank == 1:
         (connection,) = peers._connections
         connection.sendall(line)
@@ -187,7 +184,7 @@ def test_rank_that_sends_what_no_rank_sends_is_named(line):
 
 
 def fail_in_the_watch():
-    peers = meet([{}] * 2)
+    peers = meet()
     if peers.rank == 1:
         peers._read = lambda *_: 1 / 0
         peers._store.set("ready", "")
@@ -216,7 +213,7 @@ def test_second_process_of_a_rank_is_refused():
 
 def hear_of_a_stopped_rank(stopped_rank):
     peers_module._longest_silence = lambda _timeout: 1.5
-    peers = meet([{}] * 2)
+    peers = meet()
     peers._store.set(f"pid_{peers.rank}", str(os.getpid()))
     other = int(peers._store.get(f"pid_{1 - peers.rank}"))
     time.sleep(2)  # longer than a rank may be silent
