@@ -42,6 +42,9 @@ P = "position_block_causal"
         ("cu_seqlens", [0, 2, 3, 6], [[0, 0, 1], [2, 2, 2]]),  # through the rows of the batch
         ("cu_seqlens", [[0, 2, 2], [0, 1, 3]], [[0, 0, PADDING], [0, 1, 1]]),
         ("seq_lens", [1, 2], [[0, 1, 1]]),  # of a single row
+        # Padding and documents without a token have no number.
+        ("positions", [[5, -1, 6], [-1, 3, 3]], [[0, PADDING, 1], [PADDING, 0, 1]]),
+        ("seq_lens", [[1, 0, 1], [0, 3, 0]], [[0, 1, PADDING], [0, 0, 0]]),
     ],
 )
 def test_boundaries_are_read_and_a_single_source_is_no_reason_to_warn(key, value, expected, caplog):
