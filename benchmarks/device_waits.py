@@ -23,6 +23,7 @@ from common import print_header, print_row
 from tests.cuda_rehearsal import cases
 from tests.gpu.untuned import compile_untuned
 from tests.gpu.waits import counting_waits
+from tests.reliability.jobs import flags_in
 
 SEQ_LEN = 256
 
@@ -32,17 +33,11 @@ def waits_of(name: str) -> dict[str, int]:
     from torchtitan.config import ConfigManager
     from torchtitan.engine import TrainingEngine
 
-    config = ConfigManager().parse_args(
-        [
-            f"--model.name={name.split()[0]}",
-            f"--training.seq_len={SEQ_LEN}",
-            "--training.local_batch_size=4",
-            "--debug.seed=0",
-            "--model.hf_assets_path=.",
-            f"--job.dump_folder={tempfile.mkdtemp()}",
-            *flags_of(name),
-        ]
-    )
+    flags = flags_in(f"""
+        model.name={name.split()[0]} model.hf_assets_path=. training.seq_len={SEQ_LEN}
+        training.local_batch_size=4 debug.seed=0 job.dump_folder={tempfile.mkdtemp()}
+    """)
+    config = ConfigManager().parse_args([*flags, *flags_of(name)])
     torch._dynamo.reset()
     with TrainingEngine(config) as engine:
         engine.tokenizer = types.SimpleNamespace(eos_id=0)

@@ -29,6 +29,7 @@ def serve(kind: str, rank: int, seq_len: int, folder: str, pipe: Connection) -> 
     """Take a step for each message; answer with (CPU-seconds, GiB beyond the imports at most)."""
     import torch
 
+    from tests.reliability.jobs import flags_in
     from torchtitan.config import ConfigManager
     from torchtitan.engine import TrainingEngine
     from torchtitan.protocols.train_spec import get_train_spec
@@ -42,20 +43,13 @@ def serve(kind: str, rank: int, seq_len: int, folder: str, pipe: Connection) -> 
 
     def engine_of(sizes: dict) -> TrainingEngine:
         args = dataclasses.replace(spec.model_args["debugmodel"], **sizes)
-        config = ConfigManager().parse_args(
-            [
-                "--model.name=llama3",
-                "--model.flavor=debugmodel",
-                f"--job.dump_folder={folder}",
-                f"--training.seq_len={seq_len}",
-                f"--training.local_batch_size={ROWS}",
-                "--training.mixed_precision_param=float32",
-                "--activation_checkpoint.mode=none",
-                "--lr_scheduler.warmup_steps=0",
-                "--debug.seed=1",
-                *flags,
-            ]
-        )
+        common = flags_in(f"""
+            model.name=llama3 model.flavor=debugmodel job.dump_folder={folder} debug.seed=1
+            training.seq_len={seq_len} training.local_batch_size={ROWS}
+            training.mixed_precision_param=float32 activation_checkpoint.mode=none
+            lr_scheduler.warmup_steps=0
+        """)
+        config = ConfigManager().parse_args([*common, *flags])
         changed = {
             "model_args": {"debugmodel": args},
             "build_optimizers_fn": frozen_first(kind, spec),

@@ -8,7 +8,7 @@ The tiny job of tests/reliability, whose steps take milliseconds; several ranks 
 import argparse
 import tempfile
 
-import common  # noqa: F401 (lets this script import `tests`)
+from common import print_header, print_row
 
 from tests.reliability.jobs import TINY_JOB
 from torchtitan.testing.gloo import run_ranks
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
-    print("| ranks | rank | at step | resident, MiB |\n|---|---|---|---|", flush=True)
+    print_header("ranks", "rank", "at step", "resident, MiB")
     how = {"init_process_group": False, "timeout_seconds": 24 * 3600}
     for n_ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def main() -> None:
         for rank, samples in enumerate(ranks):
             for step, n_bytes in samples.items():
                 if step == EVERY or step % max(EVERY, args.steps // 10) == 0:
-                    print(f"| {n_ranks} | {rank} | {step:,} | {n_bytes / 2**20:.1f} |", flush=True)
+                    print_row(n_ranks, rank, f"{step:,}", f"{n_bytes / 2**20:.1f}")
 
 
 if __name__ == "__main__":

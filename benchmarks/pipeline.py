@@ -171,9 +171,8 @@ def main() -> None:
     print("padding to the longest needs", f"{max(LENGTHS) * m / sum(LENGTHS):.2f} x the tokens")
     for ranks in options.ranks:
         for name in options.schedules:
-            result = run_ranks(on_ranks, ranks, ranks, name, options.repeats, timeout_seconds=600)[
-                0
-            ]
+            arguments = ranks, name, options.repeats
+            result, *_ = run_ranks(on_ranks, ranks, *arguments, timeout_seconds=600)
             needed = 2 * sum(LENGTHS) * result["hand-overs"]
             v = result["stages"]
             theory = (ranks - 1) / (v * m + ranks - 1)

@@ -39,17 +39,14 @@ MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int]]] = {
     "wide vocabulary": ((128, 2, 8, 8, 131072), (4, 2048)),
     "long rows": ((512, 2, 8, 8, 2048), (1, 8192)),
 }
-# name -> flags of two ranks
-LAYOUTS: dict[str, list[str]] = {
-    "1": [],
-    "fsdp": ["--parallelism.data_parallel_shard_degree=2"],
-    "ddp": [
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=1",
-    ],
-    "tp": ["--parallelism.tensor_parallel_degree=2"],
-    "pp": ["--parallelism.pipeline_parallel_degree=2"],
-    "cp": ["--parallelism.context_parallel_degree=2"],
+# name -> settings of two ranks
+LAYOUTS = {
+    "1": "",
+    "fsdp": "parallelism.data_parallel_shard_degree=2",
+    "ddp": "parallelism.data_parallel_replicate_degree=2 parallelism.data_parallel_shard_degree=1",
+    "tp": "parallelism.tensor_parallel_degree=2",
+    "pp": "parallelism.pipeline_parallel_degree=2",
+    "cp": "parallelism.context_parallel_degree=2",
 }
 
 
@@ -139,27 +136,16 @@ def _build(case: Case):
         sizes = dict(zip(names, sizes, strict=True))
         llama3_args[flavor] = TransformerModelArgs(**sizes, rope_theta=500000)
     dp = 2 if case.layout in ("fsdp", "ddp") else 1
-    trainer = Trainer(
-        ConfigManager().parse_args(
-            [
-                "--model.name=llama3",
-                f"--model.flavor={flavor}",
-                "--training.dataset=python_docs",
-                f"--training.local_batch_size={rows // dp}",
-                f"--training.seq_len={seq_len}",
-                f"--training.mixed_precision_param={case.dtype}",
-                "--training.steps=100000",
-                "--lr_scheduler.warmup_steps=2",
-                "--activation_checkpoint.mode=none",
-                "--metrics.log_freq=1000000",
-                "--debug.seed=0",
-                f"--job.dump_folder={tempfile.mkdtemp()}",
-                *(["--compile.enable"] if case.compile else []),
-                *LAYOUTS[case.layout],
-                *case.overrides,
-            ]
-        )
-    )
+    settings = f"""
+        model.name=llama3 model.flavor={flavor} training.dataset=python_docs training.steps=100000
+        training.local_batch_size={rows // dp} training.seq_len={seq_len}
+        training.mixed_precision_param={case.dtype} activation_checkpoint.mode=none
+        lr_scheduler.warmup_steps=2 metrics.log_freq=1000000 debug.seed=0
+        job.dump_folder={tempfile.mkdtemp()} {LAYOUTS[case.layout]}
+        {"compile.enable" if case.compile else ""}
+    """.split()
+    flags = [f"--{setting}" for setting in settings]
+    trainer = Trainer(ConfigManager().parse_args([*flags, *case.overrides]))
     rank = int(os.environ.get("RANK", "0")) if dp == 2 else 0
     # Fewer tokens than entries: a wide vocabulary is not learnt in a few steps.
     generator = torch.Generator().manual_seed(0)

@@ -25,6 +25,7 @@ import torch
 from common import GIB, matmul_rate, print_header, print_row
 
 from tests.gpu.waits import counting_waits, num_graphs
+from tests.reliability.jobs import flags_in
 from torchtitan.tools.utils import get_device_info, get_device_type, get_peak_flops
 
 # name: (family, flavor, tokens per row). Two rows fit into 80 GB: 60 GiB for 1B. For 8B, see scripts/run_cuda_build.sh.
@@ -95,25 +96,14 @@ def measure(result: Result, n_blocks: int, n_steps: int) -> None:
     from torchtitan.train import Trainer
 
     family, flavor, seq_len = MODELS[result.model]
-    config = ConfigManager().parse_args(
-        [
-            f"--model.name={family}",
-            f"--model.flavor={flavor}",
-            f"--model.attn_type={result.attn_type}",
-            "--model.attn_mask_type=block_causal",
-            "--training.dataset=python_docs",
-            f"--training.local_batch_size={result.rows}",
-            f"--training.seq_len={seq_len}",
-            "--training.mixed_precision_param=bfloat16",
-            "--activation_checkpoint.mode=none",
-            "--compile.enable",
-            "--metrics.log_freq=1000000",
-            "--debug.seed=0",
-            f"--job.dump_folder={tempfile.mkdtemp()}",
-            *result.overrides,
-        ]
-    )
-    trainer = Trainer(config)
+    flags = flags_in(f"""
+        model.name={family} model.flavor={flavor} model.attn_type={result.attn_type}
+        model.attn_mask_type=block_causal training.dataset=python_docs
+        training.local_batch_size={result.rows} training.seq_len={seq_len}
+        training.mixed_precision_param=bfloat16 activation_checkpoint.mode=none compile.enable
+        metrics.log_freq=1000000 debug.seed=0 job.dump_folder={tempfile.mkdtemp()}
+    """)
+    trainer = Trainer(ConfigManager().parse_args([*flags, *result.overrides]))
     try:
         _fill_in(result, trainer, n_blocks, n_steps)
     finally:
@@ -161,12 +151,8 @@ def _fill_in(result: Result, trainer, n_blocks: int, n_steps: int) -> None:
     result.tokens_per_second = result.rows * result.seq_len * n_steps / seconds
     logged = trainer.metrics_processor.num_flops_per_token
     (model,) = trainer.model_parts
-    tied = (
-        model.output.weight.numel()
-        if getattr(trainer.model_args, "enable_weight_tying", False)
-        else 0
-    )
-    flops = logged + 6 * tied
+    is_tied = getattr(trainer.model_args, "enable_weight_tying", False)
+    flops = logged + 6 * is_tied * model.output.weight.numel()
     result.share_of_matmul_rate = result.tokens_per_second * flops / matmul_rate()
     device_type, device_module = get_device_info()
     if device_type != "cpu":

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from common import median_ratio, print_header, print_row, take_turns
 
+from tests.reliability.jobs import flags_in
 from torchtitan.config import ConfigManager
 from torchtitan.engine import TrainingEngine
 from torchtitan.protocols.train_spec import get_train_spec
@@ -79,18 +80,12 @@ def main() -> None:
     sizes = sizes if args.flavor else dataclasses.replace(sizes, **SIZES)
     spec = dataclasses.replace(spec, model_args={"measured": sizes}, build_tokenizer_fn=None)
     with tempfile.TemporaryDirectory() as folder:
-        flags = [
-            f"--job.dump_folder={folder}",
-            "--model.name=llama3",
-            "--model.flavor=measured",
-            f"--model.attn_type={args.attn_type}",
-            "--model.attn_mask_type=position_block_causal",
-            f"--training.seq_len={args.seq_len}",
-            f"--training.mixed_precision_param={args.dtype}",
-            "--activation_checkpoint.mode=none",
-            "--debug.seed=1",
-            *(["--compile.enable"] if args.compile else []),
-        ]
+        flags = flags_in(f"""
+            job.dump_folder={folder} model.name=llama3 model.flavor=measured debug.seed=1
+            model.attn_type={args.attn_type} model.attn_mask_type=position_block_causal
+            training.seq_len={args.seq_len} training.mixed_precision_param={args.dtype}
+            activation_checkpoint.mode=none {"compile.enable" if args.compile else ""}
+        """)
         config = ConfigManager(JobConfig).parse_args(flags)
         trainer = PolicyTrainer(config, engine=TrainingEngine(config, train_spec=spec))
         titles = "packed rows, s", "trees, s", "ratio", "loss differs by", "gradients by"

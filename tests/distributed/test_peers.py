@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import torchtitan
 from torchtitan import train
 from torchtitan.distributed.processes import peers as peers_module
-from torchtitan.distributed.processes.peers import PeerError, Peers, _listen, _problem_of
+from torchtitan.distributed.processes.peers import Peers, _listen, _problem_of
 from torchtitan.distributed.processes.process_group import find_peers
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools.errors import RunError
@@ -42,58 +41,10 @@ def test_an_error_of_all_ranks_is_one_message_and_those_of_some_name_them():
     assert some == "ranks 1, 2: no such key\nrank 3: other"
 
 
-def meet(config_of_rank, timeout_seconds=20):
-    peers = Peers(*find_peers(timedelta(seconds=timeout_seconds)))
-    try:
-        peers.compare(config_of_rank[peers.rank])
-    except PeerError as error:
-        return str(error)
+def meet():
+    peers = Peers(*find_peers(timedelta(seconds=20)))
+    peers.compare({})
     return peers
-
-
-def test_paths_may_differ_and_settings_may_not():
-    own_paths = [{"job": {"dump_folder": f"/disk{n}"}, "training": {"steps": 5}} for n in (0, 1)]
-    assert run_ranks(first_answer, 2, own_paths, init_process_group=False) == [None, None]
-    own_paths[1]["training"]["steps"] = 6
-    for answer in run_ranks(first_answer, 2, own_paths, init_process_group=False):
-        assert "training.steps is 5 on rank 0 and 6 on rank 1" in answer
-
-
-def first_answer(configs):
-    answer = meet(configs)
-    if isinstance(answer, str):
-        return answer
-    if answer.rank == 0:  # its store has to outlive the others' calls
-        time.sleep(0.5)
-    answer.leave()
-    return None
-
-
-def compare_what_differs(version_of_rank_1, n_documents_of_rank_1):
-    is_rank_1 = os.environ["RANK"] == "1"
-    torchtitan.__version__ = version_of_rank_1 if is_rank_1 else "1.0"
-    peers = meet([{}] * 2)
-    if isinstance(peers, str):
-        return peers
-    n_documents = n_documents_of_rank_1 if is_rank_1 else 8
-    record = {"number of documents": n_documents, "training.dataset_path": f"/disk{peers.rank}"}
-    try:
-        peers.compare_data(record)
-    except PeerError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("version", "n_documents", "problem"),
-    [
-        ("1.1", 8, "the version of torchtitan is '1.0' on rank 0 and '1.1' on rank 1"),
-        ("1.0", 7, "number of documents is 8 on rank 0 and 7 on rank 1"),
-    ],
-)
-def test_ranks_with_other_package_or_data_do_not_train_together(version, n_documents, problem):
-    given = version, n_documents
-    for answer in run_ranks(compare_what_differs, 2, *given, init_process_group=False):
-        assert problem in answer and "dataset_path" not in answer
 
 
 @pytest.mark.parametrize(
@@ -125,7 +76,7 @@ def hear(peers, wait_seconds=20):
 
 
 def hear_of_failure(failing_rank):
-    peers = meet([{}] * 3)
+    peers = meet()
     if peers.rank == failing_rank:
         time.sleep(0.3)
         peers.report("the disk is gone\nand more")
@@ -183,7 +134,7 @@ def hear_of_failure_though(attack):
         return real_connection(address, *arguments, **options)
 
     socket.create_connection = attack_and_connect
-    peers = meet([{}] * 2)
+    peers = meet()
     if is_attacker:
         peers.report("the disk is gone")
         peers._store.wait(["heard"], LIMIT)
@@ -215,7 +166,7 @@ def test_strangers_at_the_port_are_not_listened_to_and_keep_no_rank_out(attack):
 
 
 def hear_of_what_no_rank_sends(line):
-    peers = meet([{}] * 2)
+    peers = meet()
     if peers.rank == 1:
         (connection,) = peers._connections
         connection.sendall(line)
@@ -233,7 +184,7 @@ def test_rank_that_sends_what_no_rank_sends_is_named(line):
 
 
 def fail_in_the_watch():
-    peers = meet([{}] * 2)
+    peers = meet()
     if peers.rank == 1:
         peers._read = lambda *_: 1 / 0
         peers._store.set("ready", "")
@@ -262,7 +213,7 @@ def test_second_process_of_a_rank_is_refused():
 
 def hear_of_a_stopped_rank(stopped_rank):
     peers_module._longest_silence = lambda _timeout: 1.5
-    peers = meet([{}] * 2)
+    peers = meet()
     peers._store.set(f"pid_{peers.rank}", str(os.getpid()))
     other = int(peers._store.get(f"pid_{1 - peers.rank}"))
     time.sleep(2)  # longer than a rank may be silent
@@ -281,18 +232,6 @@ def test_rank_that_is_stopped_is_named_and_ends_when_it_is_continued(rank):
     said = f"ends because rank {rank} failed: it was stopped, or its machine hangs: silent for 2 s"
     assert answers[1 - rank] == f"rank {1 - rank} {said}"
     assert answers[rank].startswith(f"rank {rank} ends because rank ")
-
-
-def leave_one_after_the_other():
-    peers = meet([{}] * 3)
-    time.sleep(0.2 * (1 + os.getpid() % 3))
-    peers.leave()
-    time.sleep(1)
-    return peers._first_failure
-
-
-def test_ranks_that_are_done_are_not_missed():
-    assert run_ranks(leave_one_after_the_other, 3, init_process_group=False) == [None] * 3
 
 
 def slow_to_read(store):

@@ -12,10 +12,10 @@ from importlib.resources import files
 import fsspec
 import pytest
 import torch
-from fsspec.implementations import memory
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_hf import tiny_hf_model
+from tests.unit.tools.test_storage import ReadOnly
 from torchtitan import commands
 from torchtitan.commands.generate import pieces_of
 from torchtitan.commands.source import job_of, weights_in, with_model
@@ -328,21 +328,6 @@ def test_mistakes_are_one_sentence(hf_folder, lora_run, run, tmp_path, monkeypat
         stdout, err = run(*arguments, codes=(1, 2))
         assert message in err and "Return a" not in stdout
     assert not out.exists()
-
-
-class ReadOnly(memory.MemoryFileSystem):
-    """The objects of memory:// at ro://, which take no writing."""
-
-    protocol = ("ro",)
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return memory.MemoryFileSystem._strip_protocol(path.removeprefix("ro://"))
-
-    def pipe_file(self, path, value, **options):
-        raise NotImplementedError
-
-    put_file = rm_file = pipe_file
 
 
 @pytest.fixture

@@ -27,13 +27,13 @@ keep_latest_k = 3
 FLAGS = [*jobs.TINY_JOB, "--training.steps=5000", "--training.seq_len=256"]  # the last one counts
 
 
-def started_pods(tmp_path, engine, nodes, *more):
+def started_pods(tmp_path, engine, nodes):
     """Start the pods of a printed job, as many as its manifest asks for."""
     config_file = tmp_path / "elastic.toml"
     config_file.write_text(SETTINGS)
     options = [f"--config={config_file}", f"--nodes={nodes}", "--gpus-per-node=0"]
     options += ["--image=titan", "--volume=shared"]
-    config_map, jobset, *_ = documents(engine, *options, *FLAGS, *more)
+    config_map, jobset, *_ = documents(engine, *options, *FLAGS)
     spec = jobset["spec"]["template"]["spec"] if engine == "kubernetes" else jobset["spec"]
     pods = Pods(tmp_path, config_map, spec["replicatedJobs"][0])
     for index in range(spec["replicatedJobs"][0]["template"]["spec"]["completions"]):
@@ -123,12 +123,3 @@ def test_two_pods_of_a_train_job_wait_for_the_one_that_leaves_and_end_with_codes
     steps = [step for step, _ in jobs.logged_steps(pods.volume / "outputs")]
     assert steps == list(range(1, len(steps) + 1))  # nothing was lost, and nothing repeated
     assert starts(pods.volume) == [2, 2]
-
-
-def test_pods_whose_data_are_missing_end_with_the_code_that_fails_the_job(tmp_path):
-    missing = "--training.dataset_path=/none.json"
-    pods = started_pods(tmp_path, "kubernetes", 2, missing)
-    try:
-        assert [p.wait(SECONDS) for p in pods.processes.values()] == [2] * 2
-    finally:
-        pods.kill_all()

@@ -49,17 +49,6 @@ def test_ranks_of_torchrun_save_when_it_is_told_to_end_though_data_workers_hear_
     assert "its checkpoint is complete" in output and "error:" not in output
 
 
-def test_rl_run_saves_and_ends_when_told_to(tmp_path):
-    arguments = [*RL_JOB, f"--job.dump_folder={tmp_path}"]
-    with jobs.start(arguments, tmp_path / "logs", module="torchtitan.rl.train", ranks=2) as job:
-        jobs.wait_until(lambda: "step:  1/" in job.output(), job, TIMEOUT_SECONDS)
-        job.send(signal.SIGTERM, rank=1)
-        outcome = job.wait()
-    assert outcome.exit_codes == [0, 0], outcome.output
-    assert "SIGTERM came to rank 1" in outcome.output
-    assert len(stop_anywhere.whole_steps(tmp_path)) == 1
-
-
 def test_training_goes_on_when_nobody_reads_its_output(tmp_path):
     process = start_process([*jobs.TINY_JOB, f"--job.dump_folder={tmp_path}"])
     process.stdout.readline()

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from torchtitan.batch.documents import (
     PADDING,
-    document_ids_from_eos,
-    document_ids_from_lengths,
     document_ids_from_positions,
     document_starts,
     last_tokens,
@@ -34,19 +32,6 @@ def rows_of(elements):
     )
 
 
-# That documents are found wherever they begin is in tests/isolation, with random packings.
-@pytest.mark.parametrize(
-    "ids, expected",
-    [
-        (document_ids_from_eos(torch.tensor([[5, EOS, EOS, 7], [5, 6, 7, 8]]), EOS), [[0, 0, 1, 2], [0] * 4]),
-        (document_ids_from_positions(torch.tensor([[4, 5, -1, 6], [-2, -1, 3, 3]])), [[0, 0, -1, 1], [-1, -1, 0, 1]]),
-        (document_ids_from_lengths(torch.tensor([[2, 0, 1], [0, 4, 0]]), 4), [[0, 0, 1, -1], [0] * 4]),
-    ],
-)  # fmt: skip
-def test_documents_are_numbered_from_0_in_each_row(ids, expected):
-    assert ids.dtype == torch.int32 and ids.tolist() == expected
-
-
 P = "position_block_causal"
 
 
@@ -57,6 +42,9 @@ P = "position_block_causal"
         ("cu_seqlens", [0, 2, 3, 6], [[0, 0, 1], [2, 2, 2]]),  # through the rows of the batch
         ("cu_seqlens", [[0, 2, 2], [0, 1, 3]], [[0, 0, PADDING], [0, 1, 1]]),
         ("seq_lens", [1, 2], [[0, 1, 1]]),  # of a single row
+        # Padding and documents without a token have no number.
+        ("positions", [[5, -1, 6], [-1, 3, 3]], [[0, PADDING, 1], [PADDING, 0, 1]]),
+        ("seq_lens", [[1, 0, 1], [0, 3, 0]], [[0, 1, PADDING], [0, 0, 0]]),
     ],
 )
 def test_boundaries_are_read_and_a_single_source_is_no_reason_to_warn(key, value, expected, caplog):

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.distributed import parallel_dims as dims
 from torchtitan.callbacks import metrics as metrics_module
 from torchtitan.callbacks.metrics import (
     BaseLogger,
@@ -25,18 +26,12 @@ from torchtitan.callbacks.metrics import (
     ensure_pp_loss_visible,
 )
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.testing.gloo import run_ranks
 from torchtitan.tools import utils
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 GIB = 2**30
 MEMORY = [f"memory/max_{kind}({unit})" for kind in ("active", "reserved") for unit in ("GiB", "%")]
-
-
-def dims(**degrees) -> ParallelDims:
-    sizes = dict.fromkeys("dp_replicate dp_shard cp tp pp ep etp".split(), 1) | degrees
-    return ParallelDims(**sizes, world_size=math.prod(sizes.values()))
 
 
 def job(tmp_path, **metrics_options) -> JobConfig:

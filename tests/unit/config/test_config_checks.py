@@ -80,12 +80,6 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [None, 1, 2, 8])
-def test_default_config_obeys_all_rules(world_size):
-    check_job_config(JobConfig(), world_size)
-    check_against_spec(JobConfig(), spec_of())
-
-
 def test_checks_change_nothing():
     config = config_with(training__global_batch_size=32, parallelism__data_parallel_shard_degree=-1)
     before = copy.deepcopy(config)

@@ -2,7 +2,6 @@
 
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import pytest
@@ -118,11 +117,3 @@ def test_zeros_turn_it_off(monkeypatch, caplog):
     for number, seconds in enumerate([0.1] * 6 + [90], 1):
         ranks.run_step(number, seconds)
     assert not caplog.messages and not ranks.asked
-
-
-def test_state_has_the_place_of_the_main_thread_outside_torch_and_python():
-    with ThreadPoolExecutor() as pool:
-        found = pool.submit(late_ranks.own_state, Progress(None)).result()
-    name = "(test_state_has_the_place_of_the_main_thread_outside_torch_and_python)"
-    assert "distributed/test_late_ranks.py:" in found.place and found.place.endswith(name)
-    assert name in found.stack and found.counts["step"] == 0

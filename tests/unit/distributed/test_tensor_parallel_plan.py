@@ -10,8 +10,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import JobConfig
 from torchtitan.distributed.sequence_parallel import SequenceShards
 from torchtitan.distributed.tensor_parallel import (
-    VocabularyEmbedding,
-    VocabularyOutput,
     maybe_enable_async_tp,
 )
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -119,16 +117,6 @@ def test_pipeline_stage_without_embedding_norm_and_output_is_split_too():
     apply_tp(model, mesh(), loss_parallel=True)
     assert isinstance(model.sequence, SequenceShards)
     assert isinstance(model.layers["0"].sequence, SequenceShards)
-
-
-def test_names_of_parameters_stay_and_tied_ones_stay_tied():
-    model = tiny_model(enable_weight_tying=True)
-    names = list(model.state_dict())
-    apply_tp(model, mesh(), loss_parallel=False)
-    assert list(model.state_dict()) == names
-    assert model.output.weight is model.tok_embeddings.weight
-    assert isinstance(model.tok_embeddings, VocabularyEmbedding)
-    assert isinstance(model.output, VocabularyOutput) and not model.output.keeps_shards
 
 
 def test_asynchronous_tensor_parallelism_needs_compiled_blocks(monkeypatch, caplog):

@@ -28,18 +28,13 @@ def test_call_that_takes_too_long_ends_and_the_next_one_is_answered(monkeypatch)
         (MATCHES, [r"(a+)+b", "a*"], ["a" * 60]),
         (MATCHES, [".*" * 12 + "x"], ["a" * 300]),
         ("operator:pow", 10, 10**9),
+        ("operator:mul", "a", 2 * 10**9),
         ("itertools:permutations", range(10**9)),
     ):
         with pytest.raises(bounded.OutOfBoundsError, match=r"^it takes more than (0\.5 s|1 GiB)"):
             bounded.call(function, *arguments)
         found = bounded.call(MATCHES, ["b", "a.", ".*"], ["aa", "b", "", "\n"])
         assert found == ["a.", "b", ".*", None]
-
-
-def test_call_that_takes_too_much_memory_ends():
-    for _ in range(2):
-        with pytest.raises(bounded.OutOfBoundsError, match="^it takes more than 1 GiB of memory$"):
-            bounded.call("operator:mul", "a", 2 * 10**9)
 
 
 def test_process_that_is_killed_is_replaced_and_a_call_that_kills_it_is_told():

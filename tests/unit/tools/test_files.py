@@ -5,26 +5,16 @@ import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from tests.unit.checkpoint.test_checkpoint import NetAdapter, Run
-from torchtitan.adapters import peft_config, peft_files
+from torchtitan.adapters import peft_files
 from torchtitan.callbacks.metrics import JsonlLogger
 from torchtitan.callbacks.profiling import MemorySnapshot
-from torchtitan.checkpoint import folder as checkpoint_folder
-from torchtitan.checkpoint import hf
 from torchtitan.checkpoint.folder import HF_INDEX
 from torchtitan.config import JobConfig
-from torchtitan.data.chat_template import ChatTemplate
-from torchtitan.data.local_files import load_local_documents
-from torchtitan.data.token_files import TokenDocuments
-from torchtitan.data.tokenizer_files import load as load_tokenizer
-from torchtitan.distributed.pipeline_order import compute_order
-from torchtitan.models.hf_config import from_hf_config
-from torchtitan.rl.jsonl_task import JsonlTask
 from torchtitan.rl.metrics import append_episodes
 from torchtitan.tools import events
 from torchtitan.tools.errors import RunError
@@ -155,53 +145,6 @@ def test_shards_go_to_no_linked_folder(tmp_path, monkeypatch):
     save_hf(tmp_path)
     assert [entry.name for entry in elsewhere.iterdir()] == ["mine"]
     assert not (folder / "sharded").exists()
-
-
-def tokenizer_folder(folder: Path) -> None:
-    for name, content in {"vocab.json": '{"a": 0}', "merges.txt": ""}.items():
-        if not (folder / name).exists():
-            (folder / name).write_text(content)
-    load_tokenizer(folder)
-
-
-def chat_template(folder: Path) -> None:
-    tokenizer = SimpleNamespace(config={}, tokenizer_path=folder)
-    ChatTemplate.of_tokenizer(tokenizer, path=str(folder / "own.jinja"))
-
-
-READERS = {
-    "model.safetensors": lambda folder: hf.check_files(str(folder)),
-    "config.json": lambda folder: from_hf_config(folder),
-    ".xxh128sums": lambda folder: checkpoint_folder.recorded_hashes(str(folder)),
-    "adapter_config.json": lambda folder: peft_config.read_config(str(folder)),
-    "adapter_model.safetensors": lambda folder: peft_files._shapes_in(
-        str(folder / "adapter_model.safetensors")
-    ),
-    **dict.fromkeys(
-        ("tokenizer.json", "merges.txt", "vocab.json", "tokenizer_config.json"), tokenizer_folder
-    ),
-    "own.jinja": chat_template,
-    "prompts.jsonl": lambda folder: JsonlTask(str(folder / "prompts.jsonl"), len, None),
-    "order.csv": lambda folder: compute_order(type, [], 1, str(folder / "order.csv")),
-    "tokens.json": lambda folder: TokenDocuments(str(folder)),
-    "a.idx": lambda folder: (Path(folder, "a.bin").touch(), TokenDocuments(str(folder))),
-    **{
-        f"a{suffix}": lambda folder, suffix=suffix: load_local_documents(str(folder / f"a{suffix}"))
-        for suffix in (".jsonl", ".txt", ".jsonl.gz", ".parquet")
-    },
-}
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-@pytest.mark.parametrize("name", READERS)
-def test_pipe_or_device_in_the_place_of_a_file_is_not_opened(tmp_path, monkeypatch, name, make):
-    make(tmp_path / name)
-    opened = mock.Mock(wraps=os.open)
-    monkeypatch.setattr(os, "open", opened)
-    with pytest.raises((OSError, ValueError), match="not a regular file|leads out of") as refusal:
-        READERS[name](tmp_path)
-    paths = [str(call.args[0]) for call in opened.call_args_list]
-    assert name in str(refusal.value) and str(tmp_path / name) not in paths
 
 
 # Files of the system and of this program itself, which nobody else prepares.

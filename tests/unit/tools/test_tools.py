@@ -131,13 +131,6 @@ def test_profiler_writes_one_trace_per_cycle_counting_from_global_step(tmp_path)
     assert json.loads((tmp_path / traces[0]).read_text())["traceEvents"]
 
 
-def test_profiler_cycle_too_short_names_the_least_that_fits():
-    config = Profiling(enable_profiling=True, profile_freq=3)
-    with pytest.raises(ValueError, match="profile_freq must be at least .* = 4, got 3"):
-        with profiling.maybe_enable_profiling(config):
-            pass
-
-
 def test_memory_snapshots_are_written_each_cycle_and_when_memory_runs_out(tmp_path, monkeypatch):
     recording = []
     memory = SimpleNamespace(  # for torch.cuda.memory
