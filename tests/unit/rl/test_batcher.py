@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.unit.rl.samples import LONGEST, TinyPolicy, loss_of_batch, random_samples, tokens_of
 from torchtitan.loss.aggregation import LOSS_AGGREGATIONS, aggregation_weights
+from torchtitan.loss.cross_entropy import IGNORE_INDEX
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.job_config import JobConfig
 from torchtitan.rl.losses import GRPOLoss, GSPOLoss
@@ -151,6 +152,8 @@ def test_step_in_which_all_are_skipped_has_rows_of_padding_and_gradient_zero():
         sample.advantages.zero_()
     policy, batch = TinyPolicy(), make_batcher(skip_zero_advantage=True, dp_size=2).batch(samples)
     assert batch.num_skipped == 4
+    for cell in batch.of_all_ranks:
+        assert (cell.inputs["labels"] == IGNORE_INDEX).all()
     total, _ = loss_of_batch(policy, GRPOLoss(), batch)
     assert total.item() == 0 and not policy.gradient(total).any()
 
