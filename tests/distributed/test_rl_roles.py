@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.rl_runs import LAYOUTS, numbers, run_on_this_rank
+from tests.unit.rl.test_openai_generator import Weights
 from tests.unit.rl.toy import toy_config
 from torchtitan.config.checks import ConfigError
 from torchtitan.integrations.tinker.client import LocalTrainingClient
@@ -171,28 +172,19 @@ class SlowLink:
         return [[]]
 
 
-class Update(dict):
-    """`PolicyWeights` of one tensor."""
-
-    digest = None
-
-    def __init__(self, version, tensor):
-        super().__init__(w=tensor)
-        self.version = version
-
-    def __iter__(self):
-        return iter(self.items())
+def weights_of(version, tensor):
+    return Weights(pairs=[("w", tensor)], version=version, digest=None)
 
 
 def test_training_goes_on_while_weights_are_sent_in_the_order_of_the_messages():
     link, weight = SlowLink(), torch.zeros(2)
     remote = RemoteGenerator(link, 1)
-    remote.update_weights(Update(0, weight))
+    remote.update_weights(weights_of(0, weight))
     remote.begin("first")
     weight += 1  # the next training step
     assert remote.policy_version == 0
     threading.Timer(0.2, link.is_open.set).start()
-    remote.update_weights(Update(1, weight))  # waits until the weights before are sent
+    remote.update_weights(weights_of(1, weight))  # waits until the weights before are sent
     assert link.is_open.is_set()
     answer = remote.begin("second")
     weight += 1
@@ -214,7 +206,7 @@ def test_weights_and_draws_have_the_time_limit_of_a_collective_each(monkeypatch)
 
     monkeypatch.setattr(disaggregated, "from_rank_zero", collective)
     remote = RemoteGenerator(link, 1)
-    remote.update_weights(Update(0, torch.zeros(2)))
+    remote.update_weights(weights_of(0, torch.zeros(2)))
     threading.Timer(0.1, link.is_open.set).start()
     assert remote.begin("request")() == []
     remote.close()
@@ -234,7 +226,7 @@ def test_failure_of_the_thread_that_sends_is_raised_at_the_next_wait_for_episode
     link.is_open.set()
     remote = RemoteGenerator(link, 1)
     for version in range(2):  # the second is not sent
-        remote.update_weights(Update(version, torch.zeros(3)))
+        remote.update_weights(weights_of(version, torch.zeros(3)))
     with pytest.raises((MemoryError, LostGeneratorError), match=message):
         remote.begin("request")()
     remote.close()
@@ -254,7 +246,7 @@ def test_weights_and_buffers_of_every_dtype_arrive():
     tensors += [torch.tensor(3.0), torch.zeros(2, 0), torch.rand(3, 2).t()]
     sent = [(str(i), tensor) for i, tensor in enumerate(tensors)]
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(sender.send_weights, StagedWeights(Update(0, None), sent), None)
+        done = pool.submit(sender.send_weights, StagedWeights(weights_of(0, None), sent), None)
         received = list(ReceivedWeights(receiver.down, WeightChanges()))
         done.result()
     for (name, tensor), (own_name, own) in zip(sent, received, strict=True):

@@ -99,13 +99,6 @@ def test_layout_computes_what_one_process_does(layout, one_process, tmp_path):
         assert names == set(one_process[key]["gradients"])
 
 
-def test_split_calls_are_the_step_of_one_call(one_process):
-    for mode in MODES:
-        assert one_process[mode, "split"]["grad_norm"] == pytest.approx(
-            one_process[mode, "many"]["grad_norm"], rel=1e-5
-        )
-
-
 def mistakes_on_this_rank(dump_folder, overrides, same_batch):
     """Return (the error of each mistake, whether the trainer trains afterwards)."""
     trainer = PolicyTrainer(toy_config(dump_folder, "--rl.loss.kl_coef=0.1", *overrides))

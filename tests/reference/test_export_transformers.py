@@ -30,23 +30,6 @@ def job(tmp_path, assets=ASSETS, **model):
     )
 
 
-def test_exported_debug_model_opens_with_tokenizer_and_the_same_logits(tmp_path):
-    with TrainingEngine(job(tmp_path)) as engine:
-        engine.save_hf(tmp_path / "export")
-        tokens = torch.randint(0, 2000, (2, 32))
-        (ours,) = engine.forward_step({"input": tokens})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    with torch.no_grad():
-        assert (model(tokens).logits - ours).abs().max() <= 1e-5
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
-    tokenizer = HuggingFaceTokenizer(str(ASSETS))
-    assert theirs(TEXT).input_ids == tokenizer.encode(TEXT)
-    assert theirs.eos_token_id == tokenizer.eos_id == model.generation_config.eos_token_id
-    assert model.config.eos_token_id == tokenizer.eos_id
-    shown = model.generate(tokens[:1, :4], max_new_tokens=3, do_sample=False)
-    assert shown.shape[1] <= 7
-
-
 def test_scaled_rope_of_few_positions_is_read_without_a_warning_and_with_equal_frequencies(caplog):
     args = dataclasses.replace(get_train_spec("llama3").model_args["debugmodel"], max_seq_len=96)
     config = to_hf_config(args)

@@ -28,13 +28,9 @@ from tests.reference.families import (
     tokens_and_positions,
 )
 from torchtitan.checkpoint.hf import load_from_hf, save_to_hf
-from torchtitan.config import JobConfig
-from torchtitan.engine import TrainingEngine
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_config import from_hf_config
 from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.rl.generator import LocalGenerator
-from torchtitan.rl.types import SamplingConfig
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -364,30 +360,3 @@ def test_kimi_k2_is_a_deepseek_v3(outer):
     inner = CASES["deepseek_v3"] | {"model_type": "kimi_k2"}
     config = inner if outer == "kimi_k2" else {"model_type": outer, "text_config": inner}
     assert from_hf_config(config) == from_hf_config(CASES["deepseek_v3"])
-
-
-# ---- generation ----
-
-
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
-def test_greedy_completions_and_pushed_names_are_those_of_transformers(case, tmp_path):
-    """Prompts of unequal lengths share a batch, whose rows have states, convolution inputs and keys."""
-    reference, n_new = hf_model(case), 12
-    reference.save_pretrained(tmp_path, max_shard_size="20KB")
-    prompts = [[5, 6, 7, 8, 9], [11], [20, 21], [*range(30, 47)]]
-    config = JobConfig()
-    config.training.mixed_precision_param = "float32"
-    with TrainingEngine.from_hf(str(tmp_path), config) as engine:
-        drawn = LocalGenerator(engine, seed=1, max_rows=3).generate(
-            prompts, SamplingConfig(max_tokens=n_new, temperature=0), 1
-        )
-        pushed = {name for name, _ in engine.iter_hf_weights()}
-    # vLLM reads the names of the files.
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert pushed == index["weight_map"].keys()
-    for prompt, completion in zip(prompts, drawn, strict=True):
-        tokens = torch.tensor([prompt])
-        whole = reference.generate(
-            tokens, max_new_tokens=n_new, do_sample=False, eos_token_id=[], pad_token_id=0
-        )
-        assert list(completion.token_ids) == whole[0, len(prompt) :].tolist()

@@ -17,6 +17,8 @@ STATEMENTS = [
     "import torchtitan",
     "import torchtitan.config",
     "from torchtitan.train import Trainer",
+    "import torchtitan.rl.controller, torchtitan.integrations.tinker.server",
+    "import torchtitan.integrations.openai, torchtitan.integrations.vllm",
 ]
 
 

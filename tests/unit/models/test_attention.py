@@ -188,17 +188,6 @@ def test_score_mod_changes_the_scores():
     assert_same(out, dense(*inputs, allowed_pairs(ids), bias=biases)[0], inputs, **FP32)
 
 
-@pytest.mark.parametrize("attn_type", ["flex", "varlen"])
-def test_bf16_differs_from_fp32_by_its_own_rounding(attn_type):
-    ids = torch.tensor([[0] * 20 + [1] * 11 + [-1]])
-    inputs = [x.detach().bfloat16().requires_grad_() for x in tensors(1, 32, 4, 2)]
-    out = attend(build_inner_attention(attn_type), *inputs, DocumentMask.from_documents(ids))
-    assert out.dtype == torch.bfloat16
-    expected = dense(*inputs, allowed_pairs(ids))[0].transpose(1, 2)
-    # bf16 keeps 8 bits: 4e-3 relative per rounding, a few of them.
-    assert_same(out, expected, inputs, rtol=2e-2, atol=3e-2)
-
-
 def test_varlen_metadata_has_the_known_boundaries():
     batch = torch.tensor([[5, 5, 2, 5, 5, 2], [5, 5, 5, 5, 2, 5]])
     metadata = create_varlen_metadata_for_document(batch, EOS)
@@ -282,36 +271,6 @@ def test_document_mask_mod_without_a_separator_is_refused(given):
     got = "input" if "batch" in given else "none of them"
     with pytest.raises(ValueError, match=f"or tokens .* with eos_id, got {got}; give one"):
         get_document_mask_mod(**given)
-
-
-@pytest.mark.parametrize(
-    ("n_queries", "n_keys"),
-    [
-        ([128, 128] * 2, [128, 512] * 2),
-        ([256, 256], [384, 384]),
-        ([3, 100, 7], [5, 400, 7]),
-        ([0, 1, 2, 0], [1, 1, 2, 3]),
-    ],
-)
-def test_queries_with_more_keys_than_queries_equal_dense_attention(n_queries, n_keys):
-    """Documents as context parallelism cuts them: the last query sees the last key."""
-    from torchtitan.models.attention_cpu import document_attention
-
-    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (n_queries, n_keys))
-    q, k, v = (torch.randn(n, 2, 8, requires_grad=True) for n in (cu_q[-1], cu_k[-1], cu_k[-1]))
-    document_q, place_q, document_k, place_k = (
-        part
-        for cu in (cu_q, cu_k)
-        for document in [torch.bucketize(torch.arange(int(cu[-1])), cu[1:], right=True)]
-        for part in (document, torch.arange(int(cu[-1])) - cu[1:][document])
-    )
-    seen = (document_q[:, None] == document_k) & (place_q[:, None] >= place_k)
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * 8**-0.5
-    expected = torch.einsum("hnm,mhd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-    out, _ = document_attention(q, k, v, cu_q, cu_k, 8**-0.5, None)
-    torch.testing.assert_close(out, expected)
-    # The 512 products of a gradient are summed in another order.
-    assert_same(out, expected, (q, k, v), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("capability, dtype, is_set", [

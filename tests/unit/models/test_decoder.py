@@ -126,33 +126,19 @@ def test_shared_rows_longer_than_the_table_lengthen_it_on_an_accelerator(n_token
 
 
 def test_keys_travel_while_queries_and_their_gradients_are_made(monkeypatch):
-    events, on_their_way = [], {}
+    events = []
 
-    def start(event, result):
-        """A collective, whose result is ready only after wait_tensor."""
-        events.append(event)
-        promised = torch.full_like(result, float("nan"))
-        on_their_way[promised.data_ptr()] = promised, result
-        return promised
+    def recorded(event, result_of=lambda x: x):
+        return lambda x, *_: events.append(event) or result_of(x)
 
-    def wait_tensor(x):
-        events.append("wait")
-        promised, result = on_their_way.pop(x.data_ptr())
-        promised.copy_(result)
-        return x
+    def reduced(x):
+        return x.unflatten(0, (2, -1)).sum(0)
 
-    monkeypatch.setattr(context_parallel, "OPS", SimpleNamespace(wait_tensor=wait_tensor))
-    monkeypatch.setitem(collectives.OPERATIONS, "wait", wait_tensor)
-    monkeypatch.setattr(
-        context_parallel,
-        "start_all_gather",
-        lambda x, size, group: start("gather", x.detach().repeat(2, 1, 1)),
-    )
-    monkeypatch.setattr(
-        context_parallel,
-        "start_reduce_scatter",
-        lambda x, size, group: start("reduce", x.unflatten(0, (2, -1)).sum(0)),
-    )
+    wait, gather = recorded("wait"), recorded("gather", lambda x: x.detach().repeat(2, 1, 1))
+    monkeypatch.setattr(context_parallel, "OPS", SimpleNamespace(wait_tensor=wait))
+    monkeypatch.setitem(collectives.OPERATIONS, "wait", wait)
+    monkeypatch.setattr(context_parallel, "start_all_gather", gather)
+    monkeypatch.setattr(context_parallel, "start_reduce_scatter", recorded("reduce", reduced))
     group = SimpleNamespace(group_name="")
     axis = SimpleNamespace(
         device_type="cpu", get_group=lambda: group, get_local_rank=lambda: 1, size=lambda: 2

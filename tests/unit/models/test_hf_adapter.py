@@ -138,12 +138,6 @@ def joined_by_hand(ours):
     return {"layers.4.qkv": torch.stack(rows), "layers.4.conv": torch.stack(conv)[:, None]}
 
 
-def test_rows_are_dealt_out_per_head_and_collected_again():
-    ours, adapter = joined_weights(), Joined(None, None)
-    assert same(adapter.to_hf(ours), joined_by_hand(ours))
-    assert same(adapter.from_hf(joined_by_hand(ours)), ours)
-
-
 def test_pieces_cut_through_heads_are_pieces_of_the_joined_tensor():
     ours = joined_weights()
     whole = {name: torch.full_like(t, torch.nan) for name, t in joined_by_hand(ours).items()}
@@ -171,7 +165,7 @@ def test_joined_modules_are_saved_and_loaded_together_however_large_they_are(tmp
     assert same(load_from_hf(read, JoinedModules(None, None), str(tmp_path / "export")), ours)
 
 
-# ---- multimodal files, exact names, layers that predict a second token ----
+# ---- multimodal files ----
 
 
 class Text(KeyMapAdapter):
@@ -201,11 +195,3 @@ def test_each_spelling_of_a_multimodal_model_is_read_and_written(names):
     alone = Text(dict.fromkeys(names, 3)).for_export([])
     assert list(alone.to_hf(ours)) == NAMES
     assert {name: alone.fqn_to_index_mapping[name] for name in NAMES} == dict.fromkeys(NAMES, 3)
-
-
-def test_layer_with_a_projection_of_two_tokens_is_left_out_and_no_other():
-    layer = "model.language_model.layers.2"
-    files = [*NEW, f"{layer}.eh_proj.weight", f"{layer}.a"]
-    adapter = Text().spelled_like(files)
-    assert [name for name in files if adapter.holds_untrained_part(name)] == files[-2:]
-    assert not Text().spelled_like([*NEW, files[-1]]).holds_untrained_part(files[-1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtitan.models.moe import MoEArgs, TokenReorderer, build_moe
+from torchtitan.models.moe import MoEArgs, build_moe
 from torchtitan.models.moe import moe as moe_module
 
 DIM, HIDDEN = 16, 24
@@ -211,14 +211,6 @@ def test_forced_balance_sends_tokens_in_turn_and_keeps_their_own_scores():
     assert experts.tolist() == [[0, 1], [2, 3], [4, 5]] * 2 and counts.tolist() == [2] * 6
     all_scores = (tokens(6) @ moe.router.gate.weight.T).sigmoid()
     torch.testing.assert_close(scores, all_scores.gather(1, experts))
-
-
-def test_reorderer_sorts_by_expert_and_keeps_the_order_of_tokens():
-    scores = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
-    experts = torch.tensor([[2, 0], [0, 2], [1, 0]])
-    by_expert, pairs, counts = TokenReorderer(4, 2)(scores, experts)
-    assert pairs.tolist() == [1, 2, 5, 4, 0, 3] and counts.tolist() == [3, 1, 2, 0]
-    assert torch.equal(by_expert, scores.flatten()[pairs])
 
 
 ONE_OF_3 = {"num_expert_groups": 3, "num_limited_groups": 1}

@@ -4,13 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from tests.unit.models.tiny import filled, sized
 from torchtitan.config.job_config import ActivationCheckpoint, Compile
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.moe import moe as moe_module
 from torchtitan.models.parallelize import apply_compile
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 
@@ -72,22 +70,3 @@ def test_block_whose_experts_wait_for_counts_is_compiled_around_them(ep_enabled,
     losses, gradients, counts = results(compiled)
     moe.tokens_per_expert //= 2  # includes the tokens of the recomputation
     torch.testing.assert_close((losses, gradients, counts), results(model))
-
-
-class DenseBlock(nn.Module):
-    moe_enabled = False
-
-    def forward(self, x):
-        return x
-
-
-def test_experts_run_after_a_dense_model_was_compiled_twice():
-    model = nn.Module()
-    model.layers = nn.ModuleDict({"0": DenseBlock()})
-    for _ in range(2):
-        apply_compile(model, COMPILE, ep_enabled=True)
-    weights = [torch.randn(8, *shape) / 10 for shape in ((256, 128), (128, 256), (256, 128))]
-    counts = torch.tensor([10, 8, 12, 9, 11, 7, 10, 13], dtype=torch.int32)
-    x = torch.randn(80, 128)
-    out = moe_module._run_experts_grouped_mm(*weights, x, counts)
-    torch.testing.assert_close(out, moe_module._run_experts_for_loop(*weights, x, counts))

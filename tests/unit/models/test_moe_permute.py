@@ -9,11 +9,7 @@ from tests.unit.models.tiny import Operators
 from torchtitan.distributed.token_groups import take_rows
 from torchtitan.models.moe import moe as moe_module
 from torchtitan.models.moe import utils
-from torchtitan.models.moe.kernels import (
-    fill_indices_cpu,
-    fill_indices_wrapper,
-    generate_permute_indices,
-)
+from torchtitan.models.moe.kernels import generate_permute_indices
 
 
 @pytest.fixture(autouse=True)
@@ -35,33 +31,6 @@ def test_known_places_of_two_ranks_and_four_experts():
     assert indices.tolist() == expected
     assert sizes.tolist() == [8] * 4 and ends.tolist() == [8, 16, 24, 32]
     assert {t.dtype for t in (indices, sizes, ends)} == {torch.int32}
-
-
-def slow_fill(counts, starts, write_offsets, num_experts, num_ranks, max_len):
-    filled = [-1] * max_len
-    for e in range(num_experts):
-        place = int(write_offsets[e])
-        for r in range(num_ranks):
-            i = r * num_experts + e
-            for token in range(int(starts[i]), int(starts[i] + counts[i])):
-                filled[place] = token
-                place += 1
-    return filled
-
-
-@pytest.mark.parametrize("low, high", [(1, 1), (0, 0), (16, 16), (1, 32), (0, 3)])
-@pytest.mark.parametrize("num_ranks", [1, 4, 8])
-def test_places_equal_a_slow_loop(low, high, num_ranks):
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.randint(low, high + 1, (64,), generator=generator, dtype=torch.int32)
-    num_experts = 64 // num_ranks
-    starts = (counts.cumsum(0) - counts).int()
-    totals = counts.view(num_ranks, -1).sum(0)
-    write_offsets = (totals.cumsum(0) - totals).int()
-    args = (counts, starts, write_offsets, num_experts, num_ranks, int(totals.sum()))
-    expected = slow_fill(*args)
-    assert fill_indices_wrapper(*args, block_size=32, max_blocks=1).tolist() == expected
-    assert fill_indices_cpu(*args).tolist() == expected
 
 
 @pytest.mark.parametrize("alignment", [8, 16, 32])

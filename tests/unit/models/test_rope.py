@@ -1,6 +1,6 @@
-"""Edges of RoPE tables, and their application against rotations by hand.
+"""Edges of RoPE tables.
 
-`tests/reference/test_families_transformers.py` compares every kind of table.
+`tests/reference/test_families_transformers.py` compares every kind of table, and its application.
 """
 
 import math
@@ -13,7 +13,6 @@ from torchtitan.models.rope import (
     RoPEArgs,
     RoPEScalingArgs,
     YaRNArgs,
-    apply_rotary_emb,
     precompute_freqs_cis,
     select_positions,
     yarn_mscale,
@@ -41,42 +40,10 @@ def test_yarn_corrects_magnitude_only_where_it_stretches():
     assert yarn_mscale(math.e**10, 0.7) == pytest.approx(1.7)
 
 
-def rotate_by_hand(x, table, positions):
-    """x: [B, T, heads, D]. Turn each pair (2i, 2i + 1) by the angle of its position."""
-    out = torch.empty_like(x)
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            for i in range(x.shape[3] // 2):
-                angle = table[positions[b][t], i].angle().item()
-                a, c = x[b, t, :, 2 * i], x[b, t, :, 2 * i + 1]
-                out[b, t, :, 2 * i] = a * math.cos(angle) - c * math.sin(angle)
-                out[b, t, :, 2 * i + 1] = a * math.sin(angle) + c * math.cos(angle)
-    return out
-
-
-@pytest.mark.parametrize(
-    "positions, rows",
-    [(None, [[0, 1, 2]] * 2), ([[2, 0, 1]], [[2, 0, 1]] * 2), ([[4, 5, 0], [1, 2, 3]],) * 2],
-)
-def test_each_token_turns_by_its_own_position(positions, rows):
-    torch.manual_seed(0)
-    table = precompute_freqs_cis(8, 6)
-    xq, xk = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
-    given = None if positions is None else torch.tensor(positions)
-    out_q, out_k = apply_rotary_emb(xq, xk, table, given)
-    torch.testing.assert_close(out_q, rotate_by_hand(xq, table, rows))
-    torch.testing.assert_close(out_k, rotate_by_hand(xk, table, rows))
-
-
 def test_position_beyond_the_table_names_the_length_it_needs():
     positions = torch.tensor([[0, 1, 9]])
     with pytest.raises(ValueError, match="holds 4 positions and the batch needs 10"):
         select_positions(precompute_freqs_cis(8, 4), positions, 3)
-
-
-def test_long_packed_row_needs_only_its_longest_document():
-    positions = torch.arange(4).repeat(3)[None]
-    assert select_positions(precompute_freqs_cis(8, 4), positions, 12).shape == (1, 12, 4)
 
 
 def test_padding_positions_read_some_row_of_the_table():

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.rl.samples import LONGEST, TinyPolicy, loss_of_batch, random_samples, tokens_of
-from torchtitan.batch.documents import document_ids_from_positions
 from torchtitan.loss.aggregation import LOSS_AGGREGATIONS, aggregation_weights
 from torchtitan.loss.cross_entropy import IGNORE_INDEX
 from torchtitan.rl.batcher import Batcher
@@ -153,29 +152,10 @@ def test_step_in_which_all_are_skipped_has_rows_of_padding_and_gradient_zero():
         sample.advantages.zero_()
     policy, batch = TinyPolicy(), make_batcher(skip_zero_advantage=True, dp_size=2).batch(samples)
     assert batch.num_skipped == 4
+    for cell in batch.of_all_ranks:
+        assert (cell.inputs["labels"] == IGNORE_INDEX).all()
     total, _ = loss_of_batch(policy, GRPOLoss(), batch)
     assert total.item() == 0 and not policy.gradient(total).any()
-
-
-def test_packed_rows_hold_whole_samples_whose_positions_restart():
-    samples = random_samples(8)
-    batch = make_batcher(packing=True, rows=4).batch(samples)
-    assert sum(len(cell[0].inputs["input"]) for cell in batch.microbatches) < len(samples)
-    for (cell,) in batch.microbatches:
-        # The positions tell the model where samples begin.
-        assert torch.equal(
-            document_ids_from_positions(cell.inputs["positions"]).long(),
-            cell.inputs["sequence_ids"],
-        )
-        for index, tokens in cell.per_sample(cell.inputs["input"]).items():
-            assert torch.equal(tokens, samples[index].token_ids)
-        for index, labels in cell.per_sample(cell.inputs["labels"]).items():
-            sample = samples[index]
-            expected = sample.labels.masked_fill(sample.loss_mask == 0, IGNORE_INDEX)
-            assert torch.equal(labels, expected)
-        in_padding = cell.inputs["sequence_ids"] == -1
-        assert (cell.inputs["labels"][in_padding] == IGNORE_INDEX).all()
-        assert not cell.inputs["loss_weights"][in_padding].any()
 
 
 def test_bucketed_rows_share_a_microbatch_if_each_fills_four_fifths_of_the_longest():

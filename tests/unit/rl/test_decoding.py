@@ -117,23 +117,6 @@ def test_cut_distributions_are_drawn_and_renormalised_as_by_draw():
         torch.testing.assert_close(drawn.logprobs, logprobs, atol=1e-6, rtol=0)
 
 
-def test_model_is_left_as_it_was_found():
-    model = tiny_model()
-    model.train()
-    model.layers["1"].eval()
-    modes = [module.training for module in model.modules()]
-    state, rng = dict(model.state_dict()), torch.get_rng_state()
-    model(torch.tensor([PROMPTS[0]])).sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    completions(model, PROMPTS)
-    assert [module.training for module in model.modules()] == modes
-    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), rng)
-    assert list(model.state_dict()) == list(state)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert parameter.requires_grad and torch.equal(parameter.grad, gradient)
-    assert not model.output._forward_pre_hooks
-
-
 # ---- drawing ----
 
 

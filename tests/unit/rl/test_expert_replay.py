@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from tests.distributed.layout_matrix import build_engine, random_experts
-from tests.unit.generation.test_generation import initialized
+from tests.unit.generation.test_generation import FAMILIES, initialized
 from tests.unit.rl.test_decoding import PROMPTS, V, uniform_numbers
 from tests.unit.rl.toy import gradients, rows_of
 from torchtitan.config import ConfigManager
 from torchtitan.integrations.openai import _array
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model, DeepSeekV3ModelArgs
-from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 from torchtitan.rl.batcher import Batcher
 from torchtitan.rl.decoding import LocalDecoder, continue_prompts
@@ -28,24 +26,11 @@ from torchtitan.rl.rollout import _joined_experts
 from torchtitan.rl.types import SamplingConfig, TrainingSample
 from torchtitan.tools.errors import ConfigError, RunError
 
-SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": V, "max_seq_len": 64}
-SIZES |= {"moe_inter_dim": 16}
-MLA = {
-    "inter_dim": 48,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-}
-MODELS = {
-    "qwen3": (Qwen3Model, Qwen3ModelArgs(**SIZES, n_kv_heads=2, head_dim=16, moe_enabled=True)),
-    # Its first layer is dense.
-    "deepseek_v3": (DeepSeekV3Model, DeepSeekV3ModelArgs(**SIZES, **MLA, n_dense_layers=1)),
-}
+MIXTURES = ["qwen3 with experts", "deepseek_v3"]  # the first layer of the second is dense
 
 
 def build_model(family: str):
-    model_cls, args = MODELS[family]
+    model_cls, args = FAMILIES[family]
     moe_args = dataclasses.replace(args.moe_args, num_experts=8, top_k=3)
     model = initialized(model_cls, dataclasses.replace(args, moe_args=moe_args))
     with torch.no_grad():
@@ -68,7 +53,7 @@ def experts_of_whole_forward(model, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("max_rows", [0, 2])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_rows):
     """Rows that share a prompt's forward, end early, wait for a place, and are dropped."""
     model = build_model(family)
@@ -84,15 +69,11 @@ def test_recorded_experts_are_those_of_a_forward_of_the_whole_text(family, max_r
         assert torch.equal(row.routed_experts.long().sort(-1).values, expected.sort(-1).values)
 
 
-def trainer_of(folder, *flags: str) -> PolicyTrainer:
-    engine = build_engine("qwen3 MoE", ["--model.attn_type=flex", *flags], str(folder))
-    return PolicyTrainer(ConfigManager(JobConfig).parse_args([]), engine=engine)
-
-
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    documents = "--model.attn_mask_type=position_block_causal"
-    trainer = trainer_of(tmp_path_factory.mktemp("run"), documents)
+    flags = ["--model.attn_type=flex", "--model.attn_mask_type=position_block_causal"]
+    engine = build_engine("qwen3 MoE", flags, str(tmp_path_factory.mktemp("run")))
+    trainer = PolicyTrainer(ConfigManager(JobConfig).parse_args([]), engine=engine)
     yield trainer
     trainer.close()
 
@@ -212,7 +193,7 @@ def test_experts_in_an_answer_are_read_without_pickles(tmp_path):
 @pytest.fixture(scope="module")
 def mixture():
     """The name of a mixture of experts with the toy tasks' vocabulary."""
-    args = dataclasses.replace(MODELS["qwen3"][1], vocab_size=32, max_seq_len=24)
+    args = dataclasses.replace(FAMILIES[MIXTURES[0]][1], vocab_size=32, max_seq_len=24)
     changes = {"model_args": {"debugmodel": args}, "build_tokenizer_fn": None}
     name = "mixture_of_toys"
     register_train_spec(name, dataclasses.replace(get_train_spec("qwen3"), **changes))
@@ -232,6 +213,6 @@ def test_loop_trains_with_the_experts_of_a_bf16_generator(more, mixture, tmp_pat
     for batch in batches:
         inputs = batch.of_rank(0)[0].inputs
         experts, is_token = inputs["routed_experts"], inputs["positions"] >= 0
-        assert experts.shape[2:] == (3, 1)
+        assert experts.shape[2:] == (4, 1)
         assert (experts[is_token] >= 0).all() and (experts[~is_token] == -1).all()
     assert rows_of(tmp_path / "episodes.jsonl")[0]["routed_experts"] is None

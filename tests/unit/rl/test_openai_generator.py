@@ -324,11 +324,6 @@ def test_answer_without_ids_and_logprobs_of_the_models_tokens_is_one_sentence(
         answers_of(server, lambda choice: choice | change)
 
 
-def test_greedy_tokens_have_a_probability_of_one(server):
-    for completion in answers_of(server, temperature=0.0):
-        assert completion.token_logprobs == (0.0,) * 4
-
-
 def test_servers_end_come_back_and_join_and_draw_only_with_the_trainers_weights(
     tmp_path, monkeypatch, start
 ):

@@ -8,11 +8,10 @@ import torch
 from tests.unit.rl.samples import make_episode, make_episodes
 from tests.unit.rl.toy import rows_of, toy_config
 from torchtitan.experiments.rl_toy.tasks import SumDigitsTask
-from torchtitan.rl.advantages import AdvantageEstimator
 from torchtitan.rl.metrics import append_episodes, staleness
-from torchtitan.rl.rollout import Rollouts, with_advantages
+from torchtitan.rl.rollout import Rollouts
 from torchtitan.rl.tasks import Grade, Prompt
-from torchtitan.rl.types import Completion, Episode, TrainingSample
+from torchtitan.rl.types import Completion, Episode
 
 TASK = SumDigitsTask()
 PROMPTS = [TASK.make_prompt("3+4=", "7"), TASK.make_prompt("9+9=", "18")]
@@ -43,13 +42,6 @@ def test_completions_are_graded_without_their_stop_token():
     said = replace(completion("7=+", stops=False), finish_reason="stop")
     (stopped,) = make_episodes(TASK, PROMPTS[:1], [said], ["+", "="])
     assert (stopped.text, stopped.reward) == ("7", 1)
-
-
-def test_advantages_are_within_prompts_and_make_training_samples():
-    episodes = with_advantages(graded_episodes(), AdvantageEstimator())
-    assert [e.advantage for e in episodes] == [0.5, -0.5, 0, 0]
-    samples = [TrainingSample.from_episode(episode) for episode in episodes]
-    assert samples[1].advantages.tolist() == [0, 0, 0, -0.5, -0.5]
 
 
 def test_lag_is_that_of_the_oldest_episode_and_its_mean_that_of_all():
