@@ -354,7 +354,7 @@ def test_linked_step_is_not_purged(tmp_path, target):
     assert os.listdir(tmp_path / target) == [HASHES_FILE]
 
 
-def test_folder_set_at_run_time_loses_only_what_this_manager_wrote(tmp_path):
+def test_folder_set_at_run_time_loses_only_what_this_manager_wrote(tmp_path, caplog):
     source = Run(tmp_path / "source", keep_latest_k=0)
     for step in (1, 2):
         source.save(step)
@@ -363,6 +363,7 @@ def test_folder_set_at_run_time_loses_only_what_this_manager_wrote(tmp_path):
     run.manager.keep_latest_k = 1
     run.manager.folder = str(tmp_path / "source" / "checkpoint")
     assert run.manager.load(step=2)
+    assert "holds steps after 2" not in caplog.text  # of later steps the fault book has a row
     run.save(3, 4)
     kept = {"global_step_1", "global_step_2", "step-1", "step-2", "step-4"}
     assert set(os.listdir(tmp_path / "source" / "checkpoint")) == kept
