@@ -40,7 +40,6 @@ def test_folder_has_no_template_one_or_one_for_tools_and_a_file_takes_its_place(
         "{% include '/etc/passwd' %}",
         "{{ strftime_now('%d') }}",
         "{{ raise_exception('no tools here') }}",
-        "{{ messages[0].content + 1 }}",
         "{{ messages | random }}",  # other texts in other processes
         "{{ lipsum() }}",
         "{{ messages[0].items }}",

@@ -355,7 +355,6 @@ def replace_number(at, letter, *numbers):
 
 DAMAGES = {
     "no files": (remove("a.bin", "a.idx"), "{path}: no pair there (looked in "),
-    "no index": (remove("a.idx"), "a.idx: missing"),
     "magic": (replace("a.idx", 0, b"TNTIDX\0\0"),
         "begins with b'TNTIDX\\x00\\x00\\x00', but Megatron-LM's format begins with b'MMIDIDX"),
     "version": (replace("a.idx", 9, b"\2"), "a.idx has version 2 and ids of the type code 8"),
