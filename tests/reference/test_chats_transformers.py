@@ -1,7 +1,6 @@
 """Chats are rendered and encoded as transformers does, and trained where it says that the assistant wrote."""
 
 import functools
-import itertools
 import json
 
 import pytest
@@ -220,25 +219,6 @@ def test_any_text_gets_the_ids_and_labels_of_transformers(name, tmp_path_factory
 
 
 # ---- the template alone ----
-
-
-@pytest.mark.parametrize("template", [QWEN_LIKE, LLAMA_LIKE], ids=["qwen", "llama"])
-@pytest.mark.parametrize("place", ["config", "list", "file"])
-def test_rendered_chats_are_those_of_transformers(template, place, tmp_path):
-    from transformers import AutoTokenizer
-
-    in_config = {"config": template, "list": [{"name": "default", "template": template}]}
-    folder = write_tokenizer(tmp_path / "model", in_config.get(place, "not this one"))
-    if place == "file":
-        (folder / "chat_template.jinja").write_text(template)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    variables = {"enable_thinking": False, "date_string": "2 June 2025"}
-    for more, tools, is_prompt in itertools.product(({}, variables), (None, TOOLS), (True, False)):
-        chat = ChatTemplate.of_tokenizer(HuggingFaceTokenizer(str(folder)), more)
-        for title in ("one turn", "system", "thinking inline", "tool", QUESTION_LAST):
-            options = {"tools": tools, "add_generation_prompt": is_prompt}
-            expected = theirs.apply_chat_template(CHATS[title], tokenize=False, **options, **more)
-            assert chat.render(CHATS[title], **options) == expected
 
 
 def test_continuation_is_what_transformers_renders_after_the_answer(tmp_path):

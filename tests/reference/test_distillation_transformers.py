@@ -101,7 +101,6 @@ def test_resumed_run_has_the_same_teacher(folder, tmp_path):
         ({"teacher": "tests/assets/tokenizer"}, "cannot score the job's rows: .*config.json"),
         ({"top_k": 2048}, "logits of 2048 vocabulary entries, .* top_k = 2048"),
         ({"kl_weight": 0}, "loss.kl_weight must be above 0"),
-        ({"temperature": 0}, "loss.temperature must be above 0"),
         ({"name": ""}, "loss.teacher = .* has no effect with loss.name = ''"),
     ],
 )

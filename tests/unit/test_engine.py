@@ -256,9 +256,9 @@ def test_loss_of_one_element_is_a_scalar(engine):
     assert engine.optim_step().grad_norm > 0
 
 
-def poison(engine):
+def poison(engine, value: float = math.nan):
     for p in engine.model_parts[0].parameters():
-        p.grad = torch.full_like(p, math.nan)
+        p.grad = torch.full_like(p, value)
 
 
 def backward(engine, seed: int = 0):

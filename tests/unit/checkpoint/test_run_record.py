@@ -14,7 +14,7 @@ from torchtitan.checkpoint.run_record import (
     record_of_task,
 )
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import Checkpoint, MixtureSource
+from torchtitan.config.job_config import Checkpoint, MixtureSource, ParameterGroup
 from torchtitan.data.tokenizer import HuggingFaceTokenizer
 from torchtitan.rl.job_config import JobConfig as RLConfig
 from torchtitan.tools.files import find_shipped
@@ -111,10 +111,11 @@ def test_other_weights_sources_and_chat_templates_are_refused(tmp_path):
         config.training.mixture = [MixtureSource("chat", path, weight) for path in paths]
         return record_of(config, 8, None, 5, None, None, sources)
 
-    for name in "ab":
-        (tmp_path / name).write_text(f"{name}\n" * 9)
+    for name in ("a", "b", "moved/a"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name[-1]}\n" * 9)
     saved = of_mixture("a", "b")
-    compare(saved, of_mixture("a", "b"))
+    compare(saved, of_mixture("moved/a", "b"))
     for other, key in (
         (of_mixture("b", "a"), "training.mixture"),
         (of_mixture("a", "b", weight=2.0), "training.mixture"),
@@ -129,6 +130,9 @@ def test_other_optimizer_and_wrong_names_of_settings_to_allow_are_refused():
         compare(saved, own, ["optimizer"])
     compare(saved, own)
     compare({}, own, ["optimizer"])
+    saved = record(optimizer__groups=[ParameterGroup(pattern="norm")])
+    with pytest.raises(ValueError, match="patterns of optimizer.groups.*norm.*exclude"):
+        compare(saved, record(), ["optimizer"])
     with pytest.raises(ValueError, match="allow_changed .* 'lora.alfa', did you mean 'lora.alpha'"):
         record(checkpoint__allow_changed=["lora.alfa"])
 
@@ -175,34 +179,6 @@ def test_other_task_of_rl_is_refused(tmp_path, caplog):
         assert_refused(key, saved, changed, ())
         allowed = [key.removeprefix("content of ")]
         record_of(RLConfig(checkpoint=Checkpoint(allow_changed=allowed)), 8, None)
-
-
-def test_run_continues_with_the_content_of_its_data_wherever_that_lies(tmp_path, own_flavors):
-    """Not with as many other documents, or another base of the model's positions."""
-    from tests.reliability.jobs import TINY_JOB
-    from torchtitan.config import ConfigManager
-    from torchtitan.trainer import Trainer
-
-    lines = [json.dumps({"text": f"story {i} of the fox and the crow " * 9}) for i in range(40)]
-    for name, text in (("data", lines), ("other", lines[::-1])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(text))
-
-    def run(steps, data="data", *flags):
-        flags = [*TINY_JOB, f"--training.dataset_path={tmp_path}/{data}.jsonl", *flags]
-        flags += [f"--job.dump_folder={tmp_path}", f"--training.steps={steps}"]
-        flags += ["--checkpoint.enable", "--checkpoint.no-last-save-model-only"]
-        with Trainer(ConfigManager().parse_args(flags)) as trainer:
-            trainer.train()
-
-    run(2)
-    (tmp_path / "copy").mkdir()
-    shutil.copy(tmp_path / "data.jsonl", tmp_path / "copy")  # with another time
-    run(3, "copy/data")
-    with pytest.raises(ValueError, match="from .*step-3: content of training.dataset_path was"):
-        run(4, "other")
-    with pytest.raises(ValueError, match="from .*step-3: model.args.rope_theta was"):
-        run(4, "data", "--model.args", "rope_theta=100")
-    run(4, "other", "--checkpoint.allow_changed=training.dataset_path")
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "[" * 10**5])

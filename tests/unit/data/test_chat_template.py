@@ -40,7 +40,6 @@ def test_folder_has_no_template_one_or_one_for_tools_and_a_file_takes_its_place(
         "{% include '/etc/passwd' %}",
         "{{ strftime_now('%d') }}",
         "{{ raise_exception('no tools here') }}",
-        "{{ messages[0].content + 1 }}",
         "{{ messages | random }}",  # other texts in other processes
         "{{ lipsum() }}",
         "{{ messages[0].items }}",
@@ -87,8 +86,6 @@ def test_text_beyond_all_chats_and_messages_nested_too_deeply_are_refused():
 
 
 def test_source_that_is_no_template_is_told(tmp_path):
-    with pytest.raises(ValueError, match="bad.jinja is not a Jinja template: Expected an ex"):
-        ChatTemplate("{% for %}{% endfor %}", "bad.jinja")
     for source in ("{{ " + "(" * 10**5, "{{ " + "(" * 150 + "1" + ")" * 150 + " }}"):
         with pytest.raises(ValueError, match="bad.jinja is not a Jinja template: "):
             ChatTemplate(source, "bad.jinja")

@@ -142,21 +142,16 @@ BAD_SAMPLES = [
     ({"messages": "hi"}, "'messages' must be a list of objects", "correct"),
     ({"messages": [{"from": "human", "value": "x"}]},
      "message 1 of 'messages' must have a 'role' of system, ", "got the keys ['from', 'value']"),
-    ({"messages": [U, A | {"role": "asistant"}]}, "message 2 of 'messages' must have a 'role' of ",
-     "got 'role' 'asistant', did you mean 'assistant'?; convert"),
     ({"messages": [U | {"content": None}, A]},
      "message 1 of 'messages' must have a text as its 'content' (role 'user')", "give it a text"),
     ({"messages": [U | {"content": [{"type": "image"}]}, A]},
      "message 1 of 'messages' must have a text as its 'content' (role 'user'), got [{'type'", "leave"),
-    ({"messages": [U, U]}, "the chat has no turn of the role 'assistant'", "leave it out"),
     ({"messages": [U, A], "tools": "[{"}, "'tools' must be a list of JSON schemas, got '[{'", "correct"),
     ({"messages": [U, A], "chat_template_kwargs": "x"},
      "'chat_template_kwargs' must be an object", "correct"),
     ({"prompt": "a"}, "need an object with 'messages', or with 'prompt' and 'completion'", "convert"),
     ({"prompt": "a", "completion": [A]},
      "'prompt' and 'completion' must both be texts or both be lists", "convert"),
-    ({"conversations": [U, A]},
-     "need an object with 'messages', or with 'prompt' and 'completion', got the keys ['conv", "convert"),
     (["a"], "need an object with 'messages', got list", "correct"),
 ]  # fmt: skip
 
@@ -169,7 +164,6 @@ X = A | {"content": "x"}
 # (template, chat, beginning of the sentence, a part of the remedy)
 BAD_TEMPLATES = [
     ("{{ raise_exception('must alternate') }}", [U, A], CANNOT + "must alternate", "correct the chat"),
-    ("{{ messages[0].content + 1 }}", [U, A], CANNOT + "can only concatenate str", "training.chat_template"),
     ("{{ strftime_now('%d') }}", [U, A], CANNOT + "'strftime_now' is undefined", "with a fixed date"),
     # Nothing says where a reply begins.
     ("{{ messages | length }}{{ messages[1:] }}", [U, A],
@@ -284,25 +278,21 @@ def test_file_with_other_rows_or_of_another_kind_is_refused_with_its_place(tmp_p
     path = tmp_path / "chats.jsonl"
     half = json.dumps({"messages": [U, A | {"content": "\ud83d"}]})
     of_pair = json.dumps({"prompt": "a", "completion": "\ud83d"})
-    lines = ['{"messages": [1]}', '{"text": "x"}', "[", half, '"x"', of_pair]
+    lines = ['{"messages": [1]}', "[", half, '"x"', of_pair]
     path.write_text("\n".join(lines))
     chats = Source("chat", load_chats(str(path)), encoder_of(tokenizer), tokenizer)
     for index, sentence in [
         (0, "line 1: 'messages' must be a list of objects"),
-        (1, "line 2: need an object with 'messages', or with 'prompt' and 'completion', got the k"),
-        (2, "line 3: not valid JSON .*every line must be one object"),
-        (3, "line 4: the text has half of a surrogate pair, '.ud83d'"),
-        (4, "line 5: need an object with 'messages', got str"),
-        (5, "line 6: the text has half of a surrogate pair, '.ud83d'"),
+        (1, "line 2: not valid JSON .*every line must be one object"),
+        (2, "line 3: the text has half of a surrogate pair, '.ud83d'"),
+        (3, "line 4: need an object with 'messages', got str"),
+        (4, "line 5: the text has half of a surrogate pair, '.ud83d'"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             chats.read(index)
     (tmp_path / "chats.txt").write_text("x")
     with pytest.raises(ValueError, match=r"one kind \(JSON, Parquet\), got"):
         load_chats(str(tmp_path / "chats.txt"))
-    path.write_bytes(half.encode("utf-16"))
-    with pytest.raises(ValueError, match="chats.jsonl is in UTF-16.*iconv -f UTF-16 -t UTF-8"):
-        load_chats(str(path))
     with pytest.raises(ValueError, match="this training.dataset needs training.dataset_path"):
         load_chats("")
 
@@ -369,7 +359,7 @@ def test_arguments_of_a_tool_call_that_are_quoted_or_refused_are_told(tokenizer,
 
 
 def test_template_for_tools_in_a_file_of_its_own_is_used(tmp_path):
-    folder = write_tokenizer(tmp_path / "model", PLAIN)
+    folder = write_tokenizer(tmp_path / "model", "not this one")
     (folder / "chat_template.jinja").write_text(PLAIN)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T" + PLAIN)

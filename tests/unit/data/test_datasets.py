@@ -19,7 +19,6 @@ from torchtitan.data.row_streams import Packing
 from torchtitan.data.text_datasets import (
     DATASETS,
     HuggingFaceTextDataset,
-    _validate_dataset,
     build_text_dataloader,
     build_text_validation_dataloader,
     open_source,
@@ -96,7 +95,7 @@ def test_packing_cuts_the_documents_laid_end_to_end(lengths, seq_len):
     expected = packed_slowly(samples, seq_len)
     dataset = make_dataset(samples, seq_len, marks=True)
     if not expected:
-        with pytest.raises(ValueError, match="too small"):
+        with pytest.raises(ValueError, match="too small: reader 1 of 1 got"):
             next(iter(dataset))
         return
     sequences = list(dataset)
@@ -127,12 +126,6 @@ def test_iterating_again_before_the_end_goes_on(streamed):
     dataset = make_dataset(samples.to_iterable_dataset() if streamed else samples)
     sequences = [sequences_of(islice(dataset, n)) for n in (3, 4, None)]
     assert sum(sequences, []) == expected
-
-
-def test_tiny_data_repeat_when_infinite_and_fail_when_finite():
-    assert tokens_of(*next(iter(make_dataset(documents_of([2]), infinite=True)))) == [0, 1, 0, 1, 0]
-    with pytest.raises(ValueError, match="too small: reader 1 of 1 got .*= 5"):
-        list(make_dataset(documents_of([2])))
 
 
 def test_data_without_documents_or_tokens_fail_instead_of_looping(monkeypatch):
@@ -269,8 +262,6 @@ def write_json_lines(path, texts):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"text": "tw', "not valid JSON"),
-        ('{"body": "x"}', "body"),
         ("[1]", "list"),
         ('{"text": null}', "got None there"),
         ('{"text": 5}', "got 5 there"),
@@ -419,13 +410,6 @@ def test_local_file_works_under_every_built_in_name_and_a_missing_one_is_named(t
     if name == "local":
         with pytest.raises(ValueError, match="this training.dataset needs training.dataset_path"):
             HuggingFaceTextDataset("local", None, NumberTokenizer())
-
-
-def test_unknown_dataset_lists_the_closest_and_a_path_wins_over_the_registered_one():
-    with pytest.raises(ValueError, match="'c4_tset'.*did you mean 'c4_test'.*python_docs"):
-        _validate_dataset("c4_tset")
-    assert _validate_dataset("c4")[0] == "allenai/c4"
-    assert _validate_dataset("c4", "elsewhere")[0] == "elsewhere"
 
 
 ARGUMENTS = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": NumberTokenizer()}

@@ -154,24 +154,3 @@ def test_generator_of_ones_own_gets_the_dataloader_itself(tmp_path):
     trainer.train()
     trainer.close()
     assert seen == [trainer.dataloader] and trainer.step == 2
-
-
-def test_trainer_saves_the_position_of_the_steps_it_has_trained(tmp_path):
-    flags = "steps=4 local_batch_size=1 global_batch_size=2".split()
-    flags = [f"--training.{flag}" for flag in flags]
-    trainer = make_trainer(str(tmp_path), [*flags, "--checkpoint.enable"])
-    positions, tokens = [], []
-
-    def save(step, last_step=False):
-        steps = trainer.checkpointer.states["dataloader"]
-        if step < 4:
-            wait_until_idle(steps)
-        positions.append(steps.state_dict()["num_batches"])
-        tokens.append(trainer.ntokens_seen)
-
-    trainer.checkpointer.save = save
-    trainer.train()
-    assert positions == [2, 4, 6, 8]
-    assert tokens == [64, 128, 192, 256]
-    assert trainer.checkpointer.states["dataloader"] is trainer.dataloader
-    trainer.close()

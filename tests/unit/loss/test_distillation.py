@@ -1,12 +1,13 @@
 """Divergences from a teacher without whole logits, against torch's log-softmax of all logits."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from tests.distillation_jobs import sums_of
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.distillation import DistillationLoss, TeacherStates
 from torchtitan.loss.logprobs import TopTokens
@@ -29,26 +30,14 @@ def make_inputs(dtype=torch.float64, seed=0):
 
 
 def reference(logits, of_teacher, labels, weights, divergence, top_k, temperature, n_entries=None):
-    """(loss, sum of KL, sum of cross entropy) of whole logits, by torch.nn.functional.kl_div."""
-    counted = (labels != IGNORE_INDEX).double()
-    log_p, log_q = (
-        F.log_softmax(x[..., :n_entries].double() / temperature, -1) for x in (logits, of_teacher)
-    )
-    if top_k:
-        ids = log_q.topk(top_k).indices
-
-        def outcomes(log_probs):
-            chosen = torch.zeros_like(log_probs, dtype=torch.bool).scatter(-1, ids, True)
-            rest = log_probs.masked_fill(chosen, -torch.inf).logsumexp(-1, keepdim=True)
-            parts = log_probs.gather(-1, ids), rest
-            return torch.cat(parts if top_k < log_probs.shape[-1] else parts[:1], -1)
-
-        log_p, log_q = outcomes(log_p), outcomes(log_q)
-    pair = (log_p, log_q) if divergence == "forward" else (log_q, log_p)
-    kl = F.kl_div(*pair, log_target=True, reduction="none").sum(-1) * counted
-    ce = F.cross_entropy(logits.double().mT, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    loss = (weights * (KL_WEIGHT * temperature**2 * kl + LABEL_WEIGHT * ce)).sum()
-    return loss, kl.sum(), ce.sum()
+    """(loss, sum of KL, sum of cross entropy) of whole logits, token by token."""
+    section = SimpleNamespace(divergence=divergence, temperature=temperature)
+    section.kl_weight, section.label_weight = KL_WEIGHT, LABEL_WEIGHT
+    section.top_k = top_k % VOCAB  # whole distributions have no rest
+    tokens = (x.flatten(0, 1).split(1) for x in (logits, of_teacher[..., :n_entries], labels))
+    sums = [sums_of(*token, section) for token in zip(*tokens, strict=True)]
+    losses, kl, ce = map(torch.stack, zip(*sums, strict=True))
+    return (weights.flatten() * losses).sum(), kl.sum(), ce.sum()
 
 
 def scores_of(states, weight, labels, top_k, temperature, group=None, n_entries=None):

@@ -1,12 +1,13 @@
 """Log-probs and entropies without logits, against torch's log-softmax of all logits."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.unit.models.tiny import Operators, filled, on_meta
 from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.loss.cross_entropy import SummedCrossEntropy
 from torchtitan.loss.logprobs import TokenLogProbs, TokenOutputs, TopTokens, token_logprobs
@@ -249,17 +250,6 @@ def test_large_logits_lose_no_digits():
     torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=0, check_dtype=False)
 
 
-class LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize(
     "head", [SummedCrossEntropy, TokenLogProbs, partial(TokenLogProbs, entropy=True)]
 )
@@ -268,11 +258,11 @@ def test_logits_of_one_chunk_are_the_largest_tensor_in_forward_and_backward(head
     h = torch.randn(1, n_tokens, dim, requires_grad=True)
     weight = torch.randn(vocab, dim, requires_grad=True)
     labels = torch.randint(0, vocab, (1, n_tokens))
-    with LargestTensor() as largest:
+    with Operators() as operators:
         outputs = head(chunk_tokens=chunk)(h, weight, labels=labels)
         values = outputs if isinstance(outputs, TokenOutputs) else [outputs]
         sum(value.sum() for value in values if value is not None).backward()
-    assert largest.numel == chunk * vocab
+    assert max(math.prod(shape) for _, shape in operators.calls if shape) == chunk * vocab
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
@@ -313,11 +303,7 @@ def test_labels_outside_the_vocabulary_are_refused(label):
 def test_every_family_takes_a_head(family):
     spec = get_train_spec(family)
     args = spec.model_args["debugmodel_small" if family == "gpt_oss" else "debugmodel"]
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_weights()
+    model = filled(on_meta(spec.model_cls, args).to_empty(device="cpu"))
     tokens = torch.randint(0, 100, (1, 9))
     masks = model.get_attention_masks(tokens, None) if args.attn_type != "sdpa" else None
     labels = torch.randint(0, 100, (1, 9))

@@ -1,7 +1,5 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from torchtitan.config import JobConfig
 from torchtitan.loss.cross_entropy import (
@@ -18,50 +16,27 @@ from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 VOCAB = 100
 
 
-def batch(rows: int, seq_len: int, valid: float = 1.0, seed: int = 0):
+def batch(rows: int, seq_len: int, valid: float = 1.0):
     """Logits [rows, seq_len, VOCAB] fp32 and labels [rows, seq_len], the first ones valid."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, seq_len, VOCAB, generator=generator)
     labels = torch.randint(0, VOCAB, (rows, seq_len), generator=generator)
     labels[:, int(seq_len * valid) :] = IGNORE_INDEX
     return logits, labels
 
 
-def test_cross_entropy_is_the_sum_of_minus_log_probabilities():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_is_the_sum_of_minus_log_probabilities_in_fp32(dtype):
     logits, labels = batch(2, 5, valid=0.6)
-    expected = 0.0
-    for row, row_labels in zip(logits.double(), labels, strict=True):
-        for token_logits, label in zip(row, row_labels, strict=True):
-            if label != IGNORE_INDEX:
-                expected += token_logits.logsumexp(0) - token_logits[label]
-    torch.testing.assert_close(cross_entropy_loss(logits, labels).double(), expected)
-
-
-def test_ignored_tokens_give_neither_loss_nor_gradient():
-    logits, labels = batch(2, 8, valid=0.5)
-    logits.requires_grad_()
+    logits = logits.to(dtype).requires_grad_()
+    counted = labels != IGNORE_INDEX
+    log_probs = logits.double().log_softmax(-1)[counted]
+    expected = -log_probs.gather(-1, labels[counted][:, None]).sum()
     loss = cross_entropy_loss(logits, labels)
-    loss.backward()
-    torch.testing.assert_close(loss, cross_entropy_loss(logits[:, :4], labels[:, :4]))
-    assert logits.grad[:, 4:].count_nonzero() == 0
-    assert cross_entropy_loss(logits[:, 4:], labels[:, 4:]) == 0
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 5), st.integers(0, 100))
-def test_loss_is_same_for_any_microbatch_split(rows, seq_len, cut, seed):
-    logits, labels = batch(rows, seq_len, seed=seed)
-    cut = min(cut, rows)
-    parts = [slice(0, cut), slice(cut, rows)]
-    split = sum(cross_entropy_loss(logits[p], labels[p]) for p in parts if p.stop > p.start)
-    torch.testing.assert_close(split, cross_entropy_loss(logits, labels))
-
-
-def test_bf16_logits_are_summed_in_fp32():
-    logits, labels = batch(2, 8)
-    loss = cross_entropy_loss(logits.bfloat16(), labels)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, cross_entropy_loss(logits.bfloat16().float(), labels))
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(x, logits)[0] for x in (loss, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_mse_is_summed_and_has_no_gradient_for_the_labels():
@@ -85,15 +60,6 @@ def test_loss_is_compiled_only_when_asked(enable, components, compiled, monkeypa
     expected = ("compiled", cross_entropy_loss, "inductor") if compiled else cross_entropy_loss
     assert build_cross_entropy_loss(config, parallel_dims=None, x=1) == expected
     assert compiled or build_mse_loss(config, ft_manager=None) is mse_loss
-
-
-def test_compiled_loss_equals_the_eager_one():
-    config = JobConfig()
-    config.compile.enable, config.compile.backend = True, "aot_eager"
-    logits, labels = batch(2, 8, valid=0.5)
-    torch.testing.assert_close(
-        build_cross_entropy_loss(config)(logits, labels), cross_entropy_loss(logits, labels)
-    )
 
 
 def test_loss_is_computed_in_the_output_projection_where_the_vocabulary_is_large():

@@ -7,12 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.config.test_config_checks import config_with
 from torchtitan.config import LRScheduler
-from torchtitan.config.checks import check_job_config
 from torchtitan.optim.lr_scheduler import build_lr_schedulers, set_lrs
 from torchtitan.optim.optimizer import OptimizersContainer
-from torchtitan.tools.errors import ConfigError
 
 BASE_LR = 0.1
 
@@ -134,11 +131,6 @@ def test_schedule_has_the_numbers_of_verls_with_its_first_and_last_ratio():
     options = dict(warmup_steps=2, decay_type="cosine", min_lr_factor=0.2, init_lr_factor=0.4)
     seen = factors(7, training_steps=6, step_offset=-1, **options)
     assert seen == pytest.approx(VERL_COSINE)
-
-
-def test_offset_that_would_run_into_the_decay_is_refused():
-    with pytest.raises(ConfigError, match="step_offset must be one of 0, -1, got 1"):
-        check_job_config(config_with(lr_scheduler__step_offset=1))
 
 
 def test_one_state_restores_every_scheduler():

@@ -13,7 +13,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.optim.lr_scheduler import build_lr_schedulers
 from torchtitan.optim.optimizer import (
     OptimizersContainer,
-    OptimizersInBackwardContainer,
     build_optimizers,
     build_optimizers_with_moe_load_balancing,
 )
@@ -108,6 +107,7 @@ def test_frozen_parameters_get_no_optimizer():
     for in_backward in (False, True):
         optimizers = plain_container(parts, early_step_in_backward=in_backward)
         backward(parts)
+        assert all(p.grad is None for part in parts for p in part.parameters()) is in_backward
         optimizers.step()
         assert "state.first.weight.exp_avg" not in optimizers.state_dict()
         assert "state.first.bias.exp_avg" in optimizers.state_dict()
@@ -151,33 +151,9 @@ def test_state_is_keyed_by_name_and_resumes_bitwise(saved_in_backward, loaded_in
         return parts, plain_container(parts, early_step_in_backward=early)
 
     makers = (partial(make, early=early) for early in (saved_in_backward, loaded_in_backward))
-    saved, *_ = train_and_resume(*makers)
+    saved, *rates = train_and_resume(*makers)
+    assert all(rate == pytest.approx(0.1 * 0.8) for run in rates for rate in run)
     assert "state.first.weight.exp_avg" in saved and "param_groups.second.bias.lr" in saved
-
-
-def test_stepping_in_backward_equals_stepping_after_it():
-    parts, twins = two_parts(), two_parts()
-    in_backward = plain_container(parts, early_step_in_backward=True)
-    after = plain_container(twins)
-    assert isinstance(in_backward, OptimizersInBackwardContainer) and len(in_backward) == 4
-    for step in range(3):
-        backward(parts, seed=step)
-        assert all(p.grad is None for part in parts for p in part.parameters())
-        in_backward.step()
-        in_backward.zero_grad()
-        backward(twins, seed=step)
-        after.step()
-        after.zero_grad()
-    assert all(map(torch.equal, weights(parts), weights(twins)))
-    assert len(in_backward.state) == 4
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_every_parameter_follows_the_learning_rate_schedule(early):
-    optimizers = plain_container(two_parts(), early_step_in_backward=early)
-    schedulers = build_lr_schedulers(optimizers, LRScheduler(warmup_steps=4), training_steps=8)
-    assert len(schedulers) == len(optimizers)
-    assert {group["lr"] for group in optimizers.param_groups} == {0.1 / 4}
 
 
 def test_unknown_optimizer_names_the_choices():
