@@ -216,7 +216,7 @@ def test_own_loss_can_be_registered_once_and_its_settings_are_in_the_config():
     with pytest.raises(ValueError, match="no key of their own, got 'kl_coef'; set rl.loss.kl_coef"):
         loss_from_config(config)
     config.args = {"sclae": 1.0}
-    with pytest.raises(ValueError, match="rl.loss.sclae is not read .* which reads .*scale"):
+    with pytest.raises(ValueError, match="rl.loss.sclae = 1.0 is not read .* which reads .*scale"):
         loss_from_config(config)
     with pytest.raises(ValueError, match="'grpo' is registered already"):
         register_loss("grpo")(Reinforce)
