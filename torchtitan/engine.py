@@ -381,7 +381,8 @@ class TrainingEngine(EngineState):
     ) -> ModelInputs:
         """Return (inputs [B, T], labels, extra_inputs, extra_kwargs) for the model's forward.
 
-        Under context parallelism all tensors are this rank's slice, [B, T/cp]. An override gets a dict.
+        Under context parallelism all tensors are this rank's slice, [B, T/cp]. A
+        subclass that overrides this method gets a dict as input_dict.
         """
         batch = self.packing.token_batch(input_dict, labels)
         return model_inputs(self.packing, batch, self.model_parts[0], self.context_sharding)

@@ -160,7 +160,7 @@ class Trainer(TrainingEngine):
     def batch_generator(
         self, data_iterable: Iterable[tuple[Batch, torch.Tensor]] | StepsAhead
     ) -> Batches:
-        """Return an iterator over batches on the CPU that counts tokens and reading time.
+        """Return an iterator over batches on the CPU. It counts their tokens and measures the reading time.
 
         Raises ValueError without a dataloader; the iterator raises DataloaderExhaustedError at the end.
         """

@@ -21,7 +21,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # Initialisations that don't change the base. All others subtract the initial adapter from the base.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-# Fields read here, fields that the tensor names repeat, and fields without effect on trained adapters.
+# Fields that are read here, fields whose content the tensor names also tell, and fields without effect on
+# trained adapters.
 _OTHER_FIELDS = set(
     "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules target_parameters "
     "exclude_modules layers_to_transform layers_pattern modules_to_save bias ensure_weight_tying "

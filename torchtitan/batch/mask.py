@@ -81,8 +81,9 @@ class DocumentMask:
     def from_documents(
         cls, document_ids: Tensor, device: torch.device | None = None, depths: Tensor | None = None
     ) -> "DocumentMask":
-        """Return the mask of document_ids [B, T], read from the host's copy if there is one, on `device`.
+        """Return the mask of document_ids [B, T], with its tensors on `device`.
 
+        If the ids have a copy on the host, that copy is read, which does not wait for the device.
         depths: the result of `branch_depths`, if the documents are branches of trees.
         """
         device = device or document_ids.device

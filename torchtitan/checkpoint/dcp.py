@@ -209,7 +209,9 @@ class SafeReader(torch_dcp.FileSystemReader):
             ends = map(operator.add, item.storage_offsets, item.lengths)
             part = whole[tuple(map(slice, item.storage_offsets, ends))]
             if part.shape != target.shape:
-                raise ValueError(f"an entry is {list(part.shape)} instead of {list(target.shape)}")
+                raise ValueError(
+                    f"a tensor has the shape {list(part.shape)}, expected {list(target.shape)}"
+                )
             target.copy_(part)
         planner.commit_tensor(item, target)
 

@@ -390,7 +390,7 @@ class _HashingFileSystem(FileSystem):
 
 
 def is_plain(value: Any) -> bool:
-    """True for an immutable value that its `repr` describes."""
+    """True for None, numbers, strings, and tuples of them: their `repr` determines the value."""
     if type(value) is tuple:
         return all(map(is_plain, value))
     return value is None or type(value) in (bool, int, float, str)

@@ -19,12 +19,12 @@ _MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
 
 
 def load_chats(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
-    """Return the chats in local files, before `renamed` changes them. keys: see `renamed`."""
+    """Return the chats in local files, unchanged. keys: names in the files, to be read too; see `renamed`."""
     return load_local_documents(path, (*_COLUMNS, *(keys or ())))
 
 
 def load_pairs(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
-    """Return the preference pairs in local files, before `renamed` changes them. keys: see `renamed`."""
+    """Return the preference pairs in local files, unchanged. keys: as in `load_chats`."""
     return load_local_documents(path, (*_PAIR_COLUMNS, *(keys or ())))
 
 

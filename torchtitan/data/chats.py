@@ -74,7 +74,7 @@ class ChatEncoder:
         return self.encode(renamed(sample, self.keys))
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a sample whose keys `renamed` has already changed."""
+        """Return (ids, trained), as a call does, of a sample that `renamed` has returned."""
         check_chat(sample)
         sample = {key: value for key, value in sample.items() if value is not None}
         if "messages" not in sample and isinstance(sample["prompt"], str):

@@ -376,7 +376,7 @@ def _parquet_as_lines(
         raise ValueError(f"{path} cannot be read as Parquet: {error}; fetch it again") from None
     except TypeError as error:  # JSON has no dates, bytes, ...
         raise ValueError(
-            f"{path}, row {number}: {error} (columns: {', '.join(read)}); write such values as texts"
+            f"{path}, row {number}: {error} (columns: {', '.join(read)}); convert the column to strings"
         ) from None
 
 
@@ -397,7 +397,7 @@ def _ending(path: str) -> str:
 
 
 def _kind_of(path: str) -> str | None:
-    """Return the kind of a file by the end of its name; None if it is unknown."""
+    """Return the kind of a file by its extension; None for an unknown extension."""
     inner, ending = os.path.splitext(path)
     if ending in _DECOMPRESS and _ending(inner) != ".parquet":
         ending = _ending(inner)

@@ -116,7 +116,10 @@ class StepsAhead:
         self._read_next()
 
     def next_step(self) -> Step:
-        """Return the next step; nothing is read after an incomplete step. Raises communication errors."""
+        """Return the next step; without batches if an earlier step ran out of data or failed on any rank.
+
+        Raises errors of the communication between ranks.
+        """
         if not self._last.counts.is_whole:
             return dataclasses.replace(self._last, batches=[], items=[])
         assert self._next is not None  # the trainer asks for at most `n_steps` steps

@@ -223,7 +223,7 @@ class Pair:
                     return ids
                 problem += ", or the ids differ from those that were written"
         raise ValueError(
-            f"{self.where(number)}: a file of the pair is damaged, or of another pair: the index lists "
+            f"{self.where(number)}: a file of the pair is damaged, or belongs to another pair: the index lists "
             f"{problem}; {_AGAIN}"
         )
 

@@ -38,8 +38,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
     from tokenizer_config.json, else are False), unless the post-processor already adds this id.
 
     bos_token, eos_token: replace the tokens that the files name.
-    begins_documents: whether documents begin with the begin-of-text token. False without such a token,
-        if it is also the end-of-text token, or if the files have `add_bos_token = false` and the caller
+    begins_documents: whether documents begin with the begin-of-text token. False if there is
+        no such token, if it is the same as the end-of-text token, or if the files have `add_bos_token = false` and the caller
         does not set bos_token.
     Raises FileNotFoundError or ValueError for missing or bad files, and for tokens not in the vocabulary.
     """

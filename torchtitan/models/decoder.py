@@ -321,7 +321,7 @@ class Decoder(ModelProtocol):
             self.output.in_fp32, self.output.cap = model_args.fp32_head, model_args.logits_cap
         self._tie_weights()
 
-    # ---- how a family differs ----
+    # ---- methods that model families override ----
 
     def attention_options(self, layer_id: int) -> dict[str, Any]:
         """Return the keyword arguments of a block's `Attention`, except sizes, kernel and RoPE."""

@@ -194,7 +194,10 @@ def _documents(starts: Tensor, chunk: int) -> _Documents:
 
 
 def _decays(g: Tensor, documents: _Documents) -> tuple[Tensor, Tensor]:
-    """Return D [n, B, Hv, C, C] and c [n, B, Hv, C] of g [n, B, Hv, C]."""
+    """Return the decays between the tokens of a chunk and since its start (D and c in the module docstring).
+
+    g: [n, B, Hv, C], log-decays. D: [n, B, Hv, C, C]. c: [n, B, Hv, C].
+    """
     g = g.masked_fill(documents.is_first.unsqueeze(2), 0)
     # g of other documents is multiplied by 0, and adding 0 changes no bit.
     sums = (documents.pairs.to(g.dtype) @ g.mT).mT  # G

@@ -26,9 +26,9 @@ def document_conv(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None
 def conv_tail(
     x: Tensor, starts: Tensor, lengths: Tensor, width: int, tail: Tensor | None = None
 ) -> Tensor:
-    """Return the `tail` [B, W - 1, N] for the token after each row's first `lengths` [B] tokens.
+    """Return the last inputs [B, W - 1, N] of each row: the `tail` with which `document_conv` continues the row.
 
-    x, starts and tail: the inputs of `document_conv`.
+    lengths: [B], number of tokens of each row. x, starts and tail: the inputs of `document_conv`.
     """
     inputs = _after_tail(x, width, tail)
     places = lengths.long().unsqueeze(1) + torch.arange(width - 1, device=x.device)

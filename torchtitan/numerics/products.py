@@ -26,7 +26,7 @@ _library.define("mm(Tensor a, Tensor b) -> Tensor")
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Return True if oneDNN is faster on this CPU, and torch has both libraries."""
+    """Return True if torch has oneDNN and MKL, and oneDNN is the faster of them on this CPU."""
     cpu = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpus:
         cpu = cpus.read(4096)

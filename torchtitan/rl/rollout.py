@@ -148,7 +148,7 @@ class Draws:
         own: the places (prompt indices) whose dialogues get replies on this rank. A dialogue without a
             reply has ended.
         """
-        # In the first turn, the samples of a prompt have the same context, which is read once.
+        # In the first turn, all samples of a prompt have the same context, so it is prefilled once.
         n_samples = request.num_samples if turn == 1 else 1
         first_of_each = dialogues[::n_samples]
         completions = generator.generate(

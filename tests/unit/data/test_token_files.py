@@ -364,7 +364,7 @@ DAMAGES = {
         "lists documents of the sequences [0, 5], not 0 to 6; copy or write the pair again"),
     "cut data": (cut("a.bin", 17), "a.bin has 17 bytes, and its index lists 18: one of the two"),
     "pointer": (replace_number(66, "q", 8),
-        "document 0 (counted from 0): a file of the pair is damaged, or of another pair: the index lists"),
+        "document 0 (counted from 0): a file of the pair is damaged, or belongs to another pair: the index lists"),
     "length": (replace_number(34, "i", -9), "lists sequences at bytes [0, 6]"),
     "document order": (replace_number(114, "q", 99), "lists sequences 0 to 99 of 6; copy the folder again"),
     "overlap": (replace_number(58, "q", 2, 8), "lists sequences at bytes [2, 8] for 0 to 12 of 18"),

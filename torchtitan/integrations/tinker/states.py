@@ -97,7 +97,7 @@ class Limits:
 
 @dataclass
 class _Waiting:
-    """A stored state. host: its tensors, if they are in host memory."""
+    """The state of a model that does not train now. host: its tensors, if they are in host memory."""
 
     state: TrainingState
     where: int = _DEVICE

@@ -10,7 +10,7 @@ from torchtitan.models.hf_causal_lm import SLIDING_ATTENTION
 GELU = "gelu_pytorch_tanh"
 _ARGS: dict[str, Any] = {"norm_kind": "offset", "norm_placement": "both", "qk_norm": True}
 _ARGS |= {"hidden_act": GELU}
-# Rows that Gemma 3 and Gemma 4 share.
+# How config.json maps to our args; the same for Gemma 3 and Gemma 4.
 SHARED_ROWS = (
     *hf_lm.DENSE,
     *hf_lm.BIASES,

@@ -13,7 +13,7 @@ _NAME = "the batch's 'routed_experts'"
 def check_replay(tokens: Tensor, experts: Tensor, n_moe: int, n_layers: int, args: Any) -> None:
     """Raise ValueError if experts [B, T, L, k] don't fit tokens [B, T]. L must be n_moe or n_layers.
 
-    n_moe: the number of mixtures of experts among the n_layers. args: their `MoEArgs`.
+    n_moe: the number of MoE layers among the n_layers. args: their `MoEArgs`.
     """
     if not n_moe:
         raise ValueError(
