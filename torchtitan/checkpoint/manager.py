@@ -242,8 +242,7 @@ class CheckpointManager:
             def begin() -> None:
                 if address:
                     storage.check_writable(address)
-                # Mark the folder before the save, during which the process may be killed.
-                mark_unfinished(folder, KEPT_MARKER)
+                mark_unfinished(folder, KEPT_MARKER)  # first: the save may be killed
 
             what = f"The checkpoint {address or folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
@@ -271,7 +270,6 @@ class CheckpointManager:
             result = self.dcp_save(states, folder, self.async_mode, True)
             self._saver.follow(result, folder, self._upload(folder, address) if address else None)
         seconds, in_background = time.monotonic() - start, self.save_future is not None
-        # Step 0 is saved for runs that begin with its weights, which need no hint.
         hint = _WEIGHTS_ONLY_HINT if has_weights_only and curr_step > 0 else ""
         logger.info(
             f"Training waited {seconds:.2f} s for step {curr_step}'s save{hint}",
@@ -521,10 +519,7 @@ class CheckpointManager:
         entries: dict[str, Any],
         of_adapters: bool = False,
     ) -> None:
-        """Load the states `wanted`. Collective.
-
-        entries: the model's entries. of_adapters: also check the adapters' base model.
-        """
+        """Load the states `wanted`; of_adapters: also check the adapters' base model. Collective."""
         path = facts.path
         logger.info(f"Loading the checkpoint {path}")
         start = time.monotonic()

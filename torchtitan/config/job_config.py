@@ -327,8 +327,7 @@ class Parallelism(Section):
     expert_parallel_degree: Positive = 1  # Ranks that the experts are spread over; 1 is off
     # Tensor parallelism inside the experts: 1, or the same as tensor_parallel_degree
     expert_tensor_parallel_degree: Positive = 1
-    # How tokens are sent to their experts: torch's all-to-all
-    expert_parallel_comm_backend: Literal["standard"] = "standard"
+    expert_parallel_comm_backend: Literal["standard"] = "standard"  # torch's all-to-all
 
     def __post_init__(self) -> None:
         if self.context_parallel_load_balancer == "":
