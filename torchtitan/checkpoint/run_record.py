@@ -39,7 +39,8 @@ _TOLD = (
     *_settings("optimizer", "muon state_dtype"),
     *_settings("lr_scheduler", "warmup_steps total_steps decay_ratio decay_type min_lr_factor"),
     *_settings("lr_scheduler", "step_offset init_lr_factor"),
-    *_settings("loss", "name beta label_smoothing length_normalized reference"),
+    *_settings("loss", "name beta label_smoothing length_normalized reference teacher divergence"),
+    *_settings("loss", "top_k kl_weight label_weight temperature"),
     *_settings("training", "steps seq_len max_norm dtype mixed_precision_param"),
 )
 # Settings that change what the model computes. A resume refuses a difference, unless allow_changed names
