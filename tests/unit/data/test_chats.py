@@ -182,7 +182,7 @@ BAD_TEMPLATES = [
     (LOOP.replace("BODY",
                   "{% set x %}{% generation %} {{ m.content }}{% endgeneration %}{% endset %}{{ x | trim }}"), [A],
      "t.jinja changes the text of a {% generation %} block after", "write the changed text in the block"),
-    (LOOP.replace("BODY", "{{ m.content }}{% generation %}{% endgeneration %}"), [U, A], MARKS + "'')", "around the wrong text"),
+    (LOOP.replace("BODY", "{{ m.content }}{% generation %}{% endgeneration %}"), [U, A], MARKS + "'')", "put them around the assistant"),
     (LOOP.replace("BODY", "{% generation %}<{{ m.role }}>{{ m.content }}{% endgeneration %}"), [U, A],
      MARKS + "'<user>what the user asked", "put them around"),
     (MARKED.replace("'assistant' %}", "'assistant' and m.content != '4' %}"), [U, A],

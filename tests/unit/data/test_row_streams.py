@@ -325,7 +325,7 @@ def test_other_data_and_another_order_are_refused():
     state = PackedDataset([source([5] * 9, seed=1)], Packing("concat", 4)).state_dict()
     for identities in ([(9, 2)], [(9, None)], [(8, 1)], [(10, 1)], [(9, 1), (1, None)]):
         sources = [source([5] * n, seed=seed) for n, seed in identities]
-        message = re.escape(f"= [(9, 1)], and this run has {identities}; ")
+        message = re.escape(f"= [(9, 1)], and this run has {identities} (")
         with pytest.raises(ValueError, match=f"{message}.*exclude_from_loading"):
             PackedDataset(sources, Packing("concat", 4)).load_state_dict(state)
 
