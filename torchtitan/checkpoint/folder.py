@@ -71,7 +71,7 @@ WEIGHT_FILES = (
 GIB = 1024**3
 _ALGORITHMS = {32: xxhash.xxh3_128, 64: "sha256"}  # hexadecimal digits of a hash -> algorithm
 _BYTES_FOR_TWO_FILES = 2**25  # write one file if either of two would be smaller
-_BUFFER, _BYTES_TO_FLUSH = 2**20, 2**20
+_BUFFER = 2**20
 
 
 class Contents(Enum):
@@ -355,10 +355,6 @@ class HashedFile(io.FileIO):
     def write(self, data: Any) -> int:
         """Write as much of `data` as one system call does; `io.BufferedWriter` calls again for the rest."""
         n_written = super().write(data)
-        if n_written >= _BYTES_TO_FLUSH and hasattr(os, "posix_fadvise"):
-            # Makes Linux write to the disk while this thread hashes, and not only at the final fsync.
-            start = self.tell() - n_written
-            os.posix_fadvise(self.fileno(), start, n_written, os.POSIX_FADV_DONTNEED)
         self._hash.update(memoryview(data)[:n_written])
         return n_written
 
