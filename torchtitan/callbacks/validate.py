@@ -40,7 +40,8 @@ class BaseValidator:
 
     def should_validate(self, step: int) -> bool:
         """True for step 1 and every `validation.freq` steps."""
-        return step == 1 or step % self.job_config.validation.freq == 0
+        is_due = step % self.job_config.validation.freq == 0
+        return is_due or step == 1
 
 
 class Validator(BaseValidator):
