@@ -270,7 +270,7 @@ def test_rows_of_parquet_have_the_columns_that_are_read(tmp_path, caplog):
     assert "keys whose value is null are left out" in caplog.text
     messages = [{"role": "user", "content": "x", "at": datetime.datetime(2024, 5, 1)}]
     pyarrow.parquet.write_table(pyarrow.table({"messages": [messages]}), path)
-    with pytest.raises(ValueError, match="row 1: Object of type datetime .* write such values as"):
+    with pytest.raises(ValueError, match="row 1: Object of type datetime .* convert the column to"):
         load_chats(str(path))
 
 

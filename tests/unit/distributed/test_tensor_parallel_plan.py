@@ -119,17 +119,17 @@ def test_pipeline_stage_without_embedding_norm_and_output_is_split_too():
     assert isinstance(model.layers["0"].sequence, SequenceShards)
 
 
-def test_asynchronous_tensor_parallelism_needs_compiled_blocks(monkeypatch, caplog):
+def test_asynchronous_tensor_parallelism_needs_compiled_blocks(caplog):
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor, "_micro_pipeline_tp", False)
     config = JobConfig()
-    maybe_enable_async_tp(config, mesh())
-    assert not inductor._micro_pipeline_tp
-    config.parallelism.enable_async_tensor_parallel = True
-    with pytest.raises(RuntimeError, match="enable_async_tensor_parallel.*compile.enable"):
+    with inductor.patch(_micro_pipeline_tp=False):
         maybe_enable_async_tp(config, mesh())
-    config.compile.enable = True
-    maybe_enable_async_tp(config, mesh())
-    assert inductor._micro_pipeline_tp
+        assert not inductor._micro_pipeline_tp
+        config.parallelism.enable_async_tensor_parallel = True
+        with pytest.raises(RuntimeError, match="enable_async_tensor_parallel.*compile.enable"):
+            maybe_enable_async_tp(config, mesh())
+        config.compile.enable = True
+        maybe_enable_async_tp(config, mesh())
+        assert inductor._micro_pipeline_tp
     assert "has no effect on 'cpu'" in caplog.text

@@ -144,6 +144,6 @@ def test_compiled_code_multiplies_by_onednn(fast_onednn, multiplied):
     assert isinstance(options["post_grad_custom_post_pass"], torch_parts.GraphPass)
 
 
-def test_an_inductor_pass_of_the_host_is_kept(fast_onednn, monkeypatch):
-    monkeypatch.setattr(torch_parts.inductor_config, "post_grad_custom_post_pass", lambda _: None)
-    assert products.compile_options() is None
+def test_an_inductor_pass_of_the_host_is_kept(fast_onednn):
+    with torch_parts.inductor_config.patch(post_grad_custom_post_pass=lambda _: None):
+        assert products.compile_options() is None
