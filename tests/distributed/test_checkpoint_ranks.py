@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.unit.checkpoint import test_checkpoint
-from tests.unit.checkpoint.test_checkpoint import assert_same
+from tests.unit.checkpoint.runs import assert_same
 from torchtitan.checkpoint import folder as ranks_folder
 from torchtitan.checkpoint import hf, hf_assets
 from torchtitan.checkpoint.folder import HASHES_FILE, find_damage, mark_unfinished

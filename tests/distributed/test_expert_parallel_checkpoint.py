@@ -13,7 +13,7 @@ from tests.distributed.layout_matrix import (
     run_step,
     whole,
 )
-from tests.unit.checkpoint.test_checkpoint import assert_same
+from tests.unit.checkpoint.runs import assert_same
 from torchtitan.protocols import train_spec
 from torchtitan.testing.gloo import run_ranks
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.unit.checkpoint.test_checkpoint import Run, assert_same
+from tests.unit.checkpoint.runs import Run, assert_same
 from torchtitan.tools import storage
 from torchtitan.tools.errors import RunError
 

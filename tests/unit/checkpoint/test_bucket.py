@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoint.test_checkpoint import (
+from tests.unit.checkpoint.runs import (
     NetAdapter,
     Run,
     assert_same,

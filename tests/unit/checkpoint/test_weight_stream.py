@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.layout_matrix import FAMILIES, register_tiny
-from tests.unit.checkpoint.test_checkpoint import assert_same
+from tests.unit.checkpoint.runs import assert_same
 from tests.unit.models.tiny import Operators, on_meta
 from torchtitan.checkpoint import stream as weight_stream
 from torchtitan.checkpoint.hf import save_to_hf

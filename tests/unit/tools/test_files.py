@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from tests.unit.checkpoint.test_checkpoint import NetAdapter, Run
+from tests.unit.checkpoint.runs import NetAdapter, Run
 from torchtitan.adapters import peft_files
 from torchtitan.callbacks.metrics import JsonlLogger
 from torchtitan.callbacks.profiling import MemorySnapshot
