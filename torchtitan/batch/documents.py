@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.config.mask_types import END_OF_TEXT, reads_positions
+from torchtitan.config.mask_types import END_OF_TEXT, POSITIONS, mask_type
 from torchtitan.tools.host_copy import fetch, on_host
 from torchtitan.tools.logging import already_said, logger
 from torchtitan.tools.torch_parts import assert_on_device
@@ -35,13 +35,14 @@ SAMPLE_IDS = "sample_ids"
 an attribute of the batch's input."""
 
 
-def document_ids_from_eos(tokens: Tensor, eos_id: int) -> Tensor:
-    """Number the documents of each row; an end-of-text token belongs to the document it closes.
+def document_ids_from_token(tokens: Tensor, token: int, begins: bool = False) -> Tensor:
+    """Number the documents of each row, each of which ends with `token` or, if `begins`, begins with it.
 
-    tokens: [B, T] int. Returns [B, T] int32: [5 6 E 7 E 8] -> [0 0 0 1 1 2].
+    tokens: [B, T] int. Returns [B, T] int32: [5 6 E 7 E 8] -> [0 0 0 1 1 2], with begins [0 0 1 1 2 2].
     """
     ids = torch.zeros_like(tokens, dtype=torch.int32)
-    ids[:, 1:] = (tokens[:, :-1] == eos_id).cumsum(dim=1)
+    marks = tokens[:, 1:] if begins else tokens[:, :-1]
+    ids[:, 1:] = (marks == token).cumsum(dim=1)
     return ids
 
 
@@ -305,44 +306,45 @@ def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, **copies} if is_on_host else batch
 
 
-def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, eos_id: int | None) -> Tensor:
+def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, token: int | None) -> Tensor:
     """Return the document ids [B, T] int32 of a batch, from one source of boundaries.
 
     Explicit boundaries are used first (`document_ids`, then `seq_lens`, then `cu_seqlens`). Without any,
-    attn_mask_type "position_block_causal" uses the positions, and the other types the end-of-text token.
+    the source is that of the mask type, and end-of-text tokens if it has none. token: its `boundary_token`.
 
     Warns once per engine if the batch has a second source, and once if the two sources disagree, with
     the first token where they differ. Positions and end-of-text tokens have other uses: as a second
     source they cause a warning only if they disagree. On an accelerator only the first such batch is
     compared, because comparing waits for the device. Raises ValueError if the batch lacks the source, if
-    the end-of-text token is needed and unknown, and if a source does not fit the shape of the input.
+    a token is needed and its id unknown, and if a source does not fit the shape of the input.
     """
-    source = next((key for key in BOUNDARY_KEYS if batch.get(key) is not None), None)
-    if source is None and reads_positions(attn_mask_type):
-        source = "positions"
-        if batch.get("positions") is None:
+    of_type = mask_type(attn_mask_type)
+    if of_type.source is None:
+        of_type = END_OF_TEXT
+    source = next((key for key in BOUNDARY_KEYS if batch.get(key) is not None), of_type.source)
+    assert source is not None
+    if source != of_type.source or of_type.token is None:
+        if batch.get(source) is None:
             raise ValueError(
-                "attn_mask_type 'position_block_causal' reads document boundaries from 'positions',"
-                f" and the batch has only {sorted(batch)}; put 'positions' [B, T] into it, or set "
+                f"attn_mask_type {attn_mask_type!r} reads document boundaries from {source!r},"
+                f" and the batch has only {sorted(batch)}; put {source!r} [B, T] into it, or set "
                 "model.attn_mask_type to 'block_causal', which reads the end-of-text tokens"
             )
-    if source is not None:
         document_ids = _read(batch, source)
-    elif eos_id is None:
+    elif token is None:
         raise ValueError(
-            "document boundaries are read from end-of-text tokens, and the tokenizer is None or has no "
-            "eos_id; set `engine.tokenizer`, which an engine does not load itself, or put 'positions' into "
-            "the batch and set model.attn_mask_type to 'position_block_causal'"
+            f"document boundaries are read from {source}, and the tokenizer is None or has no "
+            f"{of_type.token}; set `engine.tokenizer`, which an engine does not load itself, or put "
+            "'positions' into the batch and set model.attn_mask_type to 'position_block_causal'"
         )
     else:
-        source = END_OF_TEXT
-        document_ids = document_ids_from_eos(batch["input"], eos_id)
+        document_ids = document_ids_from_token(batch["input"], token, of_type.begins)
     for other in (*BOUNDARY_KEYS, "positions"):
         if other != source and batch.get(other) is not None:
             _warn_of_second_source(source, document_ids, other, partial(_read, batch, other))
-    if source == "positions" and eos_id is not None:
-        read = partial(_read_end_of_text, batch["input"], eos_id, document_ids)
-        _warn_of_second_source(source, document_ids, END_OF_TEXT, read)
+    if source == POSITIONS and token is not None:
+        read = partial(_read_end_of_text, batch["input"], token, document_ids)
+        _warn_of_second_source(source, document_ids, str(END_OF_TEXT.source), read)
     return document_ids
 
 
@@ -351,7 +353,7 @@ _READINGS = ("continues a document", "begins a document", "is padding")
 
 def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
     """Return ids [B, T] from end-of-text tokens; rows without this token keep `document_ids`."""
-    ids = document_ids_from_eos(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
+    ids = document_ids_from_token(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
     return torch.where((tokens == eos_id).any(dim=1, keepdim=True), ids, document_ids)
 
 

@@ -19,7 +19,12 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.config.job_config import Training
-from torchtitan.config.mask_types import reads_positions, separates_documents
+from torchtitan.config.mask_types import (
+    boundary_token,
+    mask_type,
+    reads_positions,
+    separates_documents,
+)
 from torchtitan.tools.host_copy import fetch, to_device
 from torchtitan.tools.logging import already_said, saying_once_per
 
@@ -30,14 +35,14 @@ class DocumentPolicy:
 
     attn_type: "sdpa" gets no mask from document boundaries. attn_mask_type: "causal" attention does not
         separate documents.
-    eos_id: the end-of-text token. vocab_size: None for a model without a vocabulary.
+    boundary_token: see `config.mask_types.boundary_token`. vocab_size: None for a model without a vocabulary.
     tokenizer: passed to `get_attention_masks`, which a client's own model may compute from the tokenizer.
     said: the warnings that were logged already.
     """
 
     attn_type: str
     attn_mask_type: str
-    eos_id: int | None
+    boundary_token: int | None
     restart_positions: bool
     mask_boundary_loss: bool
     vocab_size: int | None = None
@@ -54,7 +59,7 @@ class DocumentPolicy:
         return cls(
             getattr(model_args, "attn_type", "sdpa"),
             attn_mask_type,
-            getattr(tokenizer, "eos_id", None),
+            boundary_token(tokenizer, attn_mask_type),
             training.restart_positions,
             separates_documents(attn_mask_type) if mask_loss is None else mask_loss,
             getattr(model_args, "vocab_size", None),
@@ -105,13 +110,12 @@ class DocumentPolicy:
             batch = self.token_batch(batch)
         if batch.document_ids is not None:
             return batch.document_ids
-        mask_type = self.attn_mask_type if self.separates_documents else "block_causal"
         # Remember warnings in `said`, also on the data-reading thread.
         with saying_once_per(self.said):
             boundaries = dict(boundaries_on_host(batch.as_dict()))
             if boundaries.get(PARENT_IDS) is not None:
                 boundaries.pop("positions", None)  # `_with_depths` checks the positions of trees
-            ids = read_document_ids(boundaries, mask_type, self.eos_id)
+            ids = read_document_ids(boundaries, self.attn_mask_type, self.boundary_token)
         return to_device(ids, batch.tokens.device)
 
     # ---- for the loss and the FLOP count ----
@@ -120,7 +124,7 @@ class DocumentPolicy:
         """Return the labels [B, T], IGNORE_INDEX where the next token belongs to another document.
 
         Labels of padding are ignored, too. A row's last label is ignored only if the row's last token
-        is padding or closes its document with the end-of-text id, because the next row is unknown.
+        is padding or, by the mask type's token, the last of its document, because the next row is unknown.
         Labels are unchanged without `mask_boundary_loss`, and if the batch has its own attention masks.
         """
         batch = self.token_batch(batch, labels)
@@ -133,10 +137,12 @@ class DocumentPolicy:
             is_next = batch.depths[:, 1:] == batch.depths[:, :-1] + 1
             ends[:, :-1] &= ~is_next | (batch.depths[:, :-1] < 0)
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
-        # In the data loader's rows, which have sample_ids, end-of-text closes a document in any case.
-        reads_eos = batch.sample_ids is not None or not has_explicit
-        if reads_eos and self.eos_id is not None and not reads_positions(self.attn_mask_type):
-            ends[:, -1] |= batch.tokens[:, -1] == self.eos_id
+        # In the data loader's rows, which have sample_ids, the token closes a document in any case.
+        reads_token = batch.sample_ids is not None or not has_explicit
+        token = self.boundary_token
+        if reads_token and token is not None and not reads_positions(self.attn_mask_type):
+            marks = labels if mask_type(self.attn_mask_type).begins else batch.tokens
+            ends[:, -1] |= marks[:, -1] == token
         return labels.masked_fill(ends, IGNORE_INDEX)
 
     def training_batch(self, batch: Batch | TokenBatch, labels: Tensor) -> TokenBatch:

@@ -138,8 +138,8 @@ class IsolationProbe:
     ) -> tuple[int, int] | None:
         """Return (row, column), equal on all ranks with this batch; None if no token can be replaced."""
         usable = document_ids != PADDING
-        if self.policy.eos_id is not None:
-            usable &= tokens != self.policy.eos_id
+        if self.policy.boundary_token is not None:
+            usable &= tokens != self.policy.boundary_token
         # Prefer a token before another document, into which it may leak; else a token with a predecessor.
         # In trees, half of the time prefer a document's last token, which all branches must see.
         has_document_behind = starts < starts[:, -1:]
@@ -163,7 +163,8 @@ class IsolationProbe:
             return batch
         tokens = batch.tokens.clone()
         new = (tokens[place] + 1) % self.vocab_size
-        tokens[place] = (new + 1) % self.vocab_size if new == self.policy.eos_id else new
+        is_boundary = new == self.policy.boundary_token
+        tokens[place] = (new + 1) % self.vocab_size if is_boundary else new
         return dataclasses.replace(batch, tokens=tokens)
 
     def _on_any_rank(self, *places: Tensor) -> list[int]:

@@ -1,37 +1,61 @@
 """The mask types of `model.attn_mask_type`, and how each one finds document boundaries.
 
-A batch's entries "document_ids", "seq_lens" or "cu_seqlens" take precedence over END_OF_TEXT and POSITIONS.
+A batch's entries "document_ids", "seq_lens" or "cu_seqlens" take precedence over what a mask type reads.
 """
 
-END_OF_TEXT = "end-of-text tokens"
+from typing import Any, NamedTuple
+
 POSITIONS = "positions"
 
-# Mask type -> what marks a document boundary. None: each row is one document.
-BOUNDARY_SOURCES: dict[str, str | None] = {
-    "causal": None,
+
+class MaskType(NamedTuple):
+    """What marks a document boundary under a mask type.
+
+    source: a key of the batch, or the plural name of the token below; None: each row is one document.
+    token: the tokenizer's attribute with the id of the token that marks a boundary; None: not a token.
+    begins: True: a document begins with its token. False: it ends with its token.
+    """
+
+    source: str | None = None
+    token: str | None = None
+    begins: bool = False
+
+
+END_OF_TEXT = MaskType("end-of-text tokens", token="eos_id")
+
+MASK_TYPES: dict[str, MaskType] = {
+    "causal": MaskType(),
     "block_causal": END_OF_TEXT,
-    "position_block_causal": POSITIONS,
+    "position_block_causal": MaskType(POSITIONS),
 }
 
 
-def boundary_source(attn_mask_type: str) -> str | None:
-    """Return END_OF_TEXT, POSITIONS or None. Raises ValueError for an unknown mask type."""
-    if attn_mask_type not in BOUNDARY_SOURCES:
+def mask_type(attn_mask_type: str) -> MaskType:
+    """Return a mask type by its name. Raises ValueError for an unknown name."""
+    if attn_mask_type not in MASK_TYPES:
         raise ValueError(
-            f"model.attn_mask_type must be one of {', '.join(BOUNDARY_SOURCES)}, got "
+            f"model.attn_mask_type must be one of {', '.join(MASK_TYPES)}, got "
             f"{attn_mask_type!r}; set it to one of them"
         )
-    return BOUNDARY_SOURCES[attn_mask_type]
+    return MASK_TYPES[attn_mask_type]
+
+
+def boundary_token(tokenizer: Any, attn_mask_type: str) -> int | None:
+    """Return the id of the token by which the mask type, or else end-of-text, marks document boundaries.
+
+    None if there is no tokenizer, or if it has no such token.
+    """
+    return getattr(tokenizer, mask_type(attn_mask_type).token or "eos_id", None)
 
 
 def separates_documents(attn_mask_type: str) -> bool:
     """True if attention stays within documents. Raises ValueError for an unknown mask type."""
-    return boundary_source(attn_mask_type) is not None
+    return mask_type(attn_mask_type).source is not None
 
 
 def reads_positions(attn_mask_type: str | None) -> bool:
     """True if a document begins where positions do not increase by one; False for None."""
-    return attn_mask_type is not None and boundary_source(attn_mask_type) == POSITIONS
+    return attn_mask_type is not None and mask_type(attn_mask_type).source == POSITIONS
 
 
 def check_kernel(attn_type: str, attn_mask_type: str) -> None:

@@ -153,7 +153,7 @@ def documents_and_positions(
     has_ids = batch.document_ids is not None
     has_ids |= any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
     ids = torch.zeros_like(tokens)
-    if has_ids or (given is None and policy.eos_id is not None):
+    if has_ids or (given is None and policy.boundary_token is not None):
         ids = policy.document_ids(batch)
     elif given is not None:
         ids = document_ids_from_positions(given)

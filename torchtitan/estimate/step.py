@@ -138,7 +138,7 @@ def estimate_step(
                 "parallelism.data_parallel_shard_degree to 2 or more (FSDP, HSDP)"
             )
         # The made-up batch has no token with this id.
-        engine.tokenizer = types.SimpleNamespace(eos_id=1)
+        engine.tokenizer = types.SimpleNamespace(bos_id=1, eos_id=1)
         logger.info("first step, which makes the optimizer's state")
         for _ in _run_step(engine):
             pass

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan.batch.documents import (
-    document_ids_from_eos,
+    document_ids_from_token,
     document_starts,
     read_document_ids,
 )
@@ -134,7 +134,7 @@ def create_attention_mask(
 
 def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> VarlenMetadata:
     """Return cumulative lengths of tokens [B, T]; a document ends at `eos_id` or at its row's end."""
-    document_ids = document_ids_from_eos(input_batch, eos_id)
+    document_ids = document_ids_from_token(input_batch, eos_id)
     return DocumentMask.from_documents(document_ids).lower("varlen").lowered
 
 

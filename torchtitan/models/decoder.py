@@ -31,7 +31,7 @@ from torchtitan.batch.documents import (
     read_document_ids,
 )
 from torchtitan.batch.mask import DocumentMask, Masks, map_masks, positions_of_rank, shards_of
-from torchtitan.config.mask_types import check_kernel, separates_documents
+from torchtitan.config.mask_types import boundary_token, check_kernel, separates_documents
 from torchtitan.distributed.dtensor import local_parameter
 from torchtitan.distributed.seeded_init import trunc_normal_
 from torchtitan.distributed.sequence_parallel import SequenceShards, WholeSequence
@@ -508,8 +508,8 @@ class Decoder(ModelProtocol):
         document_ids = depths = None
         if separates_documents(args.attn_mask_type):
             batch = boundaries_on_host({"input": input_batch, **(extra_inputs or {})})
-            eos_id = getattr(tokenizer, "eos_id", None)
-            document_ids = read_document_ids(batch, args.attn_mask_type, eos_id)
+            token = boundary_token(tokenizer, args.attn_mask_type)
+            document_ids = read_document_ids(batch, args.attn_mask_type, token)
             if batch.get(PARENT_IDS) is not None:
                 depths = branch_depths(document_ids, batch[PARENT_IDS])
         masks = self.document_masks(input_batch, document_ids, depths)

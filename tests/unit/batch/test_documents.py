@@ -18,7 +18,7 @@ from torchtitan.batch.documents import (
 )
 from torchtitan.batch.mask import DocumentMask
 from torchtitan.config.job_config import Model
-from torchtitan.config.mask_types import BOUNDARY_SOURCES
+from torchtitan.config.mask_types import MASK_TYPES
 
 EOS = 2
 
@@ -108,7 +108,7 @@ def test_boundaries_that_cannot_be_read_are_named(mask_type, eos_id, match):
 
 def test_every_mask_type_of_the_config_has_a_source_of_boundaries():
     literal, _ = get_args(get_type_hints(Model)["attn_mask_type"])
-    assert get_args(literal) == tuple(BOUNDARY_SOURCES)
+    assert get_args(literal) == tuple(MASK_TYPES)
 
 
 @given(rows_of(st.integers(-1, 2)))

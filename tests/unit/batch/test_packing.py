@@ -11,6 +11,7 @@ from torchtitan.batch.documents import IGNORE_INDEX
 from torchtitan.batch.dummy_microbatches import zero_loss
 from torchtitan.batch.policy import DocumentPolicy
 from torchtitan.config.job_config import Training
+from torchtitan.config.mask_types import MASK_TYPES, MaskType
 from torchtitan.step import runner as step_runner
 
 EOS = 2
@@ -66,6 +67,18 @@ POSITIONS = torch.tensor([[3, 4, 0, 1, 0, 1]])
 )
 def test_labels_of_padding_and_of_documents_last_tokens_are_left_out(mask_type, batch, columns):
     assert ignored(policy(mask_type), {"input": TOKENS} | batch) == columns
+
+
+def test_mask_type_of_another_token_is_a_row_of_the_table(monkeypatch):
+    monkeypatch.setitem(MASK_TYPES, "begins", MaskType("begin-of-text tokens", "bos_id", True))
+    begins = policy("begins", tokenizer=SimpleNamespace(eos_id=9, bos_id=EOS))
+    batch = {"input": TOKENS[:, :-1]}
+    assert begins.document_ids(batch).tolist() == [[0, 1, 1, 1, 1]]
+    labels = TOKENS[:, 1:]  # the last one begins a document
+    masked = begins.mask_labels(batch, labels)
+    assert masked.tolist() == [[IGNORE_INDEX, 7, 8, 9, IGNORE_INDEX]]
+    with pytest.raises(ValueError, match="read from begin-of-text tokens, .* has no bos_id"):
+        policy("begins").document_ids(batch)
 
 
 def test_row_of_the_data_loader_ends_its_last_document_by_the_end_of_text_token():
