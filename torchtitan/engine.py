@@ -204,7 +204,8 @@ class EngineState(build.EngineParts):
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
         with contextlib.suppress(FloatingPointError, ValueError):
-            self.update.settle()  # an error of the last step no longer matters
+            # The loaded state replaces the last step's, so its error no longer matters.
+            self.update.settle()
         loaded_before = self._loaded
         found = self.checkpointer.load(step, path=path, model_only=model_only)
         if found and self._loaded is loaded_before:  # the counters were not restored

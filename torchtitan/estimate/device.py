@@ -334,5 +334,5 @@ def patch_cuda() -> None:
         backend and backend.replace("nccl", "fake"), *args, **kwargs
     )
     FakeTensorMode.avoid_device_init = True
-    # Otherwise torch.tensor(device="cuda") bypasses fake mode.
+    # Without this call, torch.tensor(device="cuda") bypasses fake mode.
     torch._C._set_only_lift_cpu_tensors(True)

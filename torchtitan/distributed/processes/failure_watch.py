@@ -80,7 +80,7 @@ class FailureWatch(Watch):
         self._store = dist.PrefixStore(name, store)
         # Number of the current or last call, the same on every rank.
         self._call = 0
-        # (call, rank, text): another rank's failed function; that rank may be one call ahead.
+        # (call, rank, text) of a function that failed on another rank. Its call may be the one after ours.
         self._reported: tuple[int, int, str] | None = None
         # The exception of this rank's failed function in this call.
         self._own: BaseException | None = None
