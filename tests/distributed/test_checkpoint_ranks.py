@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.unit.checkpoint import test_checkpoint
+from tests.unit.checkpoint import runs
 from tests.unit.checkpoint.runs import assert_same
 from torchtitan.checkpoint import folder as ranks_folder
 from torchtitan.checkpoint import hf, hf_assets
@@ -51,7 +51,7 @@ class NetAdapter(StateDictAdapter):
         return {name.removeprefix("model."): tensor for name, tensor in hf_state_dict.items()}
 
 
-class Run(test_checkpoint.Run):
+class Run(runs.Run):
     """A sharded model with optimizer and checkpoint manager. The same seed on every rank."""
 
     def __init__(self, dump_folder: str, seed: int = 0, **config: Any) -> None:
