@@ -221,7 +221,7 @@ def describe_run(engine: EngineParts) -> None:
     checkpointer.tokenizer = engine.tokenizer
     if template and os.path.isfile(template):
         checkpointer.chat_template = read_text(template)
-    # With model.hf_config (None), all args may differ from the loaded folder's config.json.
+    # None: all args may differ from the loaded folder's config.json, because model.hf_config is set.
     chosen_args = names_of_choices(config.model.args) if config.model.hf_config is None else None
     checkpointer.chosen_args = chosen_args
     dataset = getattr(engine.dataloader, "dataset", None)

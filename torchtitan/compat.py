@@ -49,7 +49,7 @@ class Batches:
         return input_dict, labels
 
     def next_step(self) -> Step:
-        """Return the next step, which a thread has read ahead."""
+        """Return the next step, which a background thread has read ahead."""
         assert self.steps is not None
         started = time.perf_counter()
         step = self.steps.next_step()

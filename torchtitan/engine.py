@@ -82,7 +82,7 @@ class EngineState(build.EngineParts):
 
     @property
     def loss_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks whose losses add up to the global batch's loss; None if this rank has that loss."""
+        """The ranks whose losses add up to the global batch's loss; None if this rank's loss is that sum."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
 
@@ -107,7 +107,7 @@ class EngineState(build.EngineParts):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the counters; torchtitan 0.2.x saves no weights_version. ValueError for a bad count."""
+        """Restore the counters; weights_version may be missing (0.2.x). ValueError for a bad count."""
         state_dict = {"weights_version": state_dict["step"], **state_dict}
         for name in ("step", "ntokens_seen", "weights_version"):
             count = state_dict[name]
@@ -204,7 +204,7 @@ class EngineState(build.EngineParts):
         """
         step = -1 if path is not None else self.job_config.checkpoint.load_step
         with contextlib.suppress(FloatingPointError, ValueError):
-            # The loaded state replaces the last step's, so its error no longer matters.
+            # Ignore a late error of the last optimizer step, whose result the load replaces.
             self.update.settle()
         loaded_before = self._loaded
         found = self.checkpointer.load(step, path=path, model_only=model_only)
@@ -584,7 +584,7 @@ class TrainingEngine(EngineState):
         """
         self._check_ready("optim_step", "model", "optimizer", "grad")
         self.update.check_arguments(lr, max_norm, denominator)
-        # Not inside `_call`, because all ranks see the same norm and raise together.
+        # Outside `_call`, which reports errors to the other ranks, because here all ranks raise together.
         self.update.settle()
         # A caller that sets `step` does so before this call.
         number = self._steps_done + (self.step == self._loaded[0])

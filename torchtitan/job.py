@@ -66,7 +66,7 @@ def resolve_job(
     check_ranks(job_config, world_size)
     torch_parts.check(job_config, world_size)
     if builds_data:
-        # A builder that wraps another (functools.wraps) is skipped: it has copied the attribute, but may
+        # Skip a builder that wraps another builder (functools.wraps): it has copied the attribute, but may
         # accept other datasets.
         builder, known_datasets = train_spec.build_dataloader_fn, train_spec.registered_datasets
         if known_datasets is None and builder is not None and inspect.unwrap(builder) is builder:

@@ -167,7 +167,7 @@ def _run(config: JobConfig, trainer_class: "Callable[[Any], Trainer] | None") ->
 
 
 def _find_peers(seconds: float, helpers: range = range(0)) -> Peers:
-    """Connect to the other ranks, in each call of `main`; a process may call `main` several times."""
+    """Connect to the other ranks, under a new store prefix because a process may call `main` again."""
     store, rank, world_size = find_peers(timedelta(seconds=seconds))
     store = torch.distributed.PrefixStore(f"torchtitan_main_{next(_mains)}", store)
     return Peers(store, rank, world_size, helpers)

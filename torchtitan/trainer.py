@@ -266,11 +266,11 @@ class Trainer(TrainingEngine):
             self._stop.ask()  # the ranks exchange stop requests during the optimizer step
         result = self.optim_step()
         if self.metrics_processor.should_log(self.step):
-            self.update.settle()  # adds no wait, because logging needs the gradient norm
+            self.update.settle()  # no extra wait: logging waits for the gradient norm
             self._log_step(read, torch.stack(losses).sum(), result)
 
     def _log_step(self, read: Step, loss: torch.Tensor, result: OptimStepResult) -> None:
-        """loss: this rank's sum of losses, divided by the denominator over all ranks."""
+        """Log a step's metrics. loss: this rank's sum of losses / the denominator over all ranks."""
         dims, rows_loss = self.parallel_dims, loss
         if dims.cp_enabled:  # sum the loss of whole rows over the context-parallel ranks
             rows_loss = loss.clone()

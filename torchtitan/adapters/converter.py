@@ -24,7 +24,7 @@ _OUTPUT = "output"  # the output projection gets an adapter only if the config n
 class LoRAConverter(ModelConverter):
     """Freezes the model, turns off routers' load balancing, and adds adapters in `training.dtype`.
 
-    Raises ConfigError for names in `[lora]` that fit no layer, or a layer that cannot have an adapter.
+    Raises ConfigError if a name in `[lora]` fits no layer, or fits a layer that cannot have an adapter.
     """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -74,7 +74,7 @@ class LoRAConverter(ModelConverter):
         """Do nothing after an optimizer step."""
 
     def _targets(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-        """Return layer name -> (module, name of its weight)."""
+        """Return, for each layer that gets an adapter, layer name -> (module, name of the weight)."""
         linears = dict(_linears(model))
         wanted = self.options.names(self.options.target_modules)
         names = [name for name in wanted if name != ALL_LINEAR]

@@ -35,9 +35,9 @@ from torchtitan.numerics.low_rank import LowRank
 from torchtitan.numerics.nf4 import dequantize
 from torchtitan.tools.torch_parts import name_without_wrappers
 
-# A name in the config is one or more adjacent dotted components of a layer's name ("self_attn.q_proj"),
-# in our spelling or PEFT's. Our component -> PEFT's. Several of our components have the same PEFT name if
-# Hugging Face's model joins their weights.
+# The config names a layer by one or more adjacent components of the layer's dotted name
+# ("self_attn.q_proj"), in our spelling or PEFT's. This table maps our component to PEFT's names. Several of
+# our components have the same PEFT name if Hugging Face's model joins their weights.
 _SPELLINGS = {
     ours: names.split(",")
     for ours, names in (
@@ -66,7 +66,7 @@ _LINEAR = "linear_attn"
 
 
 def name_of_layer(model: nn.Module, name: str) -> str:
-    """Return a layer's name for `fits`. Linear attention is named `linear_attn` instead of `attention`."""
+    """Return a layer's name as `fits` takes it, with `linear_attn` for `attention` in linear attention."""
     head, found, tail = f"{name}.".partition(".attention.")
     is_linear = found and hasattr(model.get_submodule(head).attention, "conv_q")
     return f"{head}.{_LINEAR}.{tail}".removesuffix(".") if is_linear else name
@@ -105,7 +105,7 @@ class Adapted(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The adapters of one module. scales: weight name -> scale. dropout: rate of all its adapters."""
+    """The adapters of one module. scales: weight name -> scale. dropout: rate of all these adapters."""
 
     scales: dict[str, float]
     dropout: float
@@ -123,7 +123,7 @@ def add_adapter(
     if not hasattr(module, "lora"):
         module.lora, module.lora_is_on = Adapters({}, dropout), True
         module.lora_n_off = 0  # number of open `adapters_off` contexts
-        module.lora_stacked = None  # replaces the adapter under `multi_lora`
+        module.lora_stacked = None  # a `multi_lora.Stacked` to use in place of the adapter
         if isinstance(module, GroupedExperts):
             module.__class__ = AdaptedExperts
             del module._feed_forward  # the attribute would hide the new class's method
@@ -159,14 +159,14 @@ def _low_rank(module: nn.Module, x: Tensor) -> LowRank | None:
 
 
 class AdaptedExperts(GroupedExperts):
-    """`GroupedExperts` with one adapter for each expert, computed like the experts' products."""
+    """`GroupedExperts` with one adapter per expert, applied by the same matmul function as the weights."""
 
     lora: Adapters
     lora_is_on: bool
     lora_stacked: Any
 
     def groups(self, selected: Tensor) -> tuple[Tensor, int]:
-        """Under multi-LoRA, give each pair of expert and model its own group of tokens."""
+        """Return the groups as the base class does; under multi-LoRA, each expert has one group per model."""
         if self.lora_stacked is None or not self.lora_is_on:
             return super().groups(selected)
         models, n_models = self.lora_stacked.models_of_tokens(len(selected))
@@ -186,7 +186,7 @@ class AdaptedExperts(GroupedExperts):
     def _feed_forward(
         self, linear: Any, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *pairs: Tensor
     ) -> Tensor:
-        """pairs: A, B of each adapted weight in turn; empty while adapters are off."""
+        """Return the experts' output. pairs: A, B of each adapted weight; empty while adapters are off."""
         scales, dropout = self.lora
         pair_of = dict(zip(scales, zip(pairs[::2], pairs[1::2], strict=True), strict=False))
 

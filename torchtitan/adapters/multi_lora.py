@@ -105,7 +105,7 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
     own = tuple(slice(part.start - begin, part.stop - begin) for part, begin in of_whole)
     axes = list(enumerate(zip(placements, is_split, strict=True)))
     shards = [mesh.get_group(i) for i, (p, split) in axes if not split and not p.is_replicate()]
-    # TP or EP axes along which this matrix is replicated; their ranks have partial gradients.
+    # TP or EP axes along which this matrix is replicated; the ranks of such an axis have partial gradients.
     copies = [mesh.get_group(i) for i, (p, split) in axes if split and p.is_replicate()]
     if "ep" in names:  # an expert's gradient already contains the tokens of all EP ranks
         others = [mesh.get_group(i) for i, split in enumerate(is_split) if not split]
@@ -113,7 +113,7 @@ def _matrix(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> _M
 
 
 class MultiLoRA:
-    """Runs passes in which each row uses the adapters of its model.
+    """Runs forward and backward passes in which each batch row uses the adapters of its model.
 
     parts: the sharded model. group: the ranks that share a step's rows and tokens (DP and CP); gradients
     are summed over it. has_ddp: the parts are DDP replicas, whose gradients are scaled for DDP's averaging.
@@ -145,10 +145,10 @@ class MultiLoRA:
     def adapters(
         self, weights: Sequence[Mapping[str, Tensor]], trains: bool = True
     ) -> Iterator[list[dict[str, Tensor]]]:
-        """A context for microbatches with these models' adapters; see `set_rows`. Collective.
+        """A context in which microbatches use the adapters of several models; see `set_rows`. Collective.
 
-        weights: for each model, name -> this rank's shard of its A and B. Yields an empty list. If `trains`,
-        the list is filled at the end of the context with each model's gradients, laid out like the parameters.
+        weights: for each model, name -> this rank's shard of that A or B. Yields an empty list. If `trains`,
+        the end of the context appends each model's gradients: name -> gradient, sharded like the parameter.
         """
         gradients: list[dict[str, Tensor]] = []
         if not self._matrices:  # this pipeline stage has no adapters

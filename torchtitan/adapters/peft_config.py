@@ -21,8 +21,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # Initialisations that don't change the base. All others subtract the initial adapter from the base.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-# Fields that are read here, fields whose content the tensor names also tell, and fields without effect on
-# trained adapters.
+# Fields that are read here, fields that also follow from the names of the tensors, and fields without effect
+# on trained adapters.
 _OTHER_FIELDS = set(
     "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules target_parameters "
     "exclude_modules layers_to_transform layers_pattern modules_to_save bias ensure_weight_tying "
@@ -39,13 +39,13 @@ _TYPES = {
     "target_modules": list[str] | str,
     "target_parameters": list[str],
 }
-# Fused parameter of experts in transformers 5 -> the layers of each expert that it holds.
+# Fused parameter of experts in transformers 5 -> the layers of each expert that the parameter joins.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")  # the name of an expert's layer
 
 
 class PeftOptions(NamedTuple):
-    """base_model: name or folder of the base model. rank: rows of A from this index on are zero."""
+    """base_model: name or folder of the base model. rank: write only this many rows of A; the rest are 0."""
 
     base_model: str | None
     dropout: float
@@ -67,7 +67,7 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
-    layers: HF layers with an adapter. known: HF names of all matrices. trained_whole: HF names of
+    layers: HF layer -> its adapter. known: HF names of all matrices. trained_whole: HF names of
     parameters that train whole.
     `peft` for transformers 5 joins experts' gate_proj and up_proj, with twice `r` and `lora_alpha`
     unless the patterns name the joined parameter. In a model with experts, `peft` treats every layer
@@ -95,7 +95,7 @@ def config_of(
     targets |= {name for name in as_modules if end(name) in left_out}
 
     def patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
-        """Return regular expression of a layer's name -> value, for values other than the default."""
+        """Return {regex of a layer's name: value} for the layers whose value is not the default."""
         found = {}
         for name in sorted(layers):
             if values[name] != default:
@@ -193,7 +193,7 @@ def other_scales(
 ) -> Iterable[str]:
     """Yield a message for each layer whose rank or scale in the config differs from the model's.
 
-    fused: the layers of experts that the files of `peft` for transformers 5 hold in one parameter.
+    fused: experts' layers whose adapters the file has in the fused format of `peft` for transformers 5.
     """
     parameter_of = {part: name for name, parts in EXPERTS.items() for part in parts}
     names = [

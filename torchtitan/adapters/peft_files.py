@@ -5,9 +5,9 @@ base_model.model.M.lora_A.weight and base_model.model.M.lora_B.weight, and a tra
 base_model.model.M.base_layer.bias. Other parameters that train whole are stored as
 base_model.model.<name>. Rows of B have the order of the rows of Hugging Face's weight. Files have one
 layer per expert; `_fused_experts` also reads the fused experts of `peft` for transformers 5. That
-release converts files with one layer per expert to its fused format; `config_of` writes what it needs.
+release converts files with one layer per expert to its fused format, using what `config_of` writes.
 
-If M joins the rows of several of our weights, its A stacks the A's of these weights, and its B is
+If M joins the rows of several of our weights, the A of M stacks the A's of these weights, and the B is
 block-diagonal: [B1 0; 0 B2] [A1; A2]. In adapters that `peft` trained, the joined weights share one A, and
 each of our weights gets a copy of it.
 """
@@ -63,7 +63,7 @@ class _Target(NamedTuple):
     """Layers of Hugging Face's model with the adapters of our weights.
 
     layers: one layer, or one per expert. weights: our weights whose rows the layer joins, usually one.
-    adapted: their adapters, in the order of `weights`.
+    adapted: the adapters of those weights that have one, in the order of `weights`.
     """
 
     layers: list[str]
@@ -88,7 +88,7 @@ def save_peft(
     entries: the state dict of this rank's parts. trained: names of all trained parameters. Raises
     ValueError for an adapter of a weight that Hugging Face does not store as a linear layer.
     """
-    adapter = copy.copy(adapter)  # copy, because a conversion changes the adapter's state
+    adapter = copy.copy(adapter)  # a conversion changes the state-dict adapter
     adapted = list(adapted_weights(parts))
     in_adapters = adapter_names(adapted)
     whole = [name for name in trained if name not in in_adapters]
@@ -145,7 +145,7 @@ def _tensors_of(
     adapter: BaseStateDictAdapter,
     rank: int | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layer], dict[str, str]]:
-    """Return key in the file -> tensor, HF layer -> its adapter, and HF name -> key of whole-trained parameters.
+    """Return {key in the file: tensor}, {HF layer: its adapter} and, for `whole`, {HF name: key in the file}.
 
     whole: our names of the parameters that train whole. entries: may be on the meta device if only shapes are
     wanted. rank: see `PeftOptions`.
@@ -354,7 +354,7 @@ def _matching(
 ) -> dict[str, _Stored]:
     """Return key -> matrix in the file. Collective.
 
-    Raises ValueError if keys or shapes differ from `wanted` of all ranks, or ranks and scales from `layers`.
+    ValueError if keys or shapes differ from all ranks' `wanted`, or LoRA ranks or scales from `layers`.
     """
     all_wanted = {key: shape for part in all_ranks(wanted) for key, shape in part.items()}
     of_experts = _fused_experts(stored, all_wanted, config.get("target_parameters") or ())

@@ -1,1 +1,1 @@
-"""Batches of packed documents: boundaries, policy, context-parallel shards, dummies."""
+"""Batches of packed documents: boundaries, attention masks, context-parallel shards, dummy microbatches."""

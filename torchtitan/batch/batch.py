@@ -180,7 +180,7 @@ class TokenBatch:
         num_rows = len(self.tokens)
         if n_rows >= num_rows:
             return [self]
-        # Every field of the dataclass has one entry per row.
+        # Tensors and lists in the dataclass's own fields have one entry per row.
         own = {field.name for field in dataclasses.fields(self)}
         of_rows = own | {k for k, x in self.entries.items() if _has_rows(k, x, num_rows, n_rows)}
 
@@ -239,7 +239,7 @@ def tensor_to(x: Any, device: torch.device) -> Any:
 def _has_rows(key: str, value: Any, num_rows: int, n_rows: int) -> bool:
     """True if an entry is split by rows, False if all rows share it; ValueError if neither is possible."""
     if isinstance(value, Tensor):
-        # 1-D cumulative lengths [n + 1] span all rows laid end to end.
+        # 1-D cumulative lengths [n + 1] span the concatenated rows.
         if value.dim() >= (2 if key == "cu_seqlens" else 1) and len(value) == num_rows:
             return True
         # All rows may share a tensor of one row, unless it holds lengths.

@@ -162,7 +162,7 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
     document_ids: [B, T]. parent_ids: [B, T], the id of the parent of each token's document, -1 for none:
     ids [0 0 1 2 2], parents [-1 -1 0 0 0] -> [0 1 2 2 3].
     Waits for the device if the host has no copy. Raises ValueError unless a parent is the document just
-    before, or an ancestor of that document: a tree's documents must follow one another without a gap.
+    before, or an ancestor of that document: a tree's documents must be contiguous.
     """
     ids, parents = fetch(document_ids), fetch(parent_ids)
     is_token, seq_len = ids != PADDING, ids.shape[1]
@@ -179,7 +179,7 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
         )
     firsts = firsts + torch.arange(len(ids), device="cpu")[:, None] * seq_len
     documents, lengths = firsts[is_token].unique_consecutive(return_counts=True)
-    # (id, tokens on the branch up to its end) of the last document and of its ancestors.
+    # The last document and its ancestors: (document's id, branch length up to the document's end).
     branch: list[tuple[int, int]] = []
     bases, last_end = [], -1
     of_documents = (x.flatten()[documents].tolist() for x in (ids, parents))
@@ -207,9 +207,9 @@ def branch_depths(document_ids: Tensor, parent_ids: Tensor) -> Tensor | None:
 def follow_branches(depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (ends [B, T], begins [B, T], paths [n]) of the result of `branch_depths`, on the host.
 
-    ends: for each token, the last column that sees it. paths: column indices, branch after branch; a token
-    sees the columns paths[begins : begins + depth + 1], the last of which is its own. A padding token
-    sees only itself.
+    ends: for each token, the last column whose token sees it. paths: column indices, branch after branch; a
+    token sees the columns paths[begins : begins + depth + 1], the last of which is the token's own. A padding
+    token sees only itself.
     """
     n_rows, seq_len = depths.shape
     ends, begins = (torch.empty((n_rows, seq_len), dtype=torch.int32) for _ in range(2))
@@ -219,7 +219,7 @@ def follow_branches(depths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         branch = torch.empty(seq_len, dtype=torch.int32)  # columns of the current branch
         length = 0
         is_padding = of_row < 0
-        # A stretch is padding, or a part of one branch without a gap.
+        # A stretch is padding, or a contiguous part of one branch.
         begins_stretch = (of_row[1:] != of_row[:-1] + 1) | is_padding[:-1]
         begins_stretch &= ~(is_padding[1:] & is_padding[:-1])
         bounds = [0, *(begins_stretch.nonzero().flatten() + 1).tolist(), seq_len]
@@ -251,7 +251,7 @@ def ids_of_branches(depths: Tensor) -> tuple[Tensor, Tensor]:
     begins_branch = has_parent & (before != columns - 1)
     is_first = is_token & (~has_parent | begins_branch)
     rows, _ = begins_branch.nonzero(as_tuple=True)
-    is_first[rows, before[begins_branch] + 1] = True  # a branch ends its parent's document
+    is_first[rows, before[begins_branch] + 1] = True  # a document ends where a branch leaves it
     ids = (is_first.cumsum(dim=1) - 1).masked_fill(~is_token, PADDING)
     first = torch.where(is_first, columns, 0).cummax(dim=1).values.long()
     parents = ids.gather(1, before.clamp(min=0)).masked_fill(before < 0, PADDING)
@@ -279,7 +279,7 @@ def _read(batch: Mapping[str, Any], source: str) -> Tensor:
         return per_token(batch, source).to(torch.int32)
     if source == "positions":
         return document_ids_from_positions(per_token(batch, source))
-    # 1-D cumulative lengths span all rows, laid end to end.
+    # 1-D cumulative lengths span the concatenated rows.
     if values.dim() == 1 and source == "cu_seqlens":
         ids = document_ids_from_cu_seqlens(values[None], n_rows * seq_len)
         return ids.view(n_rows, seq_len)
@@ -309,8 +309,8 @@ def boundaries_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, token: int | None) -> Tensor:
     """Return the document ids [B, T] int32 of a batch, from one source of boundaries.
 
-    Explicit boundaries are used first (`document_ids`, then `seq_lens`, then `cu_seqlens`). Without any,
-    the source is that of the mask type, and end-of-text tokens if it has none. token: its `boundary_token`.
+    Explicit boundaries are used first (`document_ids`, then `seq_lens`, then `cu_seqlens`), then the
+    mask type's source, or end-of-text tokens if the mask type has no source. token: see `boundary_token`.
 
     Warns once per engine if the batch has a second source, and once if the two sources disagree, with
     the first token where they differ. Positions and end-of-text tokens have other uses: as a second
@@ -352,7 +352,7 @@ _READINGS = ("continues a document", "begins a document", "is padding")
 
 
 def _read_end_of_text(tokens: Tensor, eos_id: int, document_ids: Tensor) -> Tensor:
-    """Return ids [B, T] from end-of-text tokens; rows without this token keep `document_ids`."""
+    """Return document ids [B, T] from end-of-text tokens; rows without this token keep `document_ids`."""
     ids = document_ids_from_token(tokens, eos_id).masked_fill(document_ids == PADDING, PADDING)
     return torch.where((tokens == eos_id).any(dim=1, keepdim=True), ids, document_ids)
 
@@ -374,7 +374,7 @@ def _warn_of_second_source(
         return
     theirs = read_other()
     columns = torch.arange(document_ids.shape[1], device=document_ids.device)
-    # Compare readings (indices into `_READINGS`), because sources may number documents differently.
+    # Compare what each token is (an index into `_READINGS`): sources may number documents differently.
     readings = [
         (document_starts(ids) == columns).long().masked_fill(ids == PADDING, 2)
         for ids in (document_ids, theirs)

@@ -27,8 +27,8 @@ def num_dummies(
     """Return a function that returns how many dummies this rank needs.
 
     n: this rank's number of microbatches. group: the ranks that need equal numbers (collective), or
-    None for no dummies. The returned function waits for the device's work from before this call, so
-    queue the rank's own microbatches before calling the function.
+    None for no dummies. The returned function waits until the device has done the all-reduce:
+    queue the rank's own microbatches before calling it, so that the device stays busy.
     """
     if group is None:
         return lambda: 0

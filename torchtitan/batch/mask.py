@@ -69,7 +69,7 @@ class DocumentMask:
 
     @classmethod
     def from_mask(cls, mask: Any) -> "DocumentMask":
-        """Return the DocumentMask of a `lowered` mask or None (plain causal)."""
+        """Return the DocumentMask of a `lowered` mask, or of None, which means plain causal."""
         if isinstance(mask, cls):
             return mask
         if isinstance(mask, VarlenMetadata | NeededKeys):
@@ -143,7 +143,7 @@ class DocumentMask:
     # ---- for kernels ----
 
     def lower(self, attn_type: str) -> "DocumentMask":
-        """Return the mask with the kernel's form in `lowered`. "varlen" may wait, see `with_lengths`."""
+        """Return the mask with the kernel's form in `lowered`. "varlen" may wait for the device."""
         if self.lowered is not None or self.starts is None:
             return self
         if attn_type == "varlen":
@@ -213,7 +213,7 @@ class DocumentMask:
             is_full[:, -1] = False
 
         def listed(blocks: Tensor) -> list[Tensor]:
-            """Return (n [rows, 1, query blocks], order): the first n key blocks in `order` are a query block's own."""
+            """Return (n [rows, 1, query blocks], order): `order[:n]` are a query block's key blocks."""
             in_order = (~blocks).to(torch.uint8).argsort(dim=-1, stable=True)
             for_all_heads = (blocks.sum(dim=-1), in_order)
             return [x.unsqueeze(1).to(torch.int32).contiguous() for x in for_all_heads]

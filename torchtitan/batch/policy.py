@@ -123,8 +123,8 @@ class DocumentPolicy:
     def mask_labels(self, batch: Batch | TokenBatch, labels: Tensor) -> Tensor:
         """Return the labels [B, T], IGNORE_INDEX where the next token belongs to another document.
 
-        Labels of padding are ignored, too. A row's last label is ignored only if the row's last token
-        is padding or, by the mask type's token, the last of its document, because the next row is unknown.
+        Labels of padding are ignored, too. The token after a row is unknown, so a row's last label is
+        ignored only if the last token is padding, or the boundary token shows that a document ends there.
         Labels are unchanged without `mask_boundary_loss`, and if the batch has its own attention masks.
         """
         batch = self.token_batch(batch, labels)
@@ -137,7 +137,7 @@ class DocumentPolicy:
             is_next = batch.depths[:, 1:] == batch.depths[:, :-1] + 1
             ends[:, :-1] &= ~is_next | (batch.depths[:, :-1] < 0)
         has_explicit = any(batch.entries.get(key) is not None for key in BOUNDARY_KEYS)
-        # In the data loader's rows, which have sample_ids, the token closes a document in any case.
+        # Explicit boundaries overrule the boundary token, except in the data loader's rows (with sample_ids).
         reads_token = batch.sample_ids is not None or not has_explicit
         token = self.boundary_token
         if reads_token and token is not None and not reads_positions(self.attn_mask_type):

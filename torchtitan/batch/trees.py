@@ -145,8 +145,8 @@ class TreeBatch:
     def of_sequences(self, values: Tensor) -> list[Tensor]:
         """Split outputs [B, T, ...] by sequence, [n, ...] each; values of shared slots are repeated.
 
-        Slot t of a sequence predicts its token t + 1. Log-probs of slots outside the
-        continuation are 0, or another sequence's, so read them with the sequence's own mask.
+        Slot t of a sequence predicts its token t + 1. Outside the sequence's continuation, log-probs are 0
+        or belong to a continuation of another sequence: mask them.
         """
         return [values[row, columns.to(values.device)] for row, columns in self.places]
 

@@ -136,7 +136,7 @@ class IsolationProbe:
         starts: Tensor,
         depths: Tensor | None,
     ) -> tuple[int, int] | None:
-        """Return (row, column), equal on all ranks with this batch; None if no token can be replaced."""
+        """Return (row, column) of the token to replace, or None; equal on all ranks with this batch."""
         usable = document_ids != PADDING
         if self.policy.boundary_token is not None:
             usable &= tokens != self.policy.boundary_token

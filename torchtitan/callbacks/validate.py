@@ -51,7 +51,7 @@ class Validator(BaseValidator):
     """
 
     validation_dataloader: BaseDataLoader
-    objective = Objective()  # the trainer sets its own objective
+    objective = Objective()  # the trainer replaces this
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Validator(BaseValidator):
             self.metrics_processor.log_validation(loss=loss_sum / denominator, step=step, **extra)
 
     def _batches(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Yield equally many batches on every rank. A rank without data repeats its last batch, unlabelled."""
+        """Yield the same number of batches on every rank. Ranks without data repeat a batch, unlabelled."""
         # Every validation starts at the same position, so losses are comparable, also after resuming.
         if self._start_of_data is None:
             self._start_of_data = self.validation_dataloader.state_dict()

@@ -128,10 +128,10 @@ def replacing(folder: str, overwrite: bool, sources: Iterable[str]) -> Generator
     """Yield a new folder to write to. It replaces `folder` once the block has ended without error.
 
     overwrite: allow `folder` to hold files. Its weights are replaced, its other files are copied.
-    sources: folders that the block reads; `folder` must be neither inside nor around any of them.
+    sources: folders that the block reads; `folder` must neither contain one of them nor be inside one.
     If the block fails, `folder` stays as it was. Log lines of the block name `folder`, not the new folder.
-    If `folder` is an address, the new folder is uploaded; it replaces all weights, and files of the same
-    names. Raises ValueError or OSError.
+    If `folder` is an address, the new folder is uploaded there, and replaces all weights and files of the
+    same names. Raises ValueError or OSError.
     """
     where = storage.resolved(folder)
     for source in map(storage.resolved, sources):

@@ -99,7 +99,7 @@ class _TensorProperties(torch_metadata.TensorProperties):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[: len(dataclasses.fields(self))])
-        self.__class__ = torch_metadata.TensorProperties  # torch compares the class with its own
+        self.__class__ = torch_metadata.TensorProperties  # `==` requires equal classes
 
 
 # The classes and functions that the pickle `.metadata` may name.
@@ -243,7 +243,7 @@ def _numbers_in(entry: IO[bytes], n_bytes: int, target: torch.Tensor | None) -> 
             pickles.append(entry.read(record.file_size))
     if any(b"\nbytearray\n" in pickled for pickled in pickles):
         raise ValueError(refusal("bytearray"))
-    folder = records[0].filename.partition("/")[0]  # torch also takes the first record's folder
+    folder = records[0].filename.partition("/")[0]  # like torch, use the first record's folder
     found = {record.filename.removeprefix(f"{folder}/"): record for record in records}
     numbers, byte_order = found.get("data/0"), found.get("byteorder")
     if type(target) is not torch.Tensor or not target.is_cpu or not numbers or len(pickles) != 1:

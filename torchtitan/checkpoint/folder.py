@@ -69,8 +69,8 @@ WEIGHT_FILES = (
     "*.safetensors",
 )
 GIB = 1024**3
-_ALGORITHMS = {32: xxhash.xxh3_128, 64: "sha256"}  # hexadecimal digits of a hash -> algorithm
-_BYTES_FOR_TWO_FILES = 2**25  # write one file if either of two would be smaller
+_ALGORITHMS = {32: xxhash.xxh3_128, 64: "sha256"}  # length of a hash in hex digits -> algorithm
+_BYTES_FOR_TWO_FILES = 2**25  # write two files only if each has at least this size
 _BUFFER = 2**20
 
 
@@ -83,7 +83,7 @@ class Contents(Enum):
 
 
 class StepFolder(NamedTuple):
-    """is_base: this step is the base model of LoRA adapters; see `mark_base`."""
+    """The folder of a step. is_base: the step is the base model of LoRA adapters; see `mark_base`."""
 
     step: int
     path: str
@@ -96,7 +96,7 @@ class StepFolder(NamedTuple):
 
 
 def contents_of(folder: str, names: Collection[str] | None = None) -> Contents:
-    """Return what `folder` holds. names: names of its files; None looks them up."""
+    """Return the kind of checkpoint in `folder`. names: the file names in it; None lists the folder."""
     for name, contents in (
         (UNFINISHED_MARKER, Contents.UNFINISHED),
         (DCP_METADATA, Contents.DCP),
@@ -144,7 +144,7 @@ def list_steps(folder: str) -> list[StepFolder]:
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         match = re.fullmatch(r"step-(\d+)", entry.name)
         if match and entry.is_dir():
-            with suppress(FileNotFoundError):  # another rank has just removed it
+            with suppress(FileNotFoundError):  # another rank may have just removed the folder
                 # A process may have been killed after creating the folder, before writing the marker.
                 is_empty = not os.listdir(entry.path)
                 contents = Contents.UNFINISHED if is_empty else contents_of(entry.path)
@@ -183,7 +183,7 @@ def mark_base(folder: str) -> None:
 def start_writing(folder: str) -> None:
     """Create `folder`, mark it unfinished, and remove the files of an older checkpoint in it."""
     mark_unfinished(folder)
-    _remove_weights(folder)  # else a later load could use the older `.metadata` with new files
+    _remove_weights(folder)  # a later load must not use an old `.metadata` with new files
 
 
 def remove_failed_save(folder: str) -> None:
@@ -218,7 +218,7 @@ def finish_writing(folder: str, hashes: dict[str, str]) -> None:
 def remove_folder(folder: str) -> None:
     mark_unfinished(folder)
     if storage.is_address(folder):
-        # Delete the hash file by name, because a listing may lack it; without it the step is unfinished.
+        # A step without hash file is unfinished. Delete hash files by name, because a listing may lack them.
         listed = storage.find(folder).keys() - {*HASHES_FILES, UNFINISHED_MARKER}
         for name in (*HASHES_FILES, *listed, UNFINISHED_MARKER):
             storage.delete(storage.join(folder, name))
@@ -441,7 +441,7 @@ class HashingWriter(FileSystemWriter):
         pickled: dict[str, Any] = {}
 
         def resolve(item: WriteItem) -> Any:
-            """Pickle equal values once: an optimizer has a dozen settings for each parameter."""
+            """Return the item's data. Equal plain values, such as optimizer settings, are pickled once."""
             if item.type != WriteItemType.BYTE_IO or not is_plain(value := find(item.index)):
                 return planner.resolve_data(item)
             if (key := repr(value)) not in pickled:
@@ -468,7 +468,7 @@ class HashingWriter(FileSystemWriter):
 
         find, parts = planner.lookup_object, _in_two_files(plan.items)
         devices = {find(item.index).device for item in plan.items if item.tensor_data is not None}
-        for device in devices - {torch.device("cpu")}:  # the writing threads use other streams
+        for device in devices - {torch.device("cpu")}:  # because writing threads use other streams
             torch.accelerator.synchronize(device)
         has_crc32 = torch.serialization.get_crc32_options()
         try:

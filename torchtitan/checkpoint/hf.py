@@ -1,6 +1,6 @@
 """Weights in Hugging Face files: safetensors, with an index that names the file of each tensor.
 
-A model is read and written part by part, because converting a part needs memory for its copies.
+A model is read and written in parts, which bounds the memory for converted copies of tensors.
 """
 
 import io
@@ -154,14 +154,14 @@ def _open_reader(
         ) from error
     if not from_quantized:  # tensors to dequantize may be stored in another shape
         dcp.check_chunks(metadata, path)
-    reader.read_metadata = lambda *args, **kwargs: metadata  # else DCP reads it again for each part
+    reader.read_metadata = lambda *args, **kwargs: metadata  # cached: DCP reads it for each part
     return reader
 
 
 def _remedy(
     saved: Iterable[str], missing_files: list[str], difference: dict[str, Any] | None
 ) -> str:
-    """Return advice for weights that do not fit; "" for default advice. difference: see `differences_from_config`."""
+    """Return advice for weights that do not fit, or "". difference: see `differences_from_config`."""
     if missing_files:
         return f"{HF_INDEX} names files that are missing: {shorten(missing_files)}; fetch them"
     if are_quantized(saved):
@@ -298,7 +298,7 @@ def save_to_hf(
     """
     adapter = adapter.for_export(untrained.all_names if untrained else ())
     has_name = {name for names in adapter.groups_of(state_dict) for name in names}
-    unnamed = {  # a bias of zeros has no effect
+    unnamed = {  # skips a bias of zeros, which has no effect
         name
         for name, tensor in state_dict.items()
         if name not in has_name and name.endswith(".expert_bias") and local_tensor(tensor).any()
@@ -464,7 +464,7 @@ def _write_weights(
 
 
 def _device_of(tensor: torch.Tensor) -> str:
-    """Return the type of the device on which ranks exchange the tensor."""
+    """Return the device type on which the tensor is sent and received."""
     return tensor.device_mesh.device_type if is_dtensor(tensor) else tensor.device.type
 
 

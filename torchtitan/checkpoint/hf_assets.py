@@ -1,7 +1,7 @@
 """The files of a Hugging Face folder: weight files, and the other files that `transformers` needs.
 
-`checkpoint.untrained_weights` decides whether an export keeps parts of a model that no family here
-trains, such as vision towers.
+`checkpoint.untrained_weights` decides whether an export keeps parts of the loaded model that this
+package cannot train, such as a vision tower.
 """
 
 import json
@@ -47,7 +47,7 @@ _TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
     "vocab.txt merges.txt tokenizer.model chat_template.jinja chat_template.json"
 ).split()
-NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates beside the default one
+NAMED_TEMPLATES = "additional_chat_templates"  # folder of further chat templates
 _CLASS = "PreTrainedTokenizerFast"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -272,7 +272,7 @@ def _config(model_args: Any, folders: list[Path], has_untrained_parts: bool) -> 
 
 
 def _with_token_ids(content: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return `token_ids`, plus the end-of-text ids that the file's `content` lists."""
+    """Return `token_ids`, plus the end-of-text ids in `content`, a parsed JSON file."""
     end, ends = token_ids.get("eos_token_id"), content.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [ends]
     if end is None or ends is None:

@@ -242,7 +242,7 @@ class CheckpointManager:
             def begin() -> None:
                 if address:
                     storage.check_writable(address)
-                mark_unfinished(folder, KEPT_MARKER)  # first: the save may be killed
+                mark_unfinished(folder, KEPT_MARKER)  # before any file: the save may be killed
 
             what = f"The checkpoint {address or folder} could not be written"
             with self._saver.one_error(what, folder, self.folder):
@@ -342,7 +342,7 @@ class CheckpointManager:
     def _base_of_untrained(self) -> str:
         """Return a local folder with the base model, from which an export copies untrained parts. Collective.
 
-        A base at an address is downloaded in the first call, by `load`. Raises RunError if that fails.
+        The first call, made by `load`, downloads a base at an address. Raises RunError if that fails.
         """
         base = self.initial_load_in_hf and self.initial_load_path or ""
         base = base or getattr(self.sd_adapter, "hf_assets_path", None) or ""
@@ -447,7 +447,7 @@ class CheckpointManager:
             self._load_first_adapters()
             return False
         if self.untrained_weights == "copy" and not self.load_only:
-            self._base_of_untrained()  # download now, so no rank waits for it during an export
+            self._base_of_untrained()  # download now, so that exports need not wait
         is_initial = path is None and facts.step < 0
         if facts.is_hf and not model_only and not is_initial:
             logger.warning(
@@ -536,7 +536,7 @@ class CheckpointManager:
         is_quantized = self.initial_load_in_hf_quantized and facts.step < 0
         self.dcp_load(states, path, facts.is_hf, facts.is_hf and is_quantized)
         for name, state in others.items():
-            if states.get(name, state) is not state:  # `fit_to_checkpoint` returned its contents
+            if states.get(name, state) is not state:  # DCP filled a dict of the state's contents
                 state.load_state_dict(states[name])
         GarbageCollection.collect("after loading a checkpoint")
         logger.info(f"Loaded {path} in {time.monotonic() - start:.2f} s")

@@ -64,7 +64,7 @@ _BY_CONTENT = (
     "validation.dataset_path",
     *_settings("rl.task", "path eval_path chat_template"),
 )
-_CONTENT = "content of "  # prefix of entries with the digest of the files that a setting names
+_CONTENT = "content of "  # prefix + setting -> digest of the setting's files
 _GLOBAL_BATCH_SIZE = "global batch size"
 _OPTIMIZER = "optimizer.name"
 _PATTERNS = "patterns of optimizer.groups"
@@ -79,7 +79,7 @@ def record_of(
     model_args: Any = None,
     sources: Sequence[Source] = (),
 ) -> dict[str, Any]:
-    """Return the settings that a run resuming from this run's checkpoints compares with its own.
+    """Return the settings to save in this run's checkpoints, and to compare when a run resumes.
 
     sources: sources of the training data. Raises ConfigError for an unknown name in checkpoint.allow_changed.
     """
@@ -109,7 +109,7 @@ def record_of(
     record[_PATTERNS] = json.dumps([table.pattern for table in config.optimizer.groups])
     record[_GLOBAL_BATCH_SIZE] = global_batch_size
     if num_documents is not None:
-        record["number of documents"] = num_documents  # ranks compare it, a resume does not
+        record["number of documents"] = num_documents  # compared between ranks, not on resume
     return record
 
 

@@ -103,7 +103,7 @@ class Saver:
         if mode == AsyncMode.ASYNC_WITH_PINNED_MEM and self.stager is None:
             try:
                 self.stager = make_stager(StagingOptions(True, True, True, True))
-            except AssertionError as error:  # torch raises it if there is no accelerator
+            except AssertionError as error:  # torch's error if there is no accelerator
                 mode = AsyncMode.ASYNC
                 logger.warning(
                     "checkpoint.async_mode is async_with_pinned_mem, but memory cannot be pinned "
@@ -124,7 +124,7 @@ class Saver:
     ) -> None:
         """Keep the future of a background save; log when the files are written.
 
-        result: what `save` returned; None if the files are written. then: called afterwards, in a thread.
+        result: what `save` returned; None if already written. then: called afterwards, in a thread.
         """
         self.folder, name, start = folder, self.name_of(folder), time.monotonic()
         if isinstance(result, AsyncSaveResponse):
@@ -149,7 +149,7 @@ class Saver:
                     extra=event("background save", seconds=seconds, path=name),
                 )
 
-        if isinstance(result, Future):  # the tests of 0.2.x pass other objects
+        if isinstance(result, Future):  # not a Future in the tests of torchtitan 0.2.x
             result.add_done_callback(report)
 
     def wait_for_staging(self) -> None:
@@ -206,7 +206,7 @@ class Saver:
         self.host_copies = HostCopies()
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
-            with suppress(ValueError):  # the group was destroyed with its default group
+            with suppress(ValueError):  # already destroyed with the default group
                 dist.destroy_process_group(group)
 
 

@@ -258,7 +258,7 @@ def _read(path: str, verify: bool = False, step: int = -1, in_hf: bool = False) 
     if is_address and step >= 0 and hashes_file_in(path) is None:
         return facts._replace(
             damage=f"it has no {HASHES_FILE}"
-        )  # an outdated listing may still show the file
+        )  # an outdated listing may still show the hash file
     try:
         if verify or facts.contents == Contents.DAMAGED:
             facts = facts._replace(hashes=recorded_hashes(path))

@@ -226,7 +226,7 @@ class UserState(Stateful):
             state.load_state_dict(read_plain(state_dict[name], f"the saved state {name!r}"))
 
 
-def _pickled(name: str, state: Any) -> bytes:  # raises ValueError if a load would refuse it
+def _pickled(name: str, state: Any) -> bytes:  # ValueError if a load would refuse the pickle
     content = torch_parts.pytree.tree_map_only(
         torch.Tensor, lambda x: x.detach().cpu(), state.state_dict()
     )

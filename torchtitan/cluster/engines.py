@@ -65,8 +65,8 @@ class ClusterJob:
     ) -> str:
         """Return the shell command of one node: a torchrun agent that starts and restarts the node's ranks.
 
-        endpoint: host:port where the agents meet. is_host: a shell expression that is "1" on this host and "0"
-            on other nodes. "": torchrun compares the host with the node's own names and addresses.
+        endpoint: host:port where the agents meet. is_host: a shell expression, "1" on that host
+            and "0" on other nodes; if empty, torchrun compares the host with the node's names and addresses.
         nodes: replaces the number of nodes.
         """
         low, high = self.min_nodes, self.max_nodes

@@ -27,7 +27,7 @@ def train_rank(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Train. Exit code 2 for a config that cannot run."""
+    """Check the config and train on Ray's workers. Exits with code 2 if the config cannot run."""
     parser = argparse.ArgumentParser("torchtitan.cluster.ray", allow_abbrev=False)
     for option in ("--nodes", "--gpus", "--cpus", "--max-restarts"):  # GPUs per node, CPUs per rank
         parser.add_argument(option, type=int, required=True)

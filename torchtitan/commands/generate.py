@@ -108,7 +108,7 @@ def _answer(
     draw: Callable[[list[int]], Iterator[list[int]]],
     shows: bool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return (continuations, counts and times). shows: print the texts, the first text token by token."""
+    """Return (continuations, counts and times). shows: print the texts, the first while it is generated."""
     begins = getattr(tokenizer, "begins_documents", True)
     ids = tokenizer.encode(prompt, add_bos=begins, add_eos=False)
     if not ids:

@@ -56,7 +56,7 @@ _REMEDIES = {
 
 
 def main() -> None:
-    """Make all checks, and end this process at once: torch would wait for a rank that hangs."""
+    """Make all checks; exit with `os._exit`, because at a normal exit torch waits for ranks that hang."""
     config, code = parse_args_or_exit(), 1
     init_logger()
     try:
@@ -86,7 +86,7 @@ def run(config: JobConfig) -> bool:
     faulthandler.dump_traceback_later(SECONDS_IN_ALL, exit=True)
     try:
         init_distributed(comm, enable_cpu_backend=True)
-        # `Checks.pairs` has a group of its own, because ranks run different numbers of sends.
+        # The watch for late ranks skips this group, in which ranks run different numbers of sends.
         progress.pipeline = dist.new_group()
         has_failed = Checks(config, progress.pipeline).run()
         dist.destroy_process_group()
@@ -198,7 +198,7 @@ class Checks:
         return {"s from rank 0's": abs(own)}
 
     def pairs(self) -> dict[str, float]:
-        """Exchange data with the ranks before and after this rank."""
+        """Return the bandwidth between this rank and the next; {} on the last rank."""
         numbers, own = 2 ** (21 if self.at.type == "cpu" else 24), None
         self.sent, self.got = (torch.ones(numbers, device=self.at) for _ in "12")
         # First exchange in the pairs whose first rank is even, then in the pairs whose first rank is odd.

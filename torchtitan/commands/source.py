@@ -31,7 +31,7 @@ from torchtitan.tools.files import open_file
 # The default folder of a run, and the folder in it to which the default job exports its model.
 RUN_FOLDER = JobConfig().job.dump_folder
 MODEL_FOLDER = "model"
-# Most positions in the RoPE table of a model from Hugging Face.
+# Maximum number of positions in the RoPE table of a model from Hugging Face.
 _LONGEST_TABLE = 32_768
 
 
@@ -85,13 +85,13 @@ def _recorded_config(source: str) -> dict[str, Any]:
 
 
 def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table without keys whose value is None. TOML has no None, and None is their default."""
+    """Return the table without keys whose value is None: TOML has no None, and a missing key means None."""
     plain = {key: value for key, value in table.items() if value is not None}
     return {k: _without_none(v) if isinstance(v, dict) else v for k, v in plain.items()}
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a conversion's options, with the model that the options or the input name, or Llama 3 8B."""
+    """Return the options with the model filled in: named by the options, else by the input, else Llama 3 8B."""
     options, config = dict(options), options["config"]
     del options["config"]
     names = options["model_name"] or "llama3", options["model_flavor"] or "8B"

@@ -1,6 +1,6 @@
 """The mask types of `model.attn_mask_type`, and how each one finds document boundaries.
 
-A batch's entries "document_ids", "seq_lens" or "cu_seqlens" take precedence over what a mask type reads.
+If a batch has "document_ids", "seq_lens" or "cu_seqlens", these entries set the boundaries instead.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ POSITIONS = "positions"
 class MaskType(NamedTuple):
     """What marks a document boundary under a mask type.
 
-    source: a key of the batch, or the plural name of the token below; None: each row is one document.
+    source: a key of the batch, or the plural name of `token`; None: each row is one document.
     token: the tokenizer's attribute with the id of the token that marks a boundary; None: not a token.
     begins: True: a document begins with its token. False: it ends with its token.
     """
@@ -41,9 +41,9 @@ def mask_type(attn_mask_type: str) -> MaskType:
 
 
 def boundary_token(tokenizer: Any, attn_mask_type: str) -> int | None:
-    """Return the id of the token by which the mask type, or else end-of-text, marks document boundaries.
+    """Return the id of the mask type's boundary token, or of end-of-text if the mask type has none.
 
-    None if there is no tokenizer, or if it has no such token.
+    None if there is no tokenizer, or if the tokenizer lacks the token.
     """
     return getattr(tokenizer, mask_type(attn_mask_type).token or "eos_id", None)
 

@@ -11,6 +11,6 @@ class DatasetConfig:
     path: str  # used if the config sets no `dataset_path`
     loader: Callable  # path -> samples; see docs/datasets.md
     sample_processor: Callable  # sample -> its text
-    # Replaces `sample_processor` for samples that are not texts. (data, tokenizer, Training) -> a
-    # function that converts a sample to `open_document.Tokens`
+    # Used in place of `sample_processor` if samples are not strings: called with (data, tokenizer, Training),
+    # it returns a function that converts a sample to `open_document.Tokens`
     make_encoder: Callable | None = None

@@ -19,7 +19,7 @@ _MESSAGE_KEYS = ("role", "content", "tool_calls", *_REASONING_KEYS)
 
 
 def load_chats(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocuments:
-    """Return the chats in local files, unchanged. keys: names in the files, to be read too; see `renamed`."""
+    """Return the chats in local files, unchanged. keys: more Parquet columns to read; see `renamed`."""
     return load_local_documents(path, (*_COLUMNS, *(keys or ())))
 
 
@@ -29,7 +29,7 @@ def load_pairs(path: str, keys: Mapping[str, str] | None = None) -> JoinedDocume
 
 
 def parse_keys(entries: Sequence[str]) -> dict[str, str]:
-    """Return `training.chat_keys` as {name in the files: our name}; ValueError for an unknown name."""
+    """Return `training.chat_keys` as {name in the files: torchtitan's name}; ValueError if unknown."""
     known = (*dict.fromkeys(_COLUMNS + _PAIR_COLUMNS), *_MESSAGE_KEYS, *ROLES)
     keys = dict(entry.partition("=")[::2] for entry in entries)
     for theirs, ours in keys.items():
@@ -44,9 +44,9 @@ def parse_keys(entries: Sequence[str]) -> dict[str, str]:
 def renamed(sample: Any, keys: Mapping[str, str] | None) -> Any:
     """Return a sample with its keys, its messages' keys and its roles renamed to torchtitan's names.
 
-    keys: name in the files -> our name. If our name is a role, the value becomes a turn of that role before
-        `messages`, or before the `prompt` of a pair; texts of one role are joined by a blank line.
-        Raises ValueError if such turns stand before a text instead of a list of messages.
+    keys: name in the files -> torchtitan's name. If that name is a role, the sample's value becomes a message
+        of this role before `messages`, or before `prompt` in a preference pair; several values for one role
+        are joined by blank lines. Raises ValueError if `messages` or `prompt` is then not a list.
     """
     if not keys or not isinstance(sample, Mapping):
         return sample
@@ -96,7 +96,7 @@ def check_chat(sample: Any) -> None:
 
 
 def checked_messages(messages: Any, key: str) -> list[Message]:
-    """Return messages without None values; `thinking` and `reasoning_content` both hold the reasoning."""
+    """Return valid messages without None values; `thinking` and `reasoning_content` both hold reasoning."""
     if not is_list_of(dict, messages) or not messages:
         raise ValueError(
             f"{key!r} must be a list of objects with 'role' and 'content', got {messages!r:.80}; "
@@ -114,7 +114,7 @@ def checked_messages(messages: Any, key: str) -> list[Message]:
             )
         parts = content if is_list_of(dict, content) else [{"text": content}]
         is_good = all(isinstance(part.get("text"), str) for part in parts)
-        # Templates write a tool's result as JSON if it is not a text.
+        # Templates write a tool's result as JSON if it is not a string.
         is_good |= role in RESULT_ROLES and isinstance(content, dict | list)
         is_good |= (
             role == "assistant" and content is None and bool(_IN_PLACE_OF_CONTENT & {*message})

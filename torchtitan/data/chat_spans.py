@@ -130,7 +130,7 @@ class Chat:
     def _with_stop_tokens(
         self, text: str, spans: list[Span], turns: list[int]
     ) -> tuple[str, list[Span]]:
-        """Extend each turn without a closing token by the next turn's first token, its stop token."""
+        """Return (text, spans); spans without a closing token are extended by the next turn's first token."""
         for i, ((begin, end), turn) in enumerate(zip(spans, turns, strict=True)):
             rest = text[end:]
             if self.template.token_at_end(text[begin:end]):
@@ -157,7 +157,7 @@ class Chat:
         return len(before), self.template.end_of_turn(text)
 
     def _join_parts(self) -> None:
-        """If the template cannot render lists, replace a content [{"text": x}] by x."""
+        """If the template cannot render lists, replace each `content` of the form [{"text": x}] by x."""
         lists = [m["content"] for m in self.messages if is_list_of(dict, m.get("content"))]
         lists = [parts for parts in lists if parts and all("text" in part for part in parts)]
         if not lists:
@@ -178,7 +178,7 @@ class Chat:
         ]
 
     def _beginning(self, number: int, header: bool = False) -> str:
-        """Return the first `number` messages as text; a user's question follows the chat's last message."""
+        """Return the first `number` messages as text; a number beyond the last adds a user's question."""
         if (number, header) in self._texts:
             return self._texts[number, header]
         return self._rendered([*self.messages, _QUESTION][:number], header)
@@ -196,10 +196,10 @@ class Chat:
     def _span_of_turn(self, text: str, turn: int) -> Span:
         """Return the span from the end of an assistant turn's header to the end of its closing token.
 
-        Usually the chat's text begins with two other renderings: the earlier messages plus the turn's header,
-        and the messages up to and including the turn. If the template drops reasoning from earlier turns, the
-        text does not begin with the second rendering. `_behind` then finds the text after the turn's content,
-        in the whole chat and in a chat that ends with the turn. Both must begin with the same closing tokens.
+        Usually `text` begins with the rendering of the earlier messages plus the turn's header, and also with
+        the rendering of the messages through this turn. If the template drops reasoning from earlier turns,
+        `text` begins only with the first rendering. `_behind` then finds what follows the turn's content, in
+        the whole chat and in a chat that ends with the turn; both must begin with the same closing tokens.
         Raises ValueError if the span cannot be found.
         """
         before = _header_in(text, self._beginning(turn, header=True))
@@ -222,9 +222,9 @@ class Chat:
         )
 
     def _behind(self, turn: int, text: str, messages: list[dict[str, Any]]) -> str:
-        """Return the text after a turn's content: the end that `text` and a copy with other content share."""
+        """Return the text after a turn's content, found by rendering the chat with other content."""
         message = messages[turn]
-        # The other content needs another last character, or the shared end would include it.
+        # Other content with the same last character would make the common suffix too long.
         ending = "." if str(message.get("content")).rstrip().endswith("!") else "!"
         changed = {**message, "content": f"what the model wrote{ending}"}
         changed = [*messages[:turn], changed, *messages[turn + 1 :]]
@@ -233,7 +233,7 @@ class Chat:
         return text[len(text) - length :]
 
     def _rest_before_question(self, text: str, turn: int) -> str:
-        """Return the text that follows the chat before a user's next question. turn: the chat's last turn."""
+        """Return the text that is added if a user's question follows the chat. turn: the chat's last turn."""
         longer = self._beginning(len(self.messages) + 1)
         if longer.startswith(text):
             return longer[len(text) :]
@@ -243,9 +243,9 @@ class Chat:
         return rest.removeprefix(behind) if rest.startswith(behind) else ""
 
     def _common_closing(self, closing: str, rest: str) -> int | None:
-        """Return the length of the turn's ending that both texts begin with; None if the endings differ.
+        """Return the length of the closing tokens that both texts begin with; None if these tokens differ.
 
-        closing: the text after the content if the chat ends with the turn. rest: that text in a longer chat.
+        closing: what follows a turn's content if the chat ends with the turn. rest: same in a longer chat.
         """
         if closing and rest.startswith(closing):
             return self.template.end_of_turn(closing)
@@ -259,14 +259,14 @@ class Chat:
         return cut if cut and is_next_token else None
 
 
-# Thinking tags at the end of a prompt's header, which the rendered chat may lack.
+# Thinking tags at the end of a generation prompt; the rendered chat may lack these tags.
 _OPENED_THOUGHT = re.compile(
     r"(<think>\s*(</think>\s*)?|</think>|<\|channel>thought\n<channel\|>)$"
 )
 
 
 def _header_in(text: str, before: str) -> str:
-    """Return `before`. If `text` does not begin with it, remove the thinking tags at its end."""
+    """Return `before`, without the thinking tags at its end unless `text` begins with all of `before`."""
     return before if text.startswith(before) else _OPENED_THOUGHT.sub("", before)
 
 

@@ -154,7 +154,7 @@ class ChatTemplate:
     ) -> dict[tuple[int, bool], str]:
         """Return {(n, add_generation_prompt): text of the first n messages}, rendered in one call.
 
-        This sends the messages to the other process only once. Beginnings that cannot be rendered are
+        The messages are sent to the rendering process only once. Beginnings that cannot be rendered are
         left out; `render` raises their error.
         """
         values = self._values(messages, tools, variables)
@@ -199,7 +199,7 @@ class ChatTemplate:
         return found and found[0]
 
     def end_of_turn(self, text: str) -> int:
-        """Return the length of a text, without the blanks that follow a turn-ending token at its end."""
+        """Return the length of a text, not counting blanks after a final turn-ending token."""
         end = text.rstrip()
         return len(end if end.endswith(self._ends) else text)
 

@@ -25,12 +25,12 @@ class ChatEncoder:
 
     A sample has `messages`, a list of {role, content, ...}, and optionally `tools` (JSON schemas) and
     `chat_template_kwargs` (variables of the template); or it has `prompt` and `completion`, both lists
-    of messages or both texts. Other keys, and keys whose value is None, are ignored. Trained tokens:
+    of messages or both strings. Other keys, and keys whose value is None, are ignored. Trained tokens:
 
     - with `messages`: the text between {% generation %} marks. Without marks: each assistant turn after its
       header, including the control token that ends the turn or, if there is none, begins the next turn.
     - with `prompt` and `completion` as messages: the completion, including its final control token.
-    - with `prompt` and `completion` as texts: the completion and an end-of-text id, without a template.
+    - with `prompt` and `completion` as strings: the completion and an end-of-text id; no template is used.
 
     A token that straddles the boundary of a turn is trained, as in `transformers`.
     template: None refuses samples with messages. tool_template: for samples with tools.
@@ -74,7 +74,7 @@ class ChatEncoder:
         return self.encode(renamed(sample, self.keys))
 
     def encode(self, sample: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, trained), as a call does, of a sample that `renamed` has returned."""
+        """Return (ids, trained) of a sample whose keys are already renamed; see `renamed`."""
         check_chat(sample)
         sample = {key: value for key, value in sample.items() if value is not None}
         if "messages" not in sample and isinstance(sample["prompt"], str):
@@ -126,7 +126,7 @@ class ChatEncoder:
         # Flattened first, because numpy reads a list of pairs four times as slowly.
         offsets = chain.from_iterable(encoding.offsets)
         begins, ends = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2).T
-        # Sorted for searchsorted: offsets decrease where tokens share a character or are empty.
+        # searchsorted needs sorted offsets, but they decrease where tokens share a character or are empty.
         begins, ends = np.maximum.accumulate(begins), np.maximum.accumulate(ends)
         for begin, end in spans:
             if begin < end:
@@ -158,7 +158,7 @@ class ChatTokens:
     """Converts a sample to a document of at most `seq_len` tokens.
 
     too_long: "error" raises ValueError for a longer chat, "cut" truncates it, "skip" returns no tokens. A
-        chat with no trained token before the truncation is skipped as well.
+        chat whose trained tokens would all be cut off is skipped too.
     key: identifies the settings that change the tokens, except the tokenizer. template: the encoder's `key`.
     """
 

@@ -42,7 +42,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
 
     The state of rank r is `{"dp_rank_<r>": pickle, "world_size": n}`, so one checkpoint holds the
     states of all ranks. A `PackedDataset` resumes on any number of ranks and data workers. Other datasets
-    resume only on the saved numbers, unless they have `can_reshard = True` and `inherit(states)`.
+    resume only on the same numbers, unless they have `can_reshard = True` and `inherit(states)`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         return map(_with_sample_ids_aside, batches)
 
     def _whole_batches(self, parts: Iterator[Any]) -> Iterator[Any]:
-        """Join the parts of a batch that the data workers have read; see `_collate_rows`."""
+        """Yield whole batches, joined from the parts that the data workers read; see `_collate_rows`."""
         while batch := list(itertools.islice(parts, max(self.num_workers, 1))):
             rows = [row for rows, _ in batch for row in rows]
             if not rows:  # no data worker has a row left
@@ -117,7 +117,7 @@ class ParallelAwareDataloader(StatefulDataLoader, BaseDataLoader):
         return {self._rank_id: state, "world_size": self.dp_world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at this rank's saved position; for another number of ranks, divide the saved positions.
+        """Resume at this rank's saved position; divide the positions if the number of ranks has changed.
 
         Raises ValueError for a damaged position, and for positions that cannot be divided.
         """

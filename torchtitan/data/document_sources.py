@@ -1,7 +1,7 @@
 """Sources of documents, and the share of each source that one row stream (see `row_streams`) reads.
 
-A source is indexed (it has `len()` and `[i]`) or a `datasets.IterableDataset`. In an indexed source
-of N documents, number n stands for document n % N of pass n // N.
+A source is indexed (it has `len()` and `[i]`) or streamed (a `datasets.IterableDataset`). In an indexed
+source of N documents, document number n is the one at place n % N of epoch n // N.
 """
 
 import copy
@@ -27,22 +27,22 @@ BEGIN_AGAIN = (
     "begin with this data from its start: checkpoint.exclude_from_loading = ['dataloader']"
 )
 
-# A shuffled stream permutes this many documents at a time.
+# Shuffling a streamed source permutes this many documents at a time.
 STREAM_BLOCK = 1024
 _ROUNDS = 8
 _WORD = 2**64 - 1
 
 Encoder = Callable[[Any], str | Tokens]
-"""Converts a sample to a text, which is tokenized later, or to the tokens of the whole document."""
+"""Converts a sample to a string, which is tokenized later, or to the tokens of the whole document."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Maps document numbers, which increase from pass to pass, to indices in a data set of N documents.
+    """Maps document numbers, which keep increasing over the epochs, to indices in a data set of N documents.
 
-    Number n is read in pass n // N. seed: None keeps the order of the data set. Otherwise a Feistel network
-    of 8 rounds permutes the indices of each pass, over a power of four. While its result is N or more, it is
-    applied again (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    Number n is read in epoch n // N. seed: None keeps the order of the data set. Otherwise a Feistel network
+    of 8 rounds, on a power of four of at least N indices, permutes each epoch; cycle walking applies the
+    network until the index is below N (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
 
     num_documents: int
@@ -58,7 +58,7 @@ class Order:
         return index
 
     def of_pass(self, pass_number: int) -> NDArray[np.int64]:
-        """Return the indices [N] of all documents, in the order of a pass."""
+        """Return the indices [N] of all documents, in the order of epoch `pass_number`."""
         indices = np.arange(self.num_documents, dtype=np.uint64)
         if self.seed is not None:
             keys = _round_keys(self.seed, pass_number)
@@ -77,7 +77,7 @@ class Order:
         return left << half_bits | right
 
 
-# Row streams may be in different passes, so the keys of several passes are cached.
+# Row streams may be in different epochs, so the keys of several epochs are cached.
 @lru_cache(64)
 def _round_keys(seed: str, pass_number: int) -> list[int]:
     digest = hashlib.blake2b(f"{seed} {pass_number}".encode(), digest_size=8 * _ROUNDS).digest()
@@ -102,8 +102,8 @@ then the numbers base + r, base + r + S, and so on.
 def deal_again(states: Sequence[FeedState], num_readers: int) -> list[FeedState]:
     """Divide the documents that the readers of `states` did not read among `num_readers` new readers.
 
-    The new `FeedState`s have the highest next number of an old reader as base; unread numbers below it
-    are pending.
+    The base of the new `FeedState`s is the highest of the old readers' next document numbers; the unread
+    documents below the base are pending.
     """
     num_saved = len(states)
     next_numbers = [first + r + n * num_saved for r, (first, n, _) in enumerate(states)]
@@ -121,8 +121,8 @@ class Source:
 
     data: has `len()` and `[i]`, or is a `datasets.IterableDataset`.
     number, weight: the source's index and weight in a mixture. counts: see `row_plan.count_tokens`.
-    limit: the number of passes, not always an integer, after which the source ends; None: no limit.
-    again: the warning when a source without a limit is read again. seed: None keeps the data's order.
+    limit: the number of epochs, not always an integer, after which the source ends; None: no limit.
+    again: the warning before the second epoch of a source without limit. seed: None keeps the data's order.
     """
 
     name: str
@@ -141,13 +141,13 @@ class Source:
 
     def __post_init__(self) -> None:
         self.again = self.again or f"Dataset {self.name} is being read again from the beginning"
-        # The texts of the begin- and end-of-text tokens; emptied after the first warning about them.
+        # The begin- and end-of-text tokens; emptied after the warning that a document contains them.
         tokens = (getattr(self.tokenizer, f"{kind}_token", None) for kind in ("bos", "eos"))
         self._separators = sorted({token for token in tokens if token})
         if self.is_indexed:
             if not len(self.data):
                 raise ValueError(f"dataset {self.name!r} holds no documents; correct {self.path!r}")
-            # The seed has the source's number, so that sources of equal length are shuffled differently.
+            # The seed includes the source's number, so that sources of equal length are shuffled differently.
             seed = None if self.seed is None else f"{self.seed} {self.number}"
             self.order = Order(len(self.data), seed)
         elif not hasattr(self.data, "num_shards"):
@@ -181,7 +181,7 @@ class Source:
         return document
 
     def open(self, sample: Any, index: int | None = None) -> OpenDocument:
-        """Return a sample as a document. index: the sample's index in the data set; None for a stream."""
+        """Return a sample as a document. index: the sample's index in the data set; None if streamed."""
         content = self.checked(self.encode, sample, index)
         document = OpenDocument(index, self.tokenizer, source=self.number)
         document.index = -1 if index is None else index
@@ -244,7 +244,7 @@ class Source:
 
 
 class IndexedFeed:
-    """Reads one reader's documents of an indexed source; see `FeedState`. num_readers: S there.
+    """Reads the documents of an indexed source for one of `num_readers` readers (S in `FeedState`).
 
     `StreamedFeed` has the same methods for iterable data sets.
     """
@@ -286,8 +286,8 @@ class IndexedFeed:
 class StreamedFeed:
     """Reads one reader's part of a `datasets.IterableDataset`.
 
-    With a seed, each pass shuffles the files, and the documents within each block of `STREAM_BLOCK`. The
-    state is (pass, `datasets`' own state at the start of the block, number of documents taken since).
+    With a seed, each epoch shuffles the files, and the documents within each block of `STREAM_BLOCK`. The
+    state is (epoch, the data set's state at the start of the block, number of documents taken from it).
     """
 
     def __init__(self, source: Source, reader: int, num_readers: int) -> None:
@@ -347,7 +347,7 @@ class StreamedFeed:
         self._next: OpenDocument | None = None
 
     def _read_block(self) -> bool:
-        """Fill the block with the next documents of the pass; False if there are none."""
+        """Fill the block with the next documents of the epoch; return False if there are none."""
         # Before the first document, `datasets` reports the start of the data, not the loaded position.
         if self._has_begun:
             self._start = self._data.state_dict()

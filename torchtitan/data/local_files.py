@@ -1,8 +1,8 @@
 """Documents in files, by index. The files are on a disk, or at an address (see `tools.storage`).
 
 JSON lines and plain text are read in place. Compressed files, JSON lists and Parquet files (only the
-columns that are needed) are first copied as plain files to the cache, once for all runs of a machine.
-Parquet at an address is read in place, one row group at a time; the last few are kept in memory.
+columns that are needed) are first copied as plain files to the cache, once per machine for all runs.
+Parquet at an address is read in place, by row groups; the most recently used ones stay in memory.
 """
 
 import bz2
@@ -33,11 +33,11 @@ from torchtitan.tools.logging import logger
 TEXT_DOCUMENT_BYTES = 64 * 1024
 _SAMPLE_BYTES, _NUM_SAMPLES = 4096, 5  # samples of a file, for the digest of `record_of`
 _TEXT = ("text",)  # the Parquet column that text datasets read
-_ROW_GROUP_BYTES = 2**28  # limit on the row groups in memory, per process; one is always kept
+_ROW_GROUP_BYTES = 2**28  # limit on row groups in memory, per process; the latest always stays
 
 
 class JoinedDocuments:
-    """Documents of several files, by index. A file has `len()`, `read(number)` and `where(number)`."""
+    """Documents of several files, by index. files: have `len()`, `read(number)` and `where(number)`."""
 
     def __init__(self, files: list[Any]) -> None:
         self._files = files
@@ -78,7 +78,7 @@ class _File:
         before = self.before
         try:
             # Not `open_file`, whose check of the file type takes half of a read's time; `__init__`
-            # has checked it.
+            # has checked the type.
             with open(self.content, "rb") as file:
                 stat = os.fstat(file.fileno())
                 file.seek(start)
@@ -119,7 +119,7 @@ class _Lines(_File):
     def read(self, number: int) -> Any:
         line = self.bytes_at(*self._starts[number : number + 2])
         try:
-            # `line` may end with blank lines. JSON forbids the form feeds in them.
+            # `line` may end with blank lines, whose form feeds are not valid JSON.
             return json.loads(line.rstrip())
         except (ValueError, RecursionError) as error:
             raise ValueError(
@@ -204,7 +204,7 @@ class _Text(_File):
 def load_local_documents(path: str, columns: tuple[str, ...] = _TEXT) -> JoinedDocuments:
     """Return the documents of a file, or of all files in and below a folder.
 
-    columns: the columns to read from Parquet files. If it is not just "text", plain-text files are refused.
+    columns: the columns to read from Parquet files. Unless this is just "text", plain-text files are refused.
     Raises FileNotFoundError if `path` does not exist, ValueError for files of unknown or several kinds.
     """
     known = {*_KINDS.values()} - ({"text"} if columns != _TEXT else set())
@@ -269,7 +269,7 @@ def _open(path: str, columns: tuple[str, ...]) -> Sequence[Any]:
 
 
 def _copy_in_cache(path: str, options: str, content: Iterator[bytes]) -> str:
-    """Return a cached file with this content, keyed by `path`, its size and modification time, and options."""
+    """Return the path of a cached copy; key: `path`, the original's size and modification time, `options`."""
     found = storage.stat(path)
     key = repr((storage.resolved(path), found.st_size, found.st_mtime_ns, options))
     copy = cache_folder() / f"data_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
@@ -298,7 +298,7 @@ def _copy_in_cache(path: str, options: str, content: Iterator[bytes]) -> str:
 
 
 def _check_room(path: str, cache: Path) -> None:
-    """Raise ValueError if the copies in the cache take more than half of its disk."""
+    """Raise ValueError if the copies in the cache take more than half of the disk."""
     used = 0
     for copy in cache.glob("data_*"):
         with suppress(FileNotFoundError):  # another process has finished or removed this copy

@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger, warn_once
 # Longer texts are tokenized in pieces, because the tokenizer needs about 150 bytes per character.
 PIECE_CHARACTERS = 128 * 1024
 _MAX_CUTS_TRIED = 64
-_COMPARED_CHARACTERS = 256  # tokenized on either side of a cut, to check that it changes no token
+_COMPARED_CHARACTERS = 256  # tokenized on either side of a cut, to check that no token changes
 
 
 class Tokens(NamedTuple):
@@ -58,14 +58,14 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 class OpenDocument:
     """A document, and the position up to which its tokens have been taken."""
 
-    # Number in the source; None in a stream, where the saved position holds the text.
+    # Number in the source; None if the source is streamed; a saved position then holds the text.
     number: int | None
     tokenizer: BaseTokenizer
     text: str | None = None
     tokens: Tokens | None = None
     used: int = 0  # the number of tokens that have been taken
     source: int = 0  # index of the source in a mixture
-    index: int = -1  # index of the document in the data set; -1 in a stream
+    index: int = -1  # index of the document in the data set; -1 if streamed
 
     def _all_tokens(self) -> Tokens:
         if self.tokens is None:
@@ -89,7 +89,7 @@ class OpenDocument:
         return taken
 
     def place(self) -> tuple[int, ...] | dict[str, Any]:
-        """Return the position for a checkpoint: (source, number, 0, used), or a dict in a stream."""
+        """Return the position for a checkpoint: (source, number, 0, used), or a dict if streamed."""
         if self.number is not None:
             return self.source, self.number, 0, self.used
         if self.text is not None:
@@ -100,7 +100,7 @@ class OpenDocument:
 
 
 def pieces_of(text: str, tokenizer: BaseTokenizer) -> Iterator[NDArray[np.int32]]:
-    """Yield the token ids of each piece; most texts are one piece."""
+    """Yield a text's token ids piece by piece; a text of up to `PIECE_CHARACTERS` is one piece."""
     start, end = 0, -1
     while end < len(text):
         start, end = max(end, 0), _end_of_piece(text, max(end, 0), tokenizer)

@@ -22,11 +22,11 @@ class PackedDataset(IterableDataset):
     `packing` adds, and "sample_ids" [2], the indices of the first and the last document in the row, or
     -1 if unknown. A data worker yields None for the rows that other workers of this rank read.
 
-    rows: number of rows of this rank per step. Each row has its own row stream, except with a
-        `datasets.IterableDataset`: then the number of streams of all ranks is the greatest common divisor
-        of its number of files and the global batch's rows. None: one row stream for this rank.
+    rows: number of rows of this rank per step; None: one row stream for this rank. Each row has its own row
+        stream. With a streamed source, the number of row streams of all ranks is the greatest common divisor
+        of the number of rows in the global batch and the number of files of the source.
     infinite: repeat the data without end. Otherwise each iteration reads the data from the start.
-    planned: plan all rows of the run; a source's limit is its number of passes. Collective.
+    planned: plan all rows of the run in advance, from `limit` epochs of each source. Collective.
     Raises ValueError if the data hold no documents, or if finite data do not fill one row. Raises
     ConfigError if the row streams cannot be divided among the ranks.
     """
@@ -96,7 +96,7 @@ class PackedDataset(IterableDataset):
         return any(isinstance(source.encode, ChatTokens) for source in self.sources)
 
     def log_chats(self) -> None:
-        """Log the trained share of chat sources, and drop chats without tokens. Collective.
+        """Log each chat source's share of trained tokens, and drop chats without tokens. Collective.
 
         Call it before iterating or loading a position.
         """
@@ -187,7 +187,7 @@ class PackedDataset(IterableDataset):
         self._start()
 
     def inherit(self, states: list[dict[str, Any]]) -> None:
-        """Resume at the position of other datasets, whose `state_dict`s together hold all row streams.
+        """Resume where other datasets stopped; `states`, their `state_dict`s, together hold all row streams.
 
         With the same global batch size the rows equal those of an uninterrupted run. Otherwise the unread
         documents are divided among the new streams. Call it before iterating, in the dataloader's process.
@@ -218,7 +218,7 @@ class PackedDataset(IterableDataset):
     def _in_this_plan(
         self, plan: Any, saved: dict[int, Any], num_saved: int
     ) -> tuple[dict[int, Any], int]:
-        """Return (states of the row streams for this run's plan, number of row streams)."""
+        """Return (states of the row streams, number of row streams), converted to this run's plan if any."""
         own = self._plan and self._plan.identity()
         if (plan and plan[0]) != (own and own[0]) or any(
             a != b for a, b in zip(*(x[1] for x in (plan, own) if x), strict=False)
@@ -239,8 +239,8 @@ class PackedDataset(IterableDataset):
                     "the data position is within a step: resume with the same training.global_batch_size, "
                     f"or {BEGIN_AGAIN}"
                 )
-        # If the global batch size changed, resume after the last step. If passes were added, resume after the
-        # last row.
+        # If the global batch size changed, resume after the last completed step. If epochs were added, resume
+        # after the last row of the saved plan.
         row = min(*places, end)  # the last step may be padded beyond `end`
         return dict.fromkeys(range(self._num_streams), ([], [(row, 0, [])], [])), self._num_streams
 

@@ -14,9 +14,9 @@ from torchtitan.data.open_document import Tokens, join
 class PairTokens(ChatTokens):
     """Converts a sample to a document of two parts, the prompt with the chosen and the rejected answer.
 
-    A sample has `chosen`, `rejected` and `prompt`: all texts, or all lists of messages. Answers may be whole
-    chats that begin with the messages of `prompt`. Without a `prompt` of messages, the messages that both
-    answers begin with are the prompt; a text in `prompt` is then ignored. Each part has at most seq_len // 2
+    A sample has `prompt`, `chosen` and `rejected`: all strings, or all lists of messages. Answers that are
+    lists may begin with the prompt's messages. If the answers are lists and `prompt` is a string or missing,
+    the messages that both answers begin with are used as the prompt. Each part has at most seq_len // 2
     tokens; see `ChatEncoder`.
     has_reference: samples have the reference model's log-probs of both answers, under `REFERENCE_KEYS`.
     """
@@ -67,7 +67,7 @@ def _prompt_and_answers(sample: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             [{"role": "assistant", "content": x}] if isinstance(x, str) else x
             for x in (chosen, rejected)
         )
-        # Whole chats repeat the prompt.
+        # Answers that are whole chats repeat the prompt.
         chosen, rejected = (x[len(prompt) :] if x[: len(prompt)] == prompt else x for x in answers)
         return prompt, chosen, rejected
     if all(isinstance(x, str) for x in (prompt, chosen, rejected)):

@@ -39,7 +39,7 @@ class Step:
 
     counts: summed over the data-parallel ranks. error: the exception that ended reading.
     position: the dataloader's state after these batches.
-    items: each batch as the dataloader's (input_dict, labels).
+    items: each batch as the dataloader returned it, (input_dict, labels).
     """
 
     batches: list[TokenBatch]
@@ -76,7 +76,7 @@ def read_step(
 
 
 class StepsAhead:
-    """Reads a dataloader in threads, one step ahead of the loop that calls `next_step`.
+    """Reads a dataloader in background threads, one step ahead of the loop that calls `next_step`.
 
     `state_dict` is the dataloader's position after the last step that `next_step` returned.
 
@@ -102,9 +102,9 @@ class StepsAhead:
         self._batches_per_step, self._n_unread = batches_per_step, n_steps
         self._n_duplicates, self._group = n_duplicates, None
         if n_duplicates is not None and dist.get_backend() != "fake":
-            # A separate group, because the thread may wait in it during collectives of training.
+            # A separate group, because the reading thread may wait in it while training runs collectives.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        # What isinstance(dataloader, Stateful) checks; importing torch's Stateful would load DTensor.
+        # Like isinstance(dataloader, Stateful), without importing torch's Stateful, which would load DTensor.
         self.keeps_position = all(
             hasattr(dataloader, name) for name in ("state_dict", "load_state_dict")
         )

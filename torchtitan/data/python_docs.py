@@ -1,8 +1,8 @@
-"""A text dataset that every Python ships: its own documentation in English.
+"""A text dataset that every Python installation ships: Python's documentation in English.
 
 The documents are the topics of `help()` (`pydoc_data.topics`) and, for each module of the standard
 library, the docstrings in its source, which is parsed when the document is read, and never run.
-CPython 3.11 has 529 documents of 2.3 million characters.
+CPython 3.11 has 529 documents with 2.3 million characters in total.
 """
 
 import ast

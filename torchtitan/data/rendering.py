@@ -16,7 +16,7 @@ _MOST_CHARACTERS = 2**24  # limit per rendered text; a million tokens are about 
 
 
 class _Generation(ext.Extension):
-    """The tag {% generation %}: writes two variables around its content. By default both are empty."""
+    """The tag {% generation %}: writes two variables, empty by default, around the tag's content."""
 
     tags = {"generation"}
 

@@ -1,8 +1,8 @@
-"""Plans the rows of a run with a known number of passes, from the number of tokens of each document.
+"""Plans the rows of a run with a known number of epochs, from the number of tokens of each document.
 
 A plan depends only on the lengths of all documents and the config. Row r of the plan is row r % G of
-step r // G, where G is the number of rows in the global batch. The data position is therefore a number of
-rows. No row holds documents of two passes; the last row of a pass is padded. P: number of document pieces.
+step r // G, where G is the number of rows in the global batch, so the data position is the number of rows
+read. No row holds documents of two epochs; an epoch's last row is padded. P: number of document pieces.
 """
 
 import hashlib
@@ -32,10 +32,10 @@ ROWS_OF_A_BLOCK = 1024
 
 
 class Plan:
-    """The planned rows of sources that all have a limit on their passes. Creating a plan is collective.
+    """The planned rows of sources that each have a limit on their epochs. Creating a plan is collective.
 
-    A single source is planned pass by pass. Several sources are merged into one pass, in which the
-    shares of tokens follow the weights until a source ends. num_rows: rows of all passes.
+    A single source is planned epoch by epoch. All epochs of several sources are merged and planned as one
+    epoch, in which the shares of tokens follow the weights until a source ends. num_rows: number of rows.
     """
 
     def __init__(self, sources: Sequence[Source], packing: Packing) -> None:
@@ -55,13 +55,13 @@ class Plan:
         content = hashlib.sha256(self.lengths.tobytes()).hexdigest()
         key = [packing.method, packing.seq_len, ROWS_OF_A_BLOCK, content, sources[0].seed]
         self._passes = kept(["passes", key, orders], self._count_rows)
-        if len(sources) > 1:  # a single source may resume with another number of passes
+        if len(sources) > 1:  # a single source may resume with another number of epochs
             key.append(orders)
         self._digest = hashlib.sha256(repr(key).encode()).hexdigest()
         self.num_rows = int(self._passes.sum())
 
     def identity(self) -> tuple[str, list[int]]:
-        """Return (digest, rows of each pass), which identify the plan that a position belongs to."""
+        """Return (digest, number of rows per epoch), which identify the plan that a position belongs to."""
         return self._digest, self._passes.tolist()
 
     def pieces(self, row: int) -> tuple[list[OpenDocument], list[Tokens]]:
@@ -107,7 +107,7 @@ class Plan:
         return passes
 
     def _go_to(self, number: int) -> NDArray[np.int64]:
-        """Return the plan of a pass, [4, P]: the row in the pass, document, first token, length."""
+        """Return an epoch's plan, [4, P]: each piece's row in the epoch, document, first token, length."""
         if number != self._number:
             self._number, self._pass = number, self._planned(self._documents_of(number))
         return self._pass

@@ -104,7 +104,7 @@ class Packing:
 
 
 class RowStream:
-    """Reads and packs one stream's documents. number, num_streams: g and G of the module's docstring."""
+    """Reads and packs the documents of stream `number` of `num_streams`: g and G in the module docstring."""
 
     def __init__(
         self, sources: Sequence[Source], packing: Packing, number: int, num_streams: int
@@ -156,7 +156,7 @@ class RowStream:
             self.open.append(document)
 
     def _end_to_end(self) -> list[tuple[OpenDocument, Tokens]]:
-        """Take the next T + 1 tokens; [] if fewer are left, which then stay in `open`."""
+        """Take and return the next T + 1 tokens; if fewer are left, keep them in `open` and return []."""
         pieces: list[tuple[OpenDocument, Tokens]] = []
         missing = self._packing.seq_len + 1
         while missing:
@@ -179,7 +179,7 @@ class RowStream:
         return pieces
 
     def _best_fit(self) -> list[tuple[OpenDocument, Tokens]]:
-        """Fill a row: begin with a source's oldest open document, then add the longest documents that fit."""
+        """Return pieces that fill a row: a source's oldest open document, then the longest ones that fit."""
         seq_len = self._packing.seq_len
         window = self._window if self._packing.method == "fit" else 1
         lengths = [document.num_left for document in self.open]
@@ -238,9 +238,9 @@ class RowStream:
         """Return the index of the source that is furthest below its share of all tokens.
 
         candidates: source index -> its next document, for each source with a document left.
-        share_of_open: the fraction of the remaining tokens of open documents to count.
-        Each stream has a phase between 0 and 1. It adds phase * 2 rows to all tokens, and to each source's
-        tokens the fraction `phase` of its next document. The streams' rounding errors then cancel.
+        share_of_open: the fraction of the open documents' remaining tokens that counts.
+        To make the streams' rounding errors cancel, each has a phase between 0 and 1: the total grows by
+        2 * phase rows, and each source's tokens by phase * the length of the source's next document.
         """
         if len(self.feeds) == 1:
             return 0

@@ -109,7 +109,7 @@ def describe_row(
     marks: tuple[str, str],
     name: str,
 ) -> Iterator[str]:
-    """Yield the lines about one row of `policy.training_batch`. marks: texts around runs of labels."""
+    """Yield the lines about one row of `policy.training_batch`. marks: strings around runs of labels."""
     ids, positions = documents_and_positions(batch, row, policy)
     tokens, labels = batch.tokens[row], batch.labels[row]
     is_label = torch.zeros_like(tokens, dtype=torch.bool)

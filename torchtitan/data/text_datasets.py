@@ -186,8 +186,8 @@ def build_text_validation_dataloader(
 ) -> ParallelAwareDataloader:
     """Return a dataloader of the dataset in `[validation]`.
 
-    If `validation.dataset` is unset, it reads `<training.dataset>_validation`; without such a dataset, it warns
-    and reads the training data.
+    If `validation.dataset` is unset, the dataset is `<training.dataset>_validation` or, if there is no such
+    dataset, the training dataset, with a warning.
     """
     section, training = job_config.validation_data, job_config.training
     held_out = f"{section.dataset}_validation"
@@ -215,7 +215,7 @@ def _build(
     tokenizer: BaseTokenizer,
     infinite: bool,
 ) -> ParallelAwareDataloader:
-    """section: `job_config.training` or `job_config.validation_data`; both have the keys that are read."""
+    """Return a dataloader. section: `job_config.training` or `job_config.validation_data`."""
     training = job_config.training
     is_training = section is training
     # Validation with steps = -1 reads its data once.

@@ -1,6 +1,7 @@
-"""Token ids in pairs of `.bin` and `.idx` files in Megatron-LM's format: memory-mapped, or at an address.
+"""Token ids in pairs of `.bin` and `.idx` files in Megatron-LM's format, on a disk or at an address.
 
-At an address, indexes and checksums are read at the start, and documents by ranges of the `.bin` file.
+Files on a disk are memory-mapped. At an address, indexes and checksums are read at the start, and each
+document by a range request on the `.bin` file.
 
 The `.bin` file holds the ids of D documents in S sequences; usually a document is one sequence. The
 `.idx` file, little-endian, holds in this order:
@@ -50,7 +51,7 @@ _AGAIN = (
 class TokenDocuments(JoinedDocuments):
     """Documents of token ids: `documents[i]` are the ids [n] of document i.
 
-    path: a folder of pairs; or a pair's `.bin` file, `.idx` file, or path without these endings.
+    path: a folder of pairs; or the path of one pair, with or without the ending `.bin` or `.idx`.
     num_ids: documents with ids outside 0 to num_ids - 1 are refused; `check_tokenizer` may set it.
     Raises ValueError for missing or unfinished files, and when a damaged document is read.
     """
@@ -272,7 +273,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         if about["format"] != ABOUT_FORMAT:
             raise ValueError(f"its format is {about['format']}; this version reads {ABOUT_FORMAT}")
-        # Raises an exception for missing keys and values of another type.
+        # The next two lines raise an exception for missing keys and values of a wrong type.
         parts = [(part["name"], part["documents"] + part["tokens"]) for part in about["parts"]]
         hash((about["finished"], about["tokenizer"].get("sha256"), *parts))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -284,7 +285,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def tokenizer_hash(tokenizer: BaseTokenizer | None) -> str | None:
-    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None for another library."""
+    """Return a SHA-256 of the tokenizer and its begin- and end-of-text ids; None if not from `tokenizers`."""
     backend = getattr(tokenizer, "tokenizer", None)
     if not hasattr(backend, "to_str"):
         return None

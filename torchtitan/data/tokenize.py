@@ -42,7 +42,7 @@ MOST_DOCUMENTS_PER_PART = 100_000
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit code 2: the command cannot run as it stands; 1: a document, file or process failed; 130: Ctrl-C."""
+    """Run the command. Exit code 2: cannot run as given; 1: document, file or process failed; 130: Ctrl-C."""
     init_logger()
     try:
         _plan(_parser().parse_args(arguments)).write()
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Check(argparse.Action):
-    """--check: checks a folder and exits, like --help, without the required arguments."""
+    """The option --check: checks a folder and exits; like --help, it needs no other arguments."""
 
     def __call__(self, parser: Any, namespace: Any, folder: Any, option: Any = None) -> None:
         tokens = token_files.TokenDocuments(folder)
@@ -260,7 +260,7 @@ def _plan(options: argparse.Namespace) -> _Job:
 
 
 def _old_about(folder: Path, overwrite: bool) -> dict[str, Any] | None:
-    """Return the tokens.json of an earlier run; with `overwrite`, remove its files."""
+    """Return an earlier run's tokens.json. overwrite: remove that run's files, and return None."""
     about_file = folder / token_files.ABOUT_FILE
     old = token_files.read_about(about_file)
     if overwrite and old is not None:
@@ -289,9 +289,9 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
         reason = f"dataset {job.dataset!r} cannot be sent to other processes ({error})"
         raise ConfigError(f"{reason}; use --processes 1") from error
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # its import takes seconds
-    # Only this process handles Ctrl-C, and then kills the workers: the fork server and the workers
-    # inherit SIG_IGN.
+    context.set_forkserver_preload(["torchtitan.data.text_datasets"])  # takes seconds to import
+    # The fork server and the workers inherit SIG_IGN, so that only this process handles Ctrl-C, and then
+    # kills the workers.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, handler)
@@ -301,7 +301,7 @@ def _written_in_processes(job: _Job, parts: list[int]) -> Iterator[tuple[int, in
         futures = [pool.submit(_write_part, part) for part in parts]
         for future in as_completed(futures):
             yield future.result()
-    # The last two are raised if a worker is killed while it starts.
+    # ConnectionError and EOFError are raised if a worker is killed while it starts.
     except (BrokenProcessPool, ConnectionError, EOFError) as error:
         raise RunError(
             "a tokenizing process was killed, most often for lack of host memory; run the same command "

@@ -11,12 +11,12 @@ from torchtitan.tools.logging import logger
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Keys of tokenizer_config.json that name a special token. Missing tokens get new ids in this order.
+# Keys of tokenizer_config.json that name a special token. Tokens without an id get new ids in this order.
 SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
 class BaseTokenizer(ABC):
-    """The interface that data and models need. eos_id: the end-of-text id; None: no such token."""
+    """The tokenizer interface that data and models need. eos_id: the end-of-text id; None: no such token."""
 
     def __init__(self) -> None:
         self.eos_id: int | None = None
@@ -38,9 +38,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
     from tokenizer_config.json, else are False), unless the post-processor already adds this id.
 
     bos_token, eos_token: replace the tokens that the files name.
-    begins_documents: whether documents begin with the begin-of-text token. False if there is
-        no such token, if it is the same as the end-of-text token, or if the files have `add_bos_token = false` and the caller
-        does not set bos_token.
+    begins_documents: whether documents begin with the begin-of-text token. False if there is no such token,
+        if it is the same as the end-of-text token, or if the files have `add_bos_token = false` and the
+        caller does not set bos_token.
     Raises FileNotFoundError or ValueError for missing or bad files, and for tokens not in the vocabulary.
     """
 

@@ -143,7 +143,7 @@ def _linear_shapes(block: nn.Module, base_fqn: str, fqn_parts: list[str]) -> _Sh
 def _context_fn(
     saved_ops: frozenset[Any], recomputed_shapes: _Shapes
 ) -> Callable[[], tuple[Any, Any]]:
-    """Return a factory of (forward context, recomputation context)."""
+    """Return a factory of (forward context, recomputation context), for `checkpoint(context_fn=...)`."""
     copy = torch_parts.copy_operator.default
 
     def make_contexts() -> tuple[Any, Any]:
@@ -182,7 +182,7 @@ def _context_fn(
 
 @functools.cache
 def _recompute_mode() -> type:
-    """Return torch's recomputation mode, changed to also run ops that forward did not run.
+    """Return a subclass of torch's dispatch mode for recomputation that accepts ops not run in forward.
 
     FLOP counters run such ops.
     """

@@ -24,7 +24,7 @@ _library.define("reduce_scatter(Tensor x, int size, str group) -> Tensor")
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Exchange rows, in rank order; sent, received: the numbers of rows to and from each rank."""
+    """All-to-all of x's rows, in rank order; received, sent: the numbers of rows from and to each rank."""
     return OPS.wait_tensor(OPS.all_to_all_single(x.contiguous(), received, sent, group))
 
 
@@ -53,7 +53,7 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 @library.impl(_library, "reduce_scatter", "CPU")
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """One operator, so that selective checkpointing keeps the sum instead of its `size` summands."""
+    """Return this rank's part of the sum; one operator, so selective checkpointing keeps no summands."""
     out = x.new_empty((len(x) // size, *x.shape[1:]))
     sum_over_ranks(x.contiguous(), torch_parts.group_of_name(group), out)
     return out
@@ -93,8 +93,8 @@ def all_gather(
     if overlap:
         gathered = OPS.wait_tensor(OPS.all_gather_into_tensor(shard.contiguous(), size, group))
         whole = torch.cat(gathered.chunk(size), dim)
-        # Skip a `narrow` to the full length: with it, the compiler would not recognise an all-gather before
-        # a matmul, and the matmul could not begin before all rows have arrived.
+        # Skip a `narrow` to the full length: after a `narrow` the compiler does not recognise an all-gather
+        # before a matmul, and cannot overlap the two.
         return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
     gathered = OPS.wait_tensor(start_all_gather(shard, size, group))
     # [tp * B, ..., t, ...] -> [B, ..., tp, t, ...] -> [B, ..., tp * t, ...]; no copy if B is 1.
@@ -135,14 +135,14 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "reduce_scatter": reduce_scatter,
     "own_rows": _own_rows,
     "sum": lambda x, group: OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group)),
-    # For a collective that was started earlier.
+    # Completes a collective that was started earlier.
     "wait": OPS.wait_tensor,
     "keep": lambda x, *_: x.view_as(x),
 }
 
 
 class Collective(torch.autograd.Function):
-    """Apply OPERATIONS[forward] to x, and OPERATIONS[backward] to its gradient."""
+    """Apply OPERATIONS[forward] to x, and in backward OPERATIONS[backward] to the result's gradient."""
 
     @staticmethod
     def forward(ctx: Any, forward: str, backward: str, x: Tensor, *where: Any) -> Tensor:

@@ -129,7 +129,7 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
             "parallelism.context_parallel_load_balancer = 'ptrr' balances the work of the mask, but "
             "there is no mask; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
         )
-    # Deal the chunks out, the most expensive first, back and forth over the ranks.
+    # Assign chunks to ranks in snake order, the most expensive first.
     columns = torch.arange(seq_len, device="cpu")
     work = (columns - starts + 1).sum(dim=0).view(-1, PTRR_CHUNK).sum(dim=1)
     rounds = work.sort(descending=True, stable=True).indices.view(-1, cp)
@@ -168,11 +168,11 @@ class ContextPart:
         return parts.permute(2, 0, 3, 1, *range(4, parts.dim())).flatten(1, 2)
 
     def own_heads(self, weight: Tensor) -> Tensor:
-        """Return the rows of a weight [heads * n, ...] for this rank's heads after `tokens_to_heads`."""
+        """Return the rows of a weight [heads * n, ...] of the heads this rank has after `tokens_to_heads`."""
         return weight.unflatten(0, (self.shards.cp, -1))[self.shards.rank]
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Send part p of [cp, ...] to rank p; part r of the result comes from rank r."""
+        """All-to-all: send part p of [cp, ...] to rank p; part r of the result comes from rank r."""
         one_each = [1] * self.shards.cp
         return AllToAll.apply(parts, one_each, one_each, self.shards.group_name)
 
@@ -206,7 +206,7 @@ class ContextPart:
 class NeededKeys(NamedTuple):
     """The keys that a rank's packed queries [B * T/cp] see, grouped by stretch.
 
-    A stretch is a run of consecutive queries of one document; the last query of a stretch sees the last key.
+    A stretch is a run of consecutive queries of one document; its last query sees the stretch's last key.
     Also used without context parallelism for trees of documents, where documents share keys.
 
     cu_seq_q, cu_seq_k: int32 [stretches + 1], where the queries and the keys of each stretch begin.
@@ -232,8 +232,8 @@ def needed_keys(
     """Return the keys that a rank needs. Computes on the host.
 
     starts: [1 or B, T], the first key that each query sees if there is no window. chunks: [cp, n].
-    branches: (own [B, T], paths [m]), for trees of documents. paths: the columns of each branch, branch
-        after branch. own: each query's index in paths. The query in row b, column c sees
+    branches: (own [B, T], paths [m]), for trees of documents. paths: the columns of all branches,
+        concatenated. own: each query's index in paths. The query in row b, column c sees
         n = c + 1 - starts[b, c] keys, in the columns paths[own[b, c] + 1 - n : own[b, c] + 1].
     """
     starts = starts.expand(n_rows, -1)
@@ -257,7 +257,7 @@ def needed_keys(
         first_key = torch.maximum(first_key, own[first] - window + 1)
     n_keys = own[end - 1] + 1 - first_key
 
-    # Number the keys of all stretches; a key's row and column follow from its stretch.
+    # For each key, its stretch and its offset in the stretch, which determine the key's row and column.
     cu_seq_k = _cumulative(n_keys)
     stretch = torch.arange(len(first), device="cpu").repeat_interleave(n_keys)
     offset = torch.arange(len(stretch), device="cpu") - cu_seq_k[stretch]

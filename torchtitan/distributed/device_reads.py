@@ -29,7 +29,7 @@ def reading_contexts(
 
 
 class _Reads:
-    """The context of a forward pass or of its recomputation; both share the list `values`."""
+    """Context manager around `inner`: `read_once` stores values in forward and returns them in recompute."""
 
     current: ContextVar["_Reads | None"] = ContextVar("reads", default=None)
 

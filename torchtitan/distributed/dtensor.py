@@ -14,7 +14,7 @@ from torchtitan.tools import torch_parts
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return True if `x` is a DTensor. Needs no slow import: before the import no DTensor exists."""
+    """Return True if `x` is a DTensor. Avoids the slow import of DTensor: without the import none exist."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -66,7 +66,7 @@ def whole_tensor(x: Tensor) -> Tensor:
 def with_local(x: Tensor, local: Tensor) -> Tensor:
     """Return a DTensor with x's placements and the local tensor `local`; if x is plain, return `local`.
 
-    If the last dim of `local` is n times as long as that of x's local part, so is the result's last dim.
+    If `local`'s last dim is n times that of x's local part, the result's last dim is n times that of x.
     """
     if not is_dtensor(x):
         return local

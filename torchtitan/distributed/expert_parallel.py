@@ -1,16 +1,16 @@
 """Expert parallelism: each rank of a mesh holds some of the experts, and tokens travel to them.
 
 R ranks of the `ep` axis, E experts of which each rank holds e = E / R, N (token, expert) pairs of
-one rank, D model dim. The experts of a layer compute on pairs grouped by expert. One exchange
+one rank, D model dim. The experts of a layer compute on pairs grouped by expert. One all-to-all
 comes before the experts, and one after:
 
     dispatch   [N, D], ordered by expert -> [M, D], all ranks' pairs for this rank's e experts
     combine    sends the results back: [M, D] -> [N, D]
 
-Every rank enters every exchange, in backward too, even without any pairs.
+Every rank enters every all-to-all, in backward too, even without any pairs.
 
 Under tensor parallelism all ranks of the `tp` axis have the same pairs. Either each rank dispatches a
-share of them (`ReordererSequenceParallel`), or experts are split by hidden units over an axis `etp`
+share of the pairs (`ReordererSequenceParallel`), or experts are split by hidden units over an axis `etp`
 of the same ranks (`ExpertTensorParallel`). With `ExpertTensorParallel` or `TensorParallel`, a rank's
 result is one summand of the whole result, and so is the gradient of its input.
 """
@@ -54,10 +54,10 @@ class TensorParallel(ParallelStyle):
 
 
 class BaseExpertParallel(ParallelStyle, ABC):
-    """Splits a module of experts, and wraps its forward in dispatch and combine.
+    """Splits a module of experts, and wraps the module's forward in dispatch and combine.
 
     The module is called with (tokens [N, D] grouped by expert, tokens per expert [E]). Use one object per
-    module, because combine reads what the last dispatch stored in it.
+    module, because dispatch stores values in the object for the next combine.
     """
 
     @abstractmethod
@@ -87,7 +87,7 @@ class BaseExpertParallel(ParallelStyle, ABC):
 
 
 class ExpertParallel(BaseExpertParallel):
-    """Deals whole experts to the ranks of a 1-D mesh: rank r holds experts r * e to (r + 1) * e - 1."""
+    """Distributes whole experts over a 1-D mesh: rank r holds experts r * e to (r + 1) * e - 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class ExpertParallel(BaseExpertParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def announce_counts(num_tokens_per_expert: Tensor) -> None:
-            """Start to exchange the counts [E] of the next dispatch early, while the device is busy."""
+            """Start the all-to-all of the next dispatch's counts [E] early, while the device is busy."""
             self._announced = _begin_exchange(num_tokens_per_expert, _ep_axis(device_mesh))
 
         module.announce_counts = announce_counts
@@ -137,7 +137,7 @@ class ExpertParallel(BaseExpertParallel):
 
 
 class ExpertTensorParallel(ExpertParallel):
-    """Deals experts along the axis `ep` of a mesh [ep, etp], and splits each expert along `etp`."""
+    """Distributes experts over the axis `ep` of a mesh [ep, etp], and splits each expert along `etp`."""
 
     def __init__(self, hidden_dims: Mapping[str, int | None] = SWIGLU_HIDDEN_DIMS) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def _split(
 ) -> None:
     """Split every parameter along dims[i] over mesh axis i.
 
-    hidden_dims: name of a parameter -> the dimension to split over the axis after those of `dims`.
+    hidden_dims: name of a parameter -> the dimension to split over mesh axis len(dims).
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):
         if hidden_dims is not None and name not in hidden_dims:
@@ -203,10 +203,10 @@ def _ep_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 @dataclass
 class _Exchange:
-    """An exchange of token counts per expert.
+    """The result of an all-to-all of token counts per expert.
 
     sent: [E], this rank's counts. received: [R * e], every rank's counts for this rank's experts.
-    splits: [2, R], the sums of `sent` and `received` per rank; on the host, valid after `copied`.
+    splits: [2, R], the sums of `sent` and `received` per rank; on the host, valid after the event `copied`.
     """
 
     sent: Tensor

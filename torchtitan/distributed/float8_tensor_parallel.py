@@ -85,7 +85,7 @@ def to_float8(
     return hp_tensor_and_scale_to_float8(x, scale, cast.target_dtype, mm_config, role)
 
 
-# allow_in_graph: dynamo does not trace the functions, so it never meets the float8 tensor subclass.
+# allow_in_graph: dynamo does not trace these autograd functions, so it never meets float8 tensor subclasses.
 
 
 @torch.compiler.allow_in_graph
@@ -155,7 +155,7 @@ def _gather_in_float8(
     shard = to_float8(shard, role, ranks[0], *configs)
     if shard.device.type != "cpu":
         return all_gather(shard, 1, seq_len, *ranks)
-    # gloo has no float8, so the values travel as bytes.
+    # gloo has no float8, so the values are sent as bytes.
     data = all_gather(shard._data.view(torch.uint8), 1, seq_len, *ranks).view(shard._data.dtype)
     return Float8TrainingTensor(data, shard._scale, shard._orig_dtype, configs[0], role)
 

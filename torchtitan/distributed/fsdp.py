@@ -82,8 +82,8 @@ def apply_fsdp(
     reshard_after_forward_policy: "always" frees a block's gathered parameters after its forward,
         and backward gathers them again. "never" keeps them. "default" is "never" under pipeline
         parallelism, and on a mesh of one rank without cpu_offload; otherwise "always".
-    ep_degree: the number of ranks to which a block's experts are dealt. Above 1, each block's experts
-        are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same experts.
+    ep_degree: the number of ranks over which a block's experts are distributed. Above 1, each block's
+        experts are a unit, sharded on `edp_mesh`, whose last axis has the ranks with the same experts.
     gradient_divide_factor: ignored; gradients are never divided.
     """
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
@@ -171,7 +171,7 @@ def _expert_placement(
 ) -> Callable[[nn.Parameter], Shard] | None:
     """Return a function from an expert parameter [E, M, ...] to its FSDP placement; None means Shard(0).
 
-    If there are more ranks than experts, FSDP shards dim 1 where the ranks divide it.
+    If there are more ranks than experts, FSDP shards dim 1, provided that the number of ranks divides it.
     """
     num_shards = edp_mesh.size(edp_mesh.ndim - 1)
     if num_shards * ep_degree <= experts.num_experts:
@@ -187,7 +187,8 @@ def _expert_placement(
 def _prefetch_in_order(
     embeddings: nn.Module | None, blocks: list[nn.Module], output: nn.Module | None
 ) -> None:
-    """Make each unit prefetch the next unit, because the host waits for token counts in each MoE block."""
+    """Make each unit prefetch the next unit, whose gather would otherwise start late: in MoE blocks the host
+    waits for token counts before it reaches the next unit."""
     units = [[block, block.moe.experts] if block.moe_enabled else [block] for block in blocks]
     units = [[embeddings], *units, [output]]
     # Leave out None, and modules that are part of another module's unit.
@@ -250,7 +251,7 @@ def bytes_to_keep_gathered(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """A context in which each unit stays gathered after its first forward; its end frees all units."""
+    """A context in which each unit stays gathered after its first forward. The exit frees all units."""
     # `set_reshard_after_forward` would forget the mesh that parameters are resharded to after forward.
     groups, field = _param_groups(model), torch_parts.attribute("fsdp_forward_mesh")
     before = [torch_parts.fsdp_forward_mesh(group) for group in groups]

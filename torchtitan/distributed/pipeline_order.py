@@ -23,7 +23,7 @@ class Action(NamedTuple):
     kind: F, forward. B, backward. I and W, the halves of backward in zero-bubble schedules: the
         gradients of the stage's input, and of its weights. SEND_F, RECV_F: hidden states.
         SEND_B, RECV_B: gradients. REDUCE: reduce the stage's gradients. RESHARD: free the stage's
-        gathered parameters for a while.
+        gathered parameters until its next forward or backward.
     """
 
     kind: str
@@ -85,7 +85,7 @@ def _single_stage_order(stage: int, num_ahead: int, n: int) -> list[Action]:
 
 
 def select(order: Order, n: int, forward_only: bool) -> Order:
-    """Return the order of the first n microbatches; only its forwards if `forward_only`."""
+    """Return the order of the first n microbatches; only the forwards if `forward_only`."""
     return {
         rank: [a for a in actions if a.microbatch < n and (a.kind == "F" or not forward_only)]
         for rank, actions in order.items()

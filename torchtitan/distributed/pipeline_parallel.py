@@ -64,8 +64,8 @@ def pipeline_llm(
     )
     for i, (stage, part) in enumerate(zip(stages, parts, strict=True)):
         parts[i] = stage.submod = parallelize_fn(part, parallel_dims, job_config)
-    # Under FSDP, which casts parameters and inputs, stages exchange hidden states in mixed_precision_param;
-    # otherwise in training.dtype, as autocast is off under a pipeline. This replaces the dtype that
+    # Stages send hidden states in mixed_precision_param under FSDP, which casts parameters and inputs, and in
+    # training.dtype without FSDP, because autocast is off under a pipeline. This replaces the dtype that
     # pipeline_module_split read from the parameters before FSDP.
     training, uses_fsdp = job_config.training, isinstance(parts[0], distributed.FSDPModule)
     dtype = training.mixed_precision_param if uses_fsdp else training.dtype

@@ -52,7 +52,7 @@ class PipelineStage:
         self._has_backward = False
         self._input_shapes: list[InputShape] = []
         self._contexts: Sequence[ContextFactory] = ()
-        # Microbatch -> (output or loss, where its backward starts; hidden states, where it ends).
+        # Microbatch -> (output or loss, where backward starts; hidden states, where backward ends).
         self._forwards: dict[int, tuple[Tensor | GradientEdge | None, Tensor | None]] = {}
         # Microbatch -> what `backward_input` leaves for `backward_weight`. On the first stage this is only
         # the gradient of the output, in `_postponed`.
@@ -67,7 +67,7 @@ class PipelineStage:
     ) -> None:
         """Prepare for a call of the schedule.
 
-        contexts: for each microbatch, a factory of the context of its forward and of its backward.
+        contexts: per microbatch, a factory of context managers for its forward and its backward.
         """
         if self.hidden_states is None:
             raise ValueError(
@@ -122,7 +122,7 @@ class PipelineStage:
             if not start.requires_grad:  # all parameters of this and earlier stages are frozen
                 start = None
             elif not self.is_last:
-                # The edge lets the output be freed once it is sent.
+                # Keep only the edge, so that the output's memory is freed once the output is sent.
                 start = get_gradient_edge(start)
             self._forwards[microbatch] = start, hidden
         return output

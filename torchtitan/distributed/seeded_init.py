@@ -35,7 +35,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
-# In place, [n] float64 uniform in (0, 1) -> [n] values.
+# Changes [n] float64 numbers, uniform in (0, 1), to the wanted distribution, in place.
 _Transform = Callable[[Tensor], Tensor]
 
 _active: "seeded_init | None" = None

@@ -42,12 +42,12 @@ def copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def trained_copies_in(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the copies that these parts hold; none if they were frozen when the model was cut."""
+    """Return the copies that these parts hold; none if the embedding was frozen when the model was cut."""
     return copies_in(part for part in parts if getattr(part, "tied_copy_trains", False))
 
 
 def holds_second(part: nn.Module) -> bool:
-    """Return True if the part holds the second copy, which norms and optimizer states leave out."""
+    """Return True if the part holds the second copy, whose optimizer state is not saved."""
     return getattr(part, "tied_copy", None) == SECOND
 
 

@@ -38,7 +38,7 @@ def permute_tokens(
     """Reorder x [N, D] from [rank][expert] to [expert][rank], with zeros as padding to aligned slots.
 
     counts: [R * E] int. Returns (shape of x with one more row; reordered x [M, D], where M depends only
-    on N; the input row of each of its M rows, -1 for padding; slot sizes [E] int32).
+    on N; the input row of each output row, [M], -1 for padding; slot sizes [E] int32).
     """
     padded_len = x.shape[0] + experts_per_rank * alignment
     padded_len = (padded_len + alignment - 1) // alignment * alignment
@@ -77,7 +77,7 @@ def take_rows(
     """Return x[rows]: [N, D] -> [M, D], with zeros where the row is -1.
 
     places: [N, c], for each row of x the rows of the result that are its copies; -1 for none. Backward
-        gathers their gradients and sums them in fp32, in order; torch's indexing adds in any order.
+        gathers their gradients and sums them in fp32, in order; the backward of `x[rows]` adds in any order.
     """
     return _TakeRows.apply(x, rows, places, rows_have_gaps, places_have_gaps)
 

@@ -24,7 +24,7 @@ class Machine:
 
 
 def without_memory(machine: Machine) -> Machine:
-    """Return the machine with unlimited memory bandwidth: compiled steps move fewer bytes than are counted."""
+    """Return the machine with unlimited memory bandwidth. Compiled steps move fewer bytes than counted."""
     return dataclasses.replace(machine, memory=math.inf)
 
 
@@ -47,7 +47,7 @@ class Bound:
 
 
 def bound_of(estimate: Any, machine: Machine) -> Bound:
-    """Return the least time of the step that `estimate`, a `StepEstimate` for this machine, describes."""
+    """Return the bounds of the step that `estimate`, a `StepEstimate` for this machine, describes."""
 
     def seconds(in_line: bool) -> float:
         on_nvlink = on_network = 0.0

@@ -29,7 +29,7 @@ from typing import Any
 
 from torchtitan.tools.files import read_text
 
-# Autograd needs a device guard. This one has one device with one stream, which is always idle. The pinned
+# Autograd needs a device guard. This guard has one device with one stream, which is always idle. The pinned
 # allocator records its blocks, so `Tensor.is_pinned()` is right in every thread.
 _SOURCE = r"""
 #include <ATen/CPUGeneratorImpl.h>
@@ -322,7 +322,7 @@ def patch_cuda() -> None:
         "device": lambda device: contextlib.nullcontext(),
     }.items():
         setattr(torch.cuda, name, value)
-    # Not torch.cuda's classes, because the compiler has a handler for each class.
+    # Classes other than torch.cuda's, because the compiler registers one handler per class.
     torch.Stream = type("Stream", (stream_class,), {})
     torch.Event = type("Event", (Event,), {})
     torch.accelerator.empty_host_cache = lambda: None

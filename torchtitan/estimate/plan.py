@@ -77,7 +77,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """estimate: `StepEstimate` of the rank with the highest peak memory. bound: the slowest rank's `Bound`."""
+    """A layout, with the estimate of the rank with the highest peak memory and the slowest rank's bound."""
 
     layout: Layout
     rows_at_once: int

@@ -38,8 +38,8 @@ SIZED_BY_VALUES = {
 }
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
-# Values that the host reads from the device are made up: 1 for a number, zeros for a copied tensor.
-# Functions of torchtitan that need another value: name -> function from its local variables to the value.
+# Reads from the device return made-up values: 1 for a number, zeros for a copied tensor. These functions of
+# torchtitan need another value: function's name -> function from its local variables to the value.
 ANSWERS: dict[str, Callable[[dict[str, Any]], float]] = {
     # 0 means that no rank saw a leak.
     "_on_any_rank": lambda _: 0,
@@ -61,7 +61,7 @@ def _local_of_caller(name: str) -> Any:
 
 
 class Rehearsal(TorchDispatchMode):
-    """waits, races: description and place -> count; see the docstring of the module, and `rehearsing`."""
+    """This module's dispatch mode; `rehearsing` enters it. waits, races: description and place -> count."""
 
     supports_higher_order_operators = True
 
@@ -253,13 +253,13 @@ def rehearsing() -> Iterator[Rehearsal]:
             run(thread)
 
     def list_as_a_whole(tensor: torch.Tensor) -> Any:
-        """Copy a CUDA tensor to the host at once, as torch does unless the tensor is fake."""
+        """Copy a CUDA tensor to the host once, as torch does; a fake tensor would copy each element."""
         if not tensor.is_cuda:
             mode.check_arrival(tensor)
         return tolist(tensor.cpu() if tensor.is_cuda else tensor)
 
     def stage_fake(stager: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record that a checkpoint copies x to pinned memory, which dispatches no operator."""
+        """Record that a checkpoint copies x, because the copy dispatches no operator; return zeros."""
         if not isinstance(x, FakeTensor):
             return stage(stager, x, *args, **kwargs)
         mode.use_storage(x.untyped_storage(), False, "a tensor that is staged")
@@ -278,7 +278,7 @@ def rehearsing() -> Iterator[Rehearsal]:
 
 
 class _Uses:
-    """When each stream last wrote to a storage and last used it: stream id -> the stream's tick.
+    """uses: stream id -> the stream's tick at its last use of a storage. writes: the same, last write only.
 
     While `reference` exists, no other storage gets the same address.
     """

@@ -137,7 +137,7 @@ def estimate_step(
                 "DDP cannot be estimated, because its reducer communicates when it is built; set "
                 "parallelism.data_parallel_shard_degree to 2 or more (FSDP, HSDP)"
             )
-        # The made-up batch has no token with this id.
+        # The made-up batch has no token 1.
         engine.tokenizer = types.SimpleNamespace(bos_id=1, eos_id=1)
         logger.info("first step, which makes the optimizer's state")
         for _ in _run_step(engine):
@@ -167,7 +167,7 @@ def bytes_of_states(job_config: JobConfig) -> int:
     Counted after the model's conversion. Raises ConfigError for an unknown model.
     """
     config = _config_to_estimate(job_config)
-    # With FSDP, which decides how frozen weights are stored.
+    # Assume FSDP, because it decides how frozen weights are stored.
     config.parallelism = Parallelism(always_fsdp=True)
     spec = resolve_job(config, builds_data=False).train_spec
     args = build.derive_model_args(config, spec)
@@ -268,7 +268,7 @@ def _waits_of(rehearsal: Any) -> Counter[str]:
 
 
 def _axes_of_groups(engine: TrainingEngine) -> dict[tuple[str, str], str]:
-    """Return the `axis_of_group` of `StepCounter`. Axes of the same ranks may share a group, for example cp and
+    """Return the `axis_of_group` of `StepCounter`. Axes with the same ranks may share a group, for example cp and
     fsdp. Then the namespace decides: FSDP and pipelines call "c10d" operators, other axes "_c10d_functional"."""
     meshes = engine.parallel_dims.get_all_one_dimensional_meshes()
     orders = {

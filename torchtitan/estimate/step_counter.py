@@ -187,7 +187,7 @@ def _as_group(value: Any) -> ProcessGroup | None:
     if isinstance(value, str):
         try:
             return _resolve_process_group(value)
-        except (RuntimeError, ValueError, KeyError):  # `value` is no group, but for example "sum"
+        except (RuntimeError, ValueError, KeyError):  # `value` is another string, such as "sum"
             return None
     if isinstance(value, torch.ScriptObject):
         try:

@@ -2,8 +2,8 @@
 over one token only.
 
 B rows, T tokens in one call, S used slots of the cache (slot = the token's place in its row), H query
-heads, K key/value heads, D head size of queries and keys, Dv head size of values, V vocabulary, L mixtures
-of experts, k experts per token.
+heads, K key/value heads, D head size of queries and keys, Dv head size of values, V vocabulary, L MoE layers,
+k experts per token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -166,7 +166,7 @@ class CachedDeltaRule(_Store, DeltaRule):
 class ExpertRecord(_Store):
     """The expert indices of cached tokens, int16 [B, L, max_length, k].
 
-    Layers of other pipeline stages have 0.
+    The entries for layers of other pipeline stages are 0.
     """
 
     def __init__(self, parts: Sequence[Decoder], max_length: int):
@@ -201,7 +201,7 @@ class ExpertRecord(_Store):
             yield
 
     def of_row(self, place: int, length: int) -> Tensor:
-        """Return a copy of the experts of a row's first tokens, [length, L, k]."""
+        """Return a copy of the expert indices of a row's first `length` tokens, [length, L, k]."""
         return self.stored[0][place, :, :length].transpose(0, 1).clone()
 
 

@@ -1,4 +1,4 @@
-"""The path of `torchtitan.data` in torchtitan 0.2.x."""
+"""Alias of `torchtitan.data`, at its path in torchtitan 0.2.x."""
 
 from torchtitan.data import DatasetConfig
 

@@ -1,3 +1,3 @@
-"""The path of `torchtitan.data.text_datasets` in torchtitan 0.2.x."""
+"""Alias of `torchtitan.data.text_datasets`, at its path in torchtitan 0.2.x."""
 
 from torchtitan.data.text_datasets import *  # noqa: F403

@@ -106,7 +106,7 @@ class OpenAIGenerator(ForeignGenerator):
                 "max_tokens": sampling.max_tokens,
                 "stop": list(sampling.stop_strings) or None,
                 "logprobs": 0,
-                # vLLM's extensions: return all tokens, special ones too, and stop only at our stops.
+                # vLLM's extensions: also return special tokens, and stop only at the stops of `sampling`.
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "include_stop_str_in_output": True,
                 "ignore_eos": True,

@@ -1,4 +1,4 @@
-"""The HTTP servers that sample from a policy. Servers may end, restart and join during a run."""
+"""The HTTP servers that sample from a policy. Servers may stop, restart and join during a run."""
 
 import http.client
 import itertools
@@ -43,7 +43,7 @@ class Servers:
     A restarted server has lost the weights. To detect restarts, an idle connection to each server stays
     open; it closes when the server's process ends. Proxies and TLS servers also close idle connections. So
     after a connection has closed, the start time of the server's process is compared with the earlier start
-    time. vLLM has it among its metrics. A server without this metric counts as restarted.
+    time. vLLM reports the start time as a metric. A server without this metric counts as restarted.
     """
 
     def __init__(self, setting: str, timeout_seconds: float) -> None:
@@ -139,7 +139,7 @@ class Servers:
             time.sleep(min(_SECONDS_BETWEEN_LOOKS, self._timeout_seconds / 4))
 
     def _try_to_load(self, address: str) -> Exception | None:
-        """Make a server load the weights. Return the error if it is gone, or None.
+        """Make a server load the weights. Return the error if the server is gone, else None.
 
         Raises RunError if the server reports that loading failed.
         """

@@ -90,13 +90,13 @@ class VLLMGenerator(ForeignGenerator):
             load_format="auto" if settings.adapters else "dummy",
             gpu_memory_utilization=settings.memory_share,
             tensor_parallel_size=degree,
-            seed=seed,  # equal on all ranks: engines that split a model must draw the same tokens
+            seed=seed,  # equal on all ranks: engines that split a model must sample the same tokens
             logprobs_mode="processed_logprobs",
             # vLLM reads a prompt once for all its samples. `update_weights` empties the cache.
             enable_prefix_caching=True,
             **options,
         )
-        # When the engine is garbage-collected, vLLM would destroy the default process group, the trainer's.
+        # When the engine is garbage-collected, vLLM would destroy the trainer's process group.
         engine_core = getattr(getattr(self._llm, "llm_engine", None), "engine_core", None)
         if finalizer := getattr(engine_core, "_finalizer", None):
             finalizer.detach()
@@ -161,7 +161,7 @@ class VLLMGenerator(ForeignGenerator):
 def _pack_experts_again(worker: Any) -> None:
     """Make a CPU worker of vLLM 0.32.0 pack new expert weights.
 
-    Otherwise it would copy unpacked weights over packed weights.
+    By default, the worker would copy unpacked weights over the packed weights.
     """
     if worker.device.type != "cpu":
         return

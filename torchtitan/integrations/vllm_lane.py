@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def register() -> None:
-    """Register our receiver as "gloo" with vLLM, which calls this in each of its processes."""
+    """Register our receiver as "gloo" with vLLM. vLLM calls this function in each of its processes."""
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     except ImportError:
@@ -163,7 +163,7 @@ class WeightLane:
 
 
 def _beside(ours: Callable[[], T], theirs: Callable[[], Any]) -> T:
-    """Run both functions at once; return the result of `ours`, or raise the first exception."""
+    """Run both functions concurrently; return the result of `ours`, or raise the first exception."""
     futures = [run_beside(ours), run_beside(theirs)]
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in done:

@@ -1,1 +1,1 @@
-"""Losses over tokens, and log-probabilities without whole logits."""
+"""Losses over tokens, and log-probabilities without storing all logits."""

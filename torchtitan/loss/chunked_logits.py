@@ -4,12 +4,12 @@ Logits are computed in chunks of tokens from hidden states and the output projec
 largest tensor is [chunk, V]. `LogProbs` computes each chunk's logits again in backward. `SummedLoss`
 computes its gradient in forward; backward only multiplies this gradient by the incoming one.
 
-Under tensor parallelism each rank computes the logits of its vocabulary entries, and ranks exchange four
+Under tensor parallelism each rank computes the logits of its vocabulary entries, and ranks all-gather four
 numbers per token once. A chunk may have tokens of several models, each with its own adapters; a model's
 tokens are cut into chunks as if the batch had no other model.
 
 B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n
-tokens in a chunk, N tokens in all chunks; m models, r rank of their adapters.
+tokens in a chunk, N tokens in all chunks; m models, r rank of the models' adapters.
 """
 
 import functools
@@ -29,8 +29,8 @@ from torchtitan.tools.torch_parts import assert_on_device
 
 
 class Operands(NamedTuple):
-    """x: [N, M], or the logits [N, v] if weight is None. weight: [v, M]. bias: [v]. adapted_x, a, b: the
-    fields x, a and b of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
+    """Tensors of a head's call. x: [N, M], or the logits [N, v] if weight is None. weight: [v, M]. bias: [v].
+    adapted_x, a, b: the fields x, a and b of a `LowRank`, [N, M], [m, r, M] and [m, v, r].
     """
 
     x: Tensor
@@ -42,8 +42,8 @@ class Operands(NamedTuple):
 
 
 class Call(NamedTuple):
-    """first: index of this rank's first vocabulary entry. cap: c, for logits c * tanh(logits / c). sizes,
-    scale: the fields of the `LowRank`."""
+    """The settings of a head's call. first: index of this rank's first vocabulary entry. cap: c, for logits
+    c * tanh(logits / c). sizes, scale: the fields of the `LowRank`."""
 
     first: int
     group: dist.ProcessGroup | None
@@ -108,10 +108,10 @@ class ChunkedHead(Generic[Outputs]):
         low_rank: LowRank | None = None,
         cap: float | None = None,
     ) -> Outputs:
-        """h: [B, T, M]; weight: [V, M]; bias: [V]; labels: [B, T]; all plain tensors.
+        """Return the outputs for h [B, T, M], weight [V, M], bias [V] and labels [B, T], all plain tensors.
 
         group: ranks that each hold [v, M] of the weight, in rank order, and the same h and labels. The call
-            is collective; the gradient of h is only this rank's summand.
+            is collective; the gradient of h is only this rank's partial sum.
         low_rank: the adapters whose product is added to the logits, with rows sorted by model, b [m, v, r].
         cap: c, for logits c * tanh(logits / c).
         """
@@ -286,7 +286,7 @@ class Gradients:
             self.parts["adapted_x"] = torch.empty_like(operands.adapted_x)
 
     def add(self, chunk: Chunk, grad_logits: Tensor, slopes: Slopes) -> None:
-        """grad_logits: [n, v] of a chunk, of any dtype."""
+        """Add a chunk's gradients. grad_logits: [n, v], of any dtype."""
         rows, (low_rank, of_cap) = chunk.rows, slopes
         x, weight, _, adapted_x, a, b = self.operands
         wants_x, wants_weight, wants_bias, *wants_adapters = self.wanted
@@ -384,7 +384,7 @@ def _maybe_compiled(function: Callable[..., Tensor], backend: str | None) -> Cal
 def _statistics(
     logits: Tensor, temperature: float | Tensor, own_labels: Tensor, wants_entropy: bool
 ) -> Tensor:
-    """Return four numbers per token, [n, 4], that ranks exchange instead of their logits z [n, v].
+    """Return four numbers per token, [n, 4], that ranks gather instead of their logits z [n, v].
 
     The maximum; the sum of e = exp(z - maximum); the label's logit, 0 if another rank has it; the
     sum of e * (z - maximum), 0 without wants_entropy. If not compiled, the logits are overwritten.

@@ -81,7 +81,7 @@ def default_head(
 ) -> SummedCrossEntropy | None:
     """Return a head that computes `loss_fn` inside the output projection, or None.
 
-    Returns None for another loss than `cross_entropy_loss`, on pipeline ranks without the output,
+    Returns None for a loss other than `cross_entropy_loss`, on pipeline ranks without the output,
     for models whose output takes no head, for training.loss_chunk = 0, and for a small vocabulary
     with training.loss_chunk = -1.
     """

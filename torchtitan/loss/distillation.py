@@ -145,7 +145,7 @@ class DistillationLoss(ChunkedHead[Distilled]):
         return Distilled(*sums, *self.of_tokens.compute(operands, call, labels))
 
     def _compare(self, logits: Tensor, scores: Tensor, call: Call) -> Divergence:
-        """logits: the student's, [n, v]. scores: these tokens' rows of the batch's "teacher", [n, ...]."""
+        """Return a chunk's divergence. logits: the student's, [n, v]. scores: rows [n, ...] of "teacher"."""
         how = self.temperature_of_kl, self.n_entries
         log_p, is_forward = _log_probs(logits, call, *how), self.divergence == "forward"
         if self.states is not None:
@@ -169,8 +169,8 @@ def _divergence(
 ) -> Divergence:
     """Return the divergence [n], and a function for its gradient.
 
-    log_p, log_q: log-probs [n, v] of this rank's shard of the vocabulary. Without a group: of the whole
-        vocabulary, or [n, k + 1], of the teacher's top k entries and of the rest together.
+    log_p, log_q: log-probs [n, v] of this rank's vocabulary entries. Without a group: of all entries, or
+        [n, k + 1], of the teacher's top k entries and of all other entries together.
     """
     a, b = (log_q, log_p) if is_forward else (log_p, log_q)
     kl = of_all_ranks((a.exp() * (a - b)).sum(1, keepdim=True), group).sum(0)
@@ -182,12 +182,12 @@ def _divergence(
 def _divergence_of_top(
     log_p: Tensor, ids: Tensor, log_q: Tensor, is_forward: bool, call: Call
 ) -> Divergence:
-    """log_p: [n, v]. ids: tokens [n, k] of the whole vocabulary. log_q: [n, k + 1], of `ids` and the rest."""
+    """Return the divergence. log_p: [n, v]. ids: [n, k] token ids. log_q: [n, k + 1], of ids and the rest."""
     k, ids = ids.shape[1], ids - call.first
     is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
     ids = ids.masked_fill(is_elsewhere, 0)
     others = log_p.exp()
-    # Subtract instead of setting 0: ids of other ranks point to column 0, as one of this rank's ids may.
+    # Subtract instead of writing 0, because column 0 also stands for ids that other ranks hold.
     others.scatter_add_(1, ids, -others.gather(1, ids).masked_fill(is_elsewhere, 0))
     chosen = log_p.gather(1, ids).masked_fill(is_elsewhere, 0)
     of_ranks = of_all_ranks(torch.cat((chosen, others.sum(1, keepdim=True)), dim=1), call.group)

@@ -1,4 +1,4 @@
-"""Heads that return log-probabilities, entropies and the most probable tokens, without whole logits.
+"""Heads that return log-probabilities, entropies and the most probable tokens, without storing all logits.
 
 B rows, T tokens, M model dim, V vocabulary entries, v = V / tp entries on this rank; n tokens in a
 chunk; m models, r rank of their adapters.
@@ -87,7 +87,7 @@ class TokenLogProbs(ChunkedHead[TokenOutputs]):
         return batch_invariant_linear if self.batch_invariant else linear
 
     def _of_tokens(self, labels: Tensor) -> Self:
-        """Return the head; if its temperature is a tensor, with one entry per token, [B * T, 1] fp32."""
+        """Return this head, with a tensor temperature expanded to one entry per token, [B * T, 1] fp32."""
         temperature = self.temperature
         if isinstance(temperature, str):
             raise ValueError(

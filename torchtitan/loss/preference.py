@@ -41,8 +41,8 @@ def dpo(
     `global_valid_tokens`: give the number of pairs in all microbatches of all data-parallel ranks.
 
     The batch has
-        pair_ids [B, T] int64: k for a label of the chosen answer of the microbatch's pair k, which
-            counts from 1; -k for a label of its rejected answer; 0 elsewhere, as in the prompt.
+        pair_ids [B, T] int64: k for labels of pair k's chosen answer, -k for labels of its rejected answer,
+            0 elsewhere, as in the prompt. Pairs are numbered from 1 in each microbatch.
         ref_logprobs [B, T] fp32: the log-probabilities of the reference model.
     The two answers of a pair may be two rows, or two documents of one row.
 

@@ -17,7 +17,7 @@ class DecoderArgs(BaseModelArgs):
     """The args of every family, which the decoder reads.
 
     attn_type: "sdpa", "flex" or "varlen". attn_mask_type: see `config.mask_types`.
-    depth_init: scale initial weights of residual branches by their layer's depth, not the model's.
+    depth_init: scale initial weights of residual branches by the layer's index, not by n_layers.
     value_head: the model returns one value per token; this turns enable_weight_tying off.
     fp32_head: compute the output projection in fp32, even under autocast or FSDP's casts.
     norm_kind: see `numerics.norm`. norm_placement: see `TransformerBlock`.

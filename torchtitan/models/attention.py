@@ -46,7 +46,7 @@ MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def get_causal_mask_mod() -> MaskMod:
-    """A query sees itself and the tokens before it."""
+    """Return a mask in which a query sees itself and the tokens before it."""
 
     def causal_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx >= kv_idx
@@ -61,7 +61,7 @@ def get_document_mask_mod(
     positions: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> MaskMod:
-    """A query sees its own document, later tokens included; combine this with a causal mask.
+    """Return a mask in which a query sees its whole document; combine it with a causal mask.
 
     batch, positions and document_ids: [B, T], or [T] for one row. `read_document_ids` reads the documents
     from document_ids if given, else from positions, else from batch and eos_id.
@@ -87,7 +87,7 @@ def get_document_mask_mod(
 
 
 def get_fixed_block_mask_mod(fixed_block_size: int) -> MaskMod:
-    """A query sees the tokens of its own chunk; chunks have `fixed_block_size` tokens."""
+    """Return a mask in which a query sees its own chunk of `fixed_block_size` tokens."""
 
     def blocked_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx // fixed_block_size == kv_idx // fixed_block_size
@@ -97,7 +97,7 @@ def get_fixed_block_mask_mod(fixed_block_size: int) -> MaskMod:
 
 
 def get_sliding_window_mask_mod(window_size: int) -> MaskMod:
-    """A query sees itself and the `window_size - 1` tokens before it.
+    """Return a mask in which a query sees itself and the `window_size - 1` tokens before it.
 
     Raises ValueError if window_size < 1.
     """
@@ -133,7 +133,7 @@ def create_attention_mask(
 
 
 def create_varlen_metadata_for_document(input_batch: Tensor, eos_id: int) -> VarlenMetadata:
-    """Return cumulative lengths of tokens [B, T]; a document ends at `eos_id` or at its row's end."""
+    """Return cumulative document lengths for tokens [B, T]; documents end at `eos_id` or at a row's end."""
     document_ids = document_ids_from_token(input_batch, eos_id)
     return DocumentMask.from_documents(document_ids).lower("varlen").lowered
 
@@ -189,7 +189,7 @@ class ScaledDotProductAttentionWrapper(nn.Module):
     """torch's scaled dot product attention, by the fastest backend that accepts the inputs."""
 
     attn_type: ClassVar[str] = "sdpa"
-    batch_invariant = False  # True: use the order of sums of `numerics.batch_invariant`
+    batch_invariant = False  # True: use the reduction order of `numerics.batch_invariant`
     sdpa_backends: ClassVar[list[SDPBackend]] = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -239,7 +239,7 @@ class FlexAttentionWrapper(nn.Module):
 
     attn_type: ClassVar[str] = "flex"
     batch_invariant = False
-    # Read from the class, never from an instance: `set_determinism` replaces it there.
+    # Read from the class, never from an instance: `set_determinism` replaces the class attribute.
     _compiled_flex_attn: ClassVar[Callable[..., Any]] = _compiled_flex_attention
     # (query head size, value head size) -> flex attention's options inside a compiled block. There torch
     # does not search for the fastest options.
@@ -334,9 +334,9 @@ def _varlen(
     return_lse: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q: [N, H, D]; k: [M, K, D]; v: [M, K, Dv]; N packed queries, M packed keys.
+    """Return the result of `VarlenAttentionWrapper` for packed queries and keys.
 
-    See `VarlenAttentionWrapper`.
+    q: [N, H, D]; k: [M, K, D]; v: [M, K, Dv]; N packed queries, M packed keys.
     """
     # The kernels want one head size. Appending zeros to queries and keys doesn't change their dot
     # products, and zeros appended to values become output columns that are cut off below.
@@ -397,7 +397,7 @@ def _packed(lengths: VarlenMetadata | NeededKeys, *qkv: Tensor) -> list[Tensor]:
 
 
 def _each(results: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to the output, and to the log-sum-exp if there is one."""
+    """Apply `change` to an attention output, and to the log-sum-exp if there is one."""
     return tuple(map(change, results)) if isinstance(results, tuple) else change(results)
 
 
@@ -426,7 +426,7 @@ def attend(
     window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a wrapper with the mask it needs; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
+    """Lower the mask and run a kernel wrapper; q [B, H, T, D], k, v [B, K, T, D] -> [B, T, H, Dv].
 
     mask: any mask that `DocumentMask.from_mask` accepts. If the mask has a `part`, the T tokens are this
         rank's part of rows that are split over context-parallel ranks.
@@ -445,7 +445,7 @@ def attend(
         results = _varlen(_pack(q), k, v, part.keys, scale, window, return_lse)
         return _each(results, lambda x: x.unflatten(0, rows))
 
-    if part is not None:  # exchange tokens for heads: this rank gets whole rows of some heads
+    if part is not None:  # all-to-all: this rank gets whole rows of some heads
         repeats = part.repeats_of_kv_heads(q.shape[1], k.shape[1])
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k, v))
         q, k, v = (part.tokens_to_heads(x) for x in (q, k, v))

@@ -106,7 +106,7 @@ def _as_kernel_input(x: Tensor, n_rows: int) -> Tensor:
 
 
 def _as_rows(cu_seq_q: Tensor, cu_seq_k: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return the number of rows for one call of the kernel, and cu_seq_q and cu_seq_k of each row.
+    """Return (number of equal rows for one call of the kernel, cu_seq_q and cu_seq_k of one row).
 
     If the document lengths repeat with some period, as in rows without packing, each period is a
     row. Otherwise all documents are one row.
@@ -294,7 +294,7 @@ def _batch_invariant_forward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """q: [N, H, D]; k, v: [N, K, D]; ends: int [S + 1], from 0 to N."""
+    """As `_forward`, with k and v [N, K, D]. ends: the cumulative document lengths, int [S + 1]."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     starts, lengths = ends[:-1].long(), ends.diff().long()
     n_tiles = -(-lengths // KEYS)
@@ -364,9 +364,9 @@ def block_mask_attention(
 
 
 def _over_indices(mod: Callable[..., Tensor], n_leading: int = 0) -> Callable[..., Tensor]:
-    """Map a function of scalars (*leading, b, h, q, kv) over 1-D ranges of b, h, q and kv.
+    """Return a mask_mod or score_mod that is vectorised over 1-D tensors of indices b, h, q and kv.
 
-    The result, and each of the `n_leading` leading tensors, has one dimension per range.
+    The result has 4 dimensions, one per index, as do the `n_leading` arguments before b.
     """
     for axis in reversed(range(4)):
         in_dims = [0 if i == axis else None for i in range(4)]

@@ -1,4 +1,4 @@
-"""A decoder that is defined by its args alone: they set how each kind of layer differs from Llama's.
+"""A decoder defined only by its args, which set how each kind of layer differs from Llama's.
 
 A Hugging Face family without formulas of its own is a table of args; see `models.families`. RoPE rotates
 dimensions i and i + D/2 of a head together. B rows, T tokens, M model dim, H query heads, K key/value heads,
@@ -162,9 +162,9 @@ class CausalLM(Decoder):
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
-        """The model's own groups for `optim.groups`.
+        """The groups of a model with linear attention, for `optim.groups`.
 
-        Weight decay is off for A_log and dt_bias, and for norms, which multiply by 1 + weight.
+        Norms, A_log and dt_bias have no weight decay; convolutions are not trained by Muon.
         """
         if not self.model_args.n_linear_layers:
             return ()

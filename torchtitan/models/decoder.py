@@ -554,7 +554,7 @@ class Decoder(ModelProtocol):
     def _lowered_masks(self, documents: DocumentMask) -> Masks:
         attn_type = self.model_args.attn_type
         if attn_type == "varlen":
-            # Before `layer_masks`, so all masks together wait for the device at most once.
+            # Lower before `layer_masks`, so that all masks together wait for the device at most once.
             documents = documents.lower(attn_type)
         # Cached, so that layers with the same mask share its lowered form.
         lower = functools.cache(lambda mask: mask.lower(attn_type))

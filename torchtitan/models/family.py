@@ -28,7 +28,7 @@ def build_decoder_train_spec(
 ) -> TrainSpec:
     """Return a new spec that trains a family on text. model_args: shared by all specs of the family.
 
-    balance_experts: optimizers also even out the load of experts, in flavors that have experts.
+    balance_experts: the optimizers also balance the load of experts, if a flavor has experts.
     """
     build = build_optimizers_with_moe_load_balancing if balance_experts else build_optimizers
     return TrainSpec(

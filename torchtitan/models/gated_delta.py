@@ -81,8 +81,8 @@ def in_heads(mixed: list[Tensor], key_dim: int, g: Tensor) -> tuple[Tensor, Tens
 class GatedDeltaNet(nn.Module):
     """A gated delta net (Yang et al. 2024, arXiv:2412.06464) within documents, in place of attention.
 
-    Under tensor parallelism a rank has some key heads and their value heads. Under context parallelism the
-    ranks exchange tokens for heads; each rank then has the whole rows of some heads.
+    Under tensor parallelism a rank has some key heads and their value heads. Under context parallelism an
+    all-to-all gives each rank whole rows of some heads.
     """
 
     reads_local_parameters: ClassVar[bool] = True
@@ -125,7 +125,7 @@ class GatedDeltaNet(nn.Module):
         weights = [*convolutions, self.decay.A_log, self.decay.dt_bias]
         weights = [local_parameter(weight) for weight in weights]
         if (part := mask.part) is not None:
-            # One exchange for all inputs: concatenate each key head's columns of every input.
+            # One all-to-all for all inputs: concatenate each key head's columns of every input.
             n_key_heads = inputs[0].shape[-1] // self.key_dim
             each = [y.unflatten(-1, (n_key_heads, -1)) for y in inputs]
             exchanged = part.tokens_to_heads(torch.cat(each, dim=-1).transpose(1, 2))

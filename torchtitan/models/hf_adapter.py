@@ -224,7 +224,7 @@ class KeyMapAdapter(StateDictAdapter):
 
     def _prefer(self, prefix: str) -> None:
         self.from_hf_map = {}
-        # If several Hugging Face names stand for one of our tensors, the first name is written.
+        # If several HF names stand for one of our tensors, the first is written: put `prefix` first.
         for one in (prefix, "", *self.text_prefixes):
             named = {_with_prefix(one, hf): entry for hf, entry in self._text_map.items()}
             self.from_hf_map = self.from_hf_map | named

@@ -162,7 +162,7 @@ def to_hf_config(model_args: Any) -> dict[str, Any]:
         "architectures": [hf_type.name + head],
         "model_type": model_type,
         "initializer_range": 0.02,
-        "pad_token_id": None,  # the default of transformers may exceed a small vocabulary
+        "pad_token_id": None,  # transformers' default id may exceed a small vocabulary
         **give(model_args, (*ALL_TYPES, *hf_type.rows)),
     }
     if model_args.value_head:
@@ -255,7 +255,7 @@ def facts_of(args: DecoderArgs) -> dict[str, Any]:
     if getattr(args, "moe_enabled", True) is False:
         dropped |= {name for name in facts if name.startswith("moe_")} - {"moe_enabled"}
     elif hasattr(args, "moe_enabled") and not getattr(args, "dense_layers", ()):
-        # Experts in every layer: nothing reads hidden_dim.
+        # If every layer has experts, hidden_dim is not used.
         dropped.add("hidden_dim")
     if getattr(args, "interleave_moe_layer_step", 0) == 1:
         dropped.add("ffn_hidden_dim")

@@ -66,7 +66,7 @@ class Field(Row):
 
     default: our value if a config lacks the field, or a function from the config to our value.
     from_hf: function from (value, config) to our value, if the values differ.
-    to_hf: function from our args to the HF value, if it differs.
+    to_hf: function from our args to the HF value, if the values differ.
     also: other HF fields that `default` or `from_hf` reads.
     """
 
@@ -294,7 +294,7 @@ _SCALINGS: dict[str, tuple[type, tuple[Row, ...]]] = {
 def rope_table(config: Config) -> dict[str, Any]:
     """Return the RoPE table in rope_parameters or rope_scaling; ValueError if both exist and differ.
 
-    transformers 5 reads rope_scaling and then ignores rope_theta; transformers 4 reads only rope_scaling.
+    If a config has both, transformers 5 ignores rope_parameters; transformers 4 always ignores it.
     """
     theta = config.get("rope_theta")
     if theta is not None:
@@ -327,7 +327,7 @@ def read_rope(table: Config, config: Config, share: float = 1.0) -> RoPEArgs:
     Raises ValueError for an unsupported rope_type, such as "dynamic", whose frequencies depend on the batch.
     """
     table = {"max_position_embeddings": config["max_position_embeddings"]} | dict(table)
-    if config.get(ORIGINAL_LENGTH) is not None:  # transformers prefers this value, too
+    if config.get(ORIGINAL_LENGTH) is not None:  # as in transformers, not the table's value
         table[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
     # Older LongRoPE configs have the rope_type "su" or "yarn".
     kind = "longrope" if "short_factor" in table else table["rope_type"]

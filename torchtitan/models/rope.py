@@ -236,7 +236,7 @@ def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor, positions: Tensor | None
 
 
 def _rotate_neighbours(x: Tensor, rows: Tensor) -> Tensor:
-    """x: [B, T, heads, D]; rows: complex [1 or B, T, 1, D/2]. Computes in fp32, returns x's dtype."""
+    """Rotate x [B, T, heads, D] by complex rows [1 or B, T, 1, D/2] in fp32; returns x's dtype."""
     if torch.compiler.is_compiling():  # inductor has no complex kernels
         return _rotate_by_real_numbers(x, rows)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
@@ -286,7 +286,7 @@ def apply_rotary_emb_to_halves(
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [B, T, heads, D]; cos, sin: [1 or B, T, 1, D], the first half of sin negated."""
+    """Rotate x [B, T, heads, D] by cos, sin [1 or B, T, 1, D]; sin's first half is already negated."""
     numbers = x.float()
     partners = numbers.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(numbers * cos, partners, sin).to(x.dtype)

@@ -13,7 +13,8 @@ from torchtitan.distributed.tensor_parallel import distribute_modules, maybe_ena
 from torchtitan.tools.logging import logger
 
 # Parameter -> the dimension it is split along; None: every rank holds the whole parameter.
-# Each rank computes some outputs of a Linear, sums over some inputs, or computes the whole Linear.
+# _OUTPUTS: each rank computes some outputs of a Linear. _INPUTS: each rank sums over some inputs.
+# _ALIKE: each rank computes the whole Linear.
 _OUTPUTS = {"weight": 0, "bias": 0, "lora_a": None, "lora_b": 0}
 _INPUTS = {"weight": 1, "bias": None, "lora_a": 1, "lora_b": None}
 _ALIKE = {"weight": None, "bias": None, "lora_a": None, "lora_b": None}
@@ -133,8 +134,8 @@ def apply_moe_ep_tp(
 ) -> None:
     """Distribute the experts of every block over ranks, or split each expert, or both; in place.
 
-    tp_mesh, ep_mesh: 1-D, or None if the parallelism is off. With both, and without `etp_mesh`,
-        each rank of `tp_mesh` sends a share of the tokens to the experts.
+    tp_mesh, ep_mesh: 1-D, or None if the parallelism is off. If both are given and `etp_mesh`
+        is None, each rank of `tp_mesh` sends a share of the tokens to the experts.
     ep_etp_mesh: the mesh [ep, etp], if experts are also split by hidden units.
     Call it before `apply_tp`. Raises ValueError for DualPipe and DeepEP.
     """

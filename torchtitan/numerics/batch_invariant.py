@@ -1,8 +1,8 @@
 """Operations that give a token the same bits whichever other tokens are in the batch.
 
-A library chooses the kernel of a product, and so the order of its sums, by the product's shape. Here
-every product has one shape: linear layers get blocks of `ROWS` tokens, attention gets tiles of
-`QUERIES` queries and `KEYS` keys, added in order; tiles that a query does not see add zeros. Elementwise
+Libraries choose a matmul's kernel, and with it the reduction order, by the matmul's shape. Here shapes do
+not depend on the batch: linear layers get blocks of `ROWS` tokens, attention gets tiles of `QUERIES`
+queries and `KEYS` keys, added in order; tiles that a query does not see add zeros. Elementwise
 functions round all elements of a tensor in the same way. The exceptions are torch's `silu` and complex
 product: they round the last elements differently if these don't fill a vector register. Backward is that of
 the ordinary operations.
@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torchtitan.numerics.linear import is_slow_product, linear
 from torchtitan.numerics.nf4 import dequantize
 
-# One product reads the weight once for ROWS rows. With fewer rows, generating a token costs as much as with
-# ROWS rows.
+# A linear layer reads its weight once per ROWS rows. Fewer rows are padded to ROWS, so generating one token
+# costs as much as ROWS tokens.
 ROWS, QUERIES, KEYS = 32, 8, 64
 
 

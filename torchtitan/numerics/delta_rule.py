@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from torchtitan.numerics import delta_rule_fla as fla
 
 _GROUP = 16  # chunks that are computed together; forward keeps one state for each group
-_LEAST_EXPONENT = -80.0  # exp(-80) is 1e-35, far below the rounding of its sums
+_LEAST_EXPONENT = -80.0  # exp(-80) = 1e-35 is lost in the rounding of sums
 _EPS = 1e-6  # inside the root of the L2 norm
 
 _library = library.Library("torchtitan", "FRAGMENT")
@@ -187,7 +187,7 @@ class _Documents(NamedTuple):
 
 
 def _documents(starts: Tensor, chunk: int) -> _Documents:
-    """starts: [n, B, C], the index in the chunk where each token's document begins, or negative."""
+    """Return `_Documents`. starts: [n, B, C], where in the chunk a token's document begins, or negative."""
     places = torch.arange(chunk, device=starts.device)
     pairs = (starts.unsqueeze(-1) <= places) & (places <= places.unsqueeze(-1))
     return _Documents(pairs, starts == places, starts < 0)
@@ -228,7 +228,7 @@ class _Chunks(NamedTuple):
 
 
 def _cut(x: Tensor, first: int, n: int, chunk: int, dtype: torch.dtype) -> Tensor:
-    """[B, T, heads, ...] -> chunks [n, B, heads, C, ...] from column `first` on, with zeros after the end."""
+    """Cut x [B, T, heads, ...] from column `first` on into [n, B, heads, C, ...], padded with zeros."""
     x = x[:, first : first + n * chunk].to(dtype)
     missing = n * chunk - x.shape[1]
     x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x

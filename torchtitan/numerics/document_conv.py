@@ -15,7 +15,7 @@ def document_conv(x: Tensor, weight: Tensor, starts: Tensor, tail: Tensor | None
     """Return [B, T, N] in x's dtype; the sum is rounded once, before the SiLU.
 
     x: [B, T, N]; weight: [N, W]; starts: int [B, T], as for `delta_rule.gated_delta_rule`: negative if the
-    document began before these tokens, and then its last inputs are in `tail` [B, W - 1, N] (see
+    document began before these tokens; the document's last inputs are in `tail` [B, W - 1, N] (see
     `conv_tail`; None is zeros).
     """
     # The compiler fuses the plain steps. Torch 2.11 also loses gradients if it traces through the class.

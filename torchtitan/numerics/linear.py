@@ -119,7 +119,7 @@ class Linear(nn.Linear):
 
 
 class _RoundedLinear(torch.autograd.Function):
-    """`F.linear` of bf16 tensors, and its gradients, in fp32 and rounded once.
+    """`F.linear` of bf16 tensors and its gradients, computed in fp32 and rounded once.
 
     Autocast is off inside, because the compiler would apply it to backward, too.
     """

@@ -78,7 +78,7 @@ def _sum_to_compile(
         return output + product(scale * product(x, a), b)
     # `addmm` is one kernel: a separate addition to the output would take as much time as the product.
     low_rank = linear(a, x.flatten(0, -2)).t()
-    b = b.t().contiguous()  # autograd then computes b's gradient in this layout
+    b = b.t().contiguous()  # b's gradient is then computed as [r, N], faster than [N, r]
     return torch.addmm(output.flatten(0, -2), low_rank, b, alpha=scale).view_as(output)
 
 
@@ -113,7 +113,7 @@ _library.impl("linear_with_low_rank", _linear_with_low_rank, "CompositeExplicitA
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """A frozen layer's product plus the low-rank product. Both, and their gradients of x, are summed in place."""
+    """Adds the low-rank product to a frozen layer's product in place, and in backward the gradients of x."""
 
     @staticmethod
     def forward(

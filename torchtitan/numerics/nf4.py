@@ -38,7 +38,7 @@ def count(stored: int) -> int:
 
 
 def num_numbers(parameter: Tensor) -> int:
-    """Return the parameter's number of elements, before it was quantized."""
+    """Return the parameter's number of elements before quantization."""
     n = parameter.numel()
     return count(n) if parameter.dtype == torch.uint8 else n
 

@@ -52,7 +52,7 @@ class RMSNorm(nn.RMSNorm):
         return self.normalize(x, self.weight)
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x: [..., M]; weight: [M], which may be a rank's local tensor."""
+        """Return x [..., M] normalised and scaled. weight: [M], which may be a rank's local tensor."""
         if self.kind == "late":
             return rms_norm(x, self.normalized_shape, weight, self.eps)
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -66,7 +66,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x: fp32 [..., M]; weight: fp32 [M]."""
+    """The RMS norm of x [..., M] with weight [M], both fp32, and its gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,7 +26,7 @@ _library.define("mm(Tensor a, Tensor b) -> Tensor")
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Return True if torch has oneDNN and MKL, and oneDNN is the faster of them on this CPU."""
+    """Return True if torch has both oneDNN and MKL, and oneDNN is faster on this CPU."""
     cpu = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpus:
         cpu = cpus.read(4096)
@@ -51,7 +51,7 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
 def avoid_onednn() -> None:
     """Undo `use_onednn` until the engine is closed, for batches with rows of several models.
 
-    oneDNN is chosen by the number of rows, so the rows of one model could change the rounding of another.
+    oneDNN is chosen by the number of rows, so one model's rows could change the rounding of other models.
     """
     host.change(False, _use, lambda: _is_used)
 
@@ -99,7 +99,7 @@ def mm_of_few_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def compile_options() -> dict[str, Any] | None:
-    """Return inductor's options; None if MKL is as fast, or if inductor already has a custom pass."""
+    """Return inductor's options for oneDNN; None if MKL is as fast, or inductor already has a custom pass."""
     if not onednn_is_faster() or torch_parts.inductor_config.post_grad_custom_post_pass is not None:
         return None
     return {"post_grad_custom_post_pass": _own_mm_pass()}
@@ -107,7 +107,7 @@ def compile_options() -> dict[str, Any] | None:
 
 @functools.cache
 def _own_mm_pass() -> Any:
-    """Return the compiler pass; cached, because torch.compile shares code only for equal options."""
+    """Return a compiler pass to our mm; cached, because torch.compile shares code only for equal options."""
 
     class UseOwnMm(torch_parts.GraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -116,7 +116,7 @@ def _own_mm_pass() -> Any:
                     node.target = torch.ops.torchtitan.mm.default
 
         def uuid(self) -> str:
-            return "torchtitan::mm for aten::mm"  # inductor's cache key contains this text
+            return "torchtitan::mm for aten::mm"  # inductor's cache key contains this string
 
     return UseOwnMm()
 

@@ -23,7 +23,7 @@ class Distillation(Objective):
     """Computes a student's loss from its own logits and those of a teacher, which is not trained.
 
     The teacher has the student's parallel layout. settings: `[loss]` or `[rl.teacher]`. key, folder,
-    tokenizer: see `check_scorer`, which also says what raises.
+    tokenizer: see `check_scorer`, also for the errors raised.
     """
 
     replaces_loss = True

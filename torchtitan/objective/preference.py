@@ -84,6 +84,6 @@ class PreferenceObjective(Objective):
 def _pair_ids(batch: TokenBatch) -> Tensor:
     """Return the pair id of each label, [B, T]; 0 for ignored labels.
 
-    All labels of a batch are ignored on a rank that has run out of validation data and repeats the batch.
+    A rank that has run out of validation data repeats a batch, with all of its labels ignored.
     """
     return batch.entries["pair_ids"].masked_fill(batch.labels == IGNORE_INDEX, 0)

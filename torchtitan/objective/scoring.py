@@ -17,7 +17,7 @@ from torchtitan.tools.errors import ConfigError
 
 
 def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
-    """Return a changeable copy of a job's config for an engine that only scores.
+    """Return a mutable copy of a job's config for an engine that only scores.
 
     An engine with this config writes no file and has no loss. keeps_initial: keep checkpoint.initial_*, which
     set a new run's initial weights.
@@ -25,7 +25,7 @@ def without_training(config: JobConfig, *, keeps_initial: bool) -> JobConfig:
     config = copy.deepcopy(config)
     config.job.print_config, config.job.save_config_file = False, None
     config.loss = Loss()
-    config.training.time_limit_minutes = 0.0  # because a time limit needs checkpoint.enable
+    config.training.time_limit_minutes = 0.0  # a limit needs checkpoint.enable, off below
     prefixes = ("verify_on_load", "initial_") if keeps_initial else ("verify_on_load",)
     kept = {k: v for k, v in vars(config.checkpoint).items() if k.startswith(prefixes)}
     config.checkpoint = Checkpoint(**kept)

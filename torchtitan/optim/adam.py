@@ -16,9 +16,9 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # torch's names of the first and the second m
 class RoundedAdam(Optimizer):
     """torch's Adam or AdamW on this rank's part of each parameter, with moments in `state_dtype`.
 
-    Moments in bf16 are rounded up or down at random, so that they are right on average: with beta2 =
-    0.999, a step changes a second moment by less than half of bf16's spacing, which rounding to nearest
-    would drop. The random numbers depend only on the parameter's index and step count, so replicas stay
+    bf16 moments are rounded stochastically, so that they are right on average: with beta2 = 0.999, a step
+    changes a second moment by less than half of bf16's spacing, and rounding to nearest would drop the
+    change. The random numbers depend only on the parameter's index and step count, so replicas stay
     equal and resumed runs continue bit for bit.
     """
 
@@ -104,7 +104,7 @@ class RoundedAdam(Optimizer):
 
 
 def round_at_random(x: Tensor, out: Tensor, generator: torch.Generator) -> None:
-    """Write fp32 x to the bf16 tensor `out`, rounded up or down so that the mean is x.
+    """Write fp32 x to the bf16 tensor `out`, stochastically rounded, so that the mean is x.
 
     bf16 is the upper half of fp32's bits: adding a random lower half carries into the upper half
     with a probability that is proportional to the lower half.

@@ -14,7 +14,7 @@ from torchtitan.tools.torch_parts import name_without_wrappers
 
 
 class ParameterGroups:
-    """The trainable parameters of model parts, grouped by the first table whose pattern fits the name.
+    """The trainable parameters of model parts, grouped by the first table whose pattern matches the name.
 
     The tables of [[optimizer.groups]] come first, and then the model's own `parameter_groups`.
 

@@ -14,7 +14,7 @@ from torchtitan.optim.optimizer import OptimizersContainer
 from torchtitan.tools import torch_parts
 from torchtitan.tools.logging import logger
 
-# Factor on the peak, falling from 1 to 0 while the progress of the decay goes from 0 to 1.
+# decay_type -> factor on the peak learning rate, which falls from 1 to 0 as `progress` goes from 0 to 1.
 _DECAY_CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
@@ -58,7 +58,7 @@ class LRSchedulersContainer:
         return first.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved schedule. Raises ValueError if it has another number of parameter groups."""
+        """Load a saved schedule. Raises ValueError if the numbers of parameter groups differ."""
         saved, own = len(state_dict["base_lrs"]), len(self.schedulers[0].base_lrs)
         if saved != own:
             raise ValueError(
@@ -71,7 +71,7 @@ class LRSchedulersContainer:
 
 
 def follow_own_schedule(lr_schedulers: Any) -> None:
-    """Set the optimizers' learning rates to this schedule's, after loading rates of another schedule."""
+    """Set the optimizers' learning rates by `lr_schedulers`, after a loaded state has changed them."""
     if isinstance(lr_schedulers, LRSchedulersContainer):
         lr_schedulers.set_step(lr_schedulers.last_epoch)
 

@@ -1,9 +1,9 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) on sharded matrices.
 
-The update of a matrix is approximately the orthogonal matrix that is nearest to its average gradient.
-Computing this needs the whole matrix on one rank:
+The update of a matrix is approximately the orthogonal matrix that is nearest to the momentum, a running
+average of the gradients. Computing this needs the whole matrix on one rank:
 
-    average the gradients      each rank, its part                                  `_direction`
+    update the momentum        each rank, its part                                  `_direction`
     gather                     the ranks that share a matrix                        `_update_together`
     orthogonalize              one of these ranks; a different rank per matrix      `orthogonalize`
     send the result, update    the ranks that share it; each updates its part       `_update_together`
@@ -95,7 +95,7 @@ class Muon(RoundedAdam):
             local.add_(update.to(local.device), alpha=-lr * factor)
 
     def _direction(self, p: Tensor) -> Tensor:
-        """Update the average gradient; return this rank's part of the matrix to orthogonalize."""
+        """Update the momentum; return this rank's part of the matrix to orthogonalize."""
         (average,) = self._moments(p, "momentum_buffer")
         grad = torch.zeros_like(average) if p.grad is None else local_tensor(p.grad)
         average.lerp_(grad, 1 - self.options.momentum)

@@ -39,7 +39,7 @@ class Offloader:
         self._has_pinned = False
 
         def put_back(optimizer: Optimizer) -> None:
-            """Move loaded state from the parameters' device, where torch puts it, to its current place."""
+            """Move loaded state, which torch puts on the parameters' device, to `places["optimizer"]`."""
             if self.places["optimizer"] != self.places["model"]:
                 _replace_state(optimizer, lambda tensor: tensor.to(self.places["optimizer"]))
 
@@ -104,9 +104,8 @@ class Offloader:
     def _pinned_copies(self, kinds: set[str]) -> dict[int, tuple[Tensor, Tensor]]:
         """Return tensor id -> (tensor, its copy in host memory) for all tensors on the device.
 
-        The host queues all copies and then waits once. The caller replaces the tensors after this wait, because
-        FSDP reads tensors that it pads when they are replaced. Non-blocking copies are in pinned memory, which
-        torch keeps.
+        All copies are queued, and then the host waits once. Only then may copies replace parameters, because
+        FSDP reads a replacement at once, to pad it. The copies are in pinned memory, which torch keeps.
         """
         tensors = list(self._detached.values()) if "grad" in kinds else []
         for part in self.model_parts:
@@ -144,7 +143,7 @@ class Offloader:
         seen: dict[int, Tensor] = {}
 
         def relocate_once(tensor: Tensor) -> Tensor:
-            """Move a shared tensor only once, when its first module is visited."""
+            """Relocate a tensor. A tensor that modules share is relocated only at its first visit."""
             if id(tensor) in seen:
                 return tensor.detach()
             seen[id(tensor)] = tensor  # kept alive, so that no other tensor gets its id

@@ -106,7 +106,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
                 names = tied_copies.FIRST, tied_copies.SECOND
                 of_part = {_renamed(key, *names): value for key, value in state_dict.items()}
                 for key in of_part.keys() - state_dict.keys():
-                    # Clone, because this rank may also hold the first copy, which keeps the tensor.
+                    # Clone, because the first copy keeps the tensor itself, if it is on this rank, too.
                     if isinstance(of_part[key], torch.Tensor):
                         of_part[key] = of_part[key].clone()
             dcp.set_optimizer_state_dict(model, optimizers, of_part, options=options)
@@ -139,7 +139,7 @@ class OptimizersContainer(Optimizer, Generic[T]):
         del self.state, self.param_groups
 
     def _resharded_parts(self) -> Iterator[tuple[nn.Module, list[T]]]:
-        """Yield each model part with its optimizers. Until the next part, its gradients are removed."""
+        """Yield (part, its optimizers) without gradients and empty groups, which are put back afterwards."""
         # A forward without gradient leaves FSDP2 modules gathered, and optimizers hold only shards.
         for part in self.model_parts:
             distributed.reshard_model(part)

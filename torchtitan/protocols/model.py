@@ -17,7 +17,7 @@ __getattr__ = load_on_access(__name__, {"AttentionMasksType": "torchtitan.models
 class BaseModelArgs:
     """Sizes and options of a model. Subclasses are dataclasses in which every field has a default."""
 
-    _enforced: str = "every field has a default"  # so a subclass field without default raises
+    _enforced: str = "every field has a default"  # so subclass fields need a default, too
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Apply the job's settings. The engine calls it on a copy of the flavor's args."""
@@ -34,7 +34,7 @@ class ModelProtocol(nn.Module):
         super().__init__()
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Initialise parameters and buffers in place. buffer_device: None leaves buffers in place."""
+        """Initialise parameters and buffers in place. buffer_device: None keeps the buffers' device."""
         raise NotImplementedError(f"{type(self).__name__} must define init_weights")
 
     def get_attention_masks(

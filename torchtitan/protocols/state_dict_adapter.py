@@ -23,13 +23,13 @@ def to_template(name: str) -> tuple[str, list[str]]:
 
 
 def shorten(names: list[str]) -> str:
-    """Return a text with the first names and the number of names left out."""
+    """Return a string of the first names and the number of the omitted names."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 class BaseStateDictAdapter(ABC):
-    """How the checkpoint manager reads and writes the Hugging Face files of a model family.
+    """Translates a model family's state dicts from and to Hugging Face files, for the checkpoint manager.
 
     fqn_to_index_mapping: HF tensor name -> number (from 1) of its file in an export; None: an export
         is split into files by size.
@@ -66,7 +66,7 @@ class BaseStateDictAdapter(ABC):
         return ".router." in name or DECAY in name
 
     def hf_aliases(self) -> dict[str, str]:
-        """Return HF name -> HF name of a tensor tied to it, which `to_hf` does not write."""
+        """Return HF name -> alias, the HF name of a tied tensor for which `to_hf` writes nothing."""
         return {}
 
     def shards_to_hf(self, name: str, shard: LocalShard) -> Iterable[tuple[str, LocalShard]]:

@@ -37,8 +37,8 @@ LRSchedulersBuilder: TypeAlias = Callable[  # the last argument is the number of
 ]
 
 
-# Called with the keyword arguments of `build_cross_entropy_loss`, `build_text_dataloader`, `Validator`
-# and `build_metrics_processor`.
+# Called with keyword arguments: those of `build_cross_entropy_loss`, `build_text_dataloader`, `Validator`
+# and `build_metrics_processor`, in this order.
 LossFunctionBuilder: TypeAlias = Callable[..., "LossFunction"]
 DataLoaderBuilder: TypeAlias = Callable[..., "BaseDataLoader"]
 ValidatorBuilder: TypeAlias = Callable[..., Any]
@@ -51,7 +51,7 @@ class TrainSpec:
 
     A client may change a field, or a flavor's args, before it builds a trainer. If a builder is None,
     the trainer works without that part. The fields after `state_dict_adapter` tell the config checks what
-    the builders support. If a field is None, the builder's attribute of the same name is used, if any.
+    the builders support. If such a field is None, the builder's attribute of the same name is used, if any.
     """
 
     model_cls: type  # a ModelProtocol

@@ -58,7 +58,7 @@ class GroupedMMConverter(QuantizationConverter):
     alignment: int
 
     def set_up(self, job_config: JobConfig, fqns: list[str] | str, config: Any) -> None:
-        """fqns: a list of names; TOML may give a single name as a plain string."""
+        """Set the fields and enable the converter. fqns: a list, or in TOML a string for a single name."""
         if not job_config.compile.applies_to("model"):
             logger.warning(f"{self.number_format} grouped products are slow without compile.enable")
         self.fqns = [fqns] if isinstance(fqns, str) else list(fqns)
@@ -73,7 +73,7 @@ class GroupedMMConverter(QuantizationConverter):
 
 
 def require_gpu(key: str, major: int, minor: int, remedy: str, or_else: bool = False) -> None:
-    """Raise ValueError unless a GPU has this compute capability or higher, or `or_else` is True."""
+    """Raise ValueError unless the GPU has at least this compute capability, or `or_else` is True."""
     if not (has_cuda_capability(major, minor) or or_else):
         raise ValueError(
             f"{key} needs a GPU of compute capability {major}.{minor} or higher; {remedy}"

@@ -201,7 +201,7 @@ def _samples(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 def spread(items: list[Any], limit: int) -> list[Any]:
-    """Return at most `limit` of the items, at equal distances, including the first and the last."""
+    """Return at most `limit` evenly spaced items, including the first and the last."""
     if len(items) <= limit:
         return items
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]

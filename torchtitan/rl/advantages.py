@@ -1,4 +1,4 @@
-"""Computes advantages from rewards: within the completions of a prompt, or with a critic."""
+"""Computes advantages from rewards: relative to the other completions of a prompt, or with a critic."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan.rl.rewards import LARGEST_REWARD
 
-# If the standard deviation is smaller, the rewards or advantages are equal up to rounding.
+# Rewards or advantages with a standard deviation below this are equal up to rounding.
 _SMALLEST_STD = 1e-8
 
 

@@ -20,13 +20,13 @@ from torchtitan.rl.job_config import JobConfig, batch_seq_len
 from torchtitan.rl.types import Slot, TrainingBatch, TrainingMicrobatch, TrainingSample
 from torchtitan.tools.logging import logger
 
-# Tensors that samples may lack.
+# Optional tensors of samples.
 _OTHER_LOGPROBS, _OF_CRITIC = ("ref_logprobs", "old_logprobs"), ("old_values", "returns")
 
 # Padding values; the other tensors of a microbatch are padded with 0.
 _PADDING = {"labels": IGNORE_INDEX, "positions": -1, "sequence_ids": -1, "routed_experts": -1}
 
-# Rows join a bucket if the longest of these rows fills at least this share of the bucket's row length.
+# The next rows, one per rank, join a bucket if the longest fills at least this share of a row.
 _LEAST_FILLED = 0.8
 
 
@@ -179,8 +179,8 @@ class Batcher:
     def _groups_of(self, row_lengths: Sequence[int]) -> list[tuple[list[int], int, int]]:
         """Return (row indices of all ranks, rows per rank, slots per row) of each microbatch.
 
-        row_lengths: number of tokens in each row. Of each microbatch's row indices, rank r gets those at
-            the positions r, r + dp_size, ...
+        row_lengths: number of tokens in each row. In each list of row indices, positions r,
+            r + dp_size, ... belong to rank r.
         """
         n_slots = self._rounded(max(row_lengths, default=1))
         if not self.bucketing or not row_lengths:
@@ -217,7 +217,7 @@ class Batcher:
         models: Sequence[int],
         values: dict[str, Tensor],
     ) -> tuple[tuple[TrainingMicrobatch, ...], ...]:
-        """Build the microbatches: rows go to ranks in turn, so ranks differ by at most one row.
+        """Build the microbatches: rows go to ranks in turn, so row counts of ranks differ by at most 1.
 
         lengths, indices, models: one entry per sample. values: name -> one entry per token.
         """

@@ -58,7 +58,7 @@ def check_server_config(job_config: JobConfig) -> None:
 
 
 def check_not_divided(job_config: JobConfig) -> None:
-    """Raise ConfigError if `rl.generator.ranks` is set, because in this program all ranks have both roles."""
+    """Raise ConfigError if `rl.generator.ranks` is set, because here all ranks train and generate."""
     if job_config.ranks_apart:
         raise ConfigError(
             f"rl.generator.ranks = {job_config.ranks_apart} splits the ranks into two roles at "
@@ -215,7 +215,7 @@ def _loop(job_config: JobConfig) -> Iterator[str]:
     rl = job_config.rl
     if not job_config.has_critic:
         yield from problem_in(AdvantageEstimator, rl.advantage.name, rl.advantage.std)
-    # If each prompt has one completion, all advantages are 0 and every prompt is drawn again.
+    # With one completion per prompt, all advantages are 0, and redraws replace every prompt.
     settings = {
         f"rl.advantage.name = {rl.advantage.name!r}": rl.advantage.name in ("group_mean", "rloo"),
         f"rl.redraws = {rl.redraws}": rl.redraws > 0,
@@ -227,7 +227,7 @@ def _loop(job_config: JobConfig) -> Iterator[str]:
                 f"{rl.num_samples_per_prompt}; set it to 2 or more, or rl.advantage.name to 'none' or "
                 "'gae' and rl.redraws to 0"
             )
-    # A minibatch has all completions of its prompts.
+    # A minibatch has all completions of at least one prompt.
     prompts = rl.num_prompts_per_step
     yield from _at_most("rl.minibatches", rl.minibatches, "rl.num_prompts_per_step", prompts)
     if not loss_class(rl.loss.name).has_generator:
@@ -244,7 +244,7 @@ def _critic(job_config: JobConfig) -> Iterator[str]:
         why = f"with rl.advantage.name = {rl.advantage.name!r}; set that to 'gae'"
         yield from no_effect(job_config, keys, why)
         return
-    # With 'gae', use `advantage.whiten` instead of `advantage.std`: the standard deviation over all tokens.
+    # `advantage.whiten` replaces `advantage.std`: it divides by the standard deviation over all tokens.
     yield from clash(
         "rl.advantage.name = 'gae'",
         "has a critic that learns from all samples, without comparing the rewards of a prompt",
@@ -452,7 +452,7 @@ def weights_of_generator(rl: RL, trainer_dtype: str | None = None) -> Iterator[s
                 f"rl.weight_sync.mode = 'reference' shares the trainer's weights, and {given} {why}; set it "
                 "to 'auto' or 'broadcast'"
             )
-        # Separate generating ranks don't conflict with `rescore`: they may have the trainer's precision.
+        # Separate generating ranks may use the trainer's precision, so they don't conflict with `rescore`.
         if rl.generator.rescore and key != "generator.ranks":
             yield (
                 "rl.generator.rescore would hide how far the generator differs from the trainer's policy, as "

@@ -248,7 +248,7 @@ class Controller:
         return metrics
 
     def _take(self, number: int) -> list[Episode]:
-        """Return the episodes of a batch, and begin to draw up to `rl.async_steps` later batches."""
+        """Return a batch's episodes; also start sampling up to `rl.async_steps` later batches."""
         steps_left = self.job_config.training.steps - self.step
         last = number - 1 + max(1, -(-steps_left // self.updates_per_batch))
         self.rollouts.start_until(min(number + self.config.async_steps, last))
@@ -266,7 +266,7 @@ class Controller:
     def _update(
         self, samples: list[TrainingSample], measured: dict[str, float]
     ) -> list[OptimStepOutput]:
-        """Take a batch's optimizer steps and return their results; also add metrics to `measured`."""
+        """Take the optimizer steps on a batch and return the steps' results; add metrics to `measured`."""
         # The completions of a prompt stay together, because advantages compare them.
         groups = list(dict.fromkeys(sample.group_id for sample in samples))
         n_parts = self.config.minibatches
@@ -303,7 +303,7 @@ class Controller:
         return updates
 
     def close(self) -> None:
-        """Finish the current draw and pending writes. Safe to call twice."""
+        """Wait until sampling and pending writes are finished. Safe to call twice."""
         self.rollouts.close()
         self.reporter.close()
         self.trainer.close()
@@ -348,7 +348,7 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the engine does not save, as a JSON string. Collective."""
         state = {
-            # Save the rollouts before the task, because this call may reset the task's state.
+            # Comes before `task.state_dict`, because this call may reset the task's state.
             "rollouts": self.rollouts.state_dict(),
             "task": self.task.state_dict(),
             "num_batches": self.num_batches,

@@ -86,7 +86,7 @@ class LocalDecoder:
     def _may_keep_gathered(self) -> bool:
         """Return True if every rank has memory to keep all weights gathered for the whole generation."""
         needed, free = self.runner.bytes_to_keep_gathered(), free_memory(self.runner.device)
-        # If no memory is needed on one rank, none is needed on all ranks.
+        # `needed` is 0 on all ranks or on none, so no rank waits in the all-reduce below.
         if not needed:
             return False
         # Leave half of the free memory for keys and values.
@@ -107,8 +107,8 @@ class LocalDecoder:
     def run(self, tokens: Tensor, **kwargs: Any) -> Tensor | None:
         """Return the logits of one forward; None on ranks without the last stage.
 
-        This method replaces `Runner.run`, which leaves autocast and reshards FSDP's root unit after every
-        forward. So `Runner.run` would cast the weights and gather the root unit again for every token.
+        Used instead of `Runner.run`, which exits autocast and reshards FSDP's root unit after every forward,
+        and so would cast the weights and gather the root unit again for every token.
         """
         schedule = self.runner.schedule
         if schedule is None:
@@ -136,14 +136,14 @@ def continue_prompts(
     uniform: random numbers in [0, 1), fp64 [N, L], one for each token that may be drawn.
     max_rows: largest number of rows that a rank continues at once; further rows wait. 0 means no limit.
     next_version: called before each forward; returns the version of the forward's weights. It may
-        update the weights, unless ranks generate together; the cache keeps its old entries, as in
+        update the weights, unless ranks generate together; the cache keeps entries from older weights, as in
         PipelineRL (Piché et al. 2025, arXiv:2509.19128).
     on_rows: called before each forward with the prompt index of each row in the forward.
     """
     group, n_rows = decoder.group, len(prompt_of_row)
     rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
     per_rank = -(-n_rows // n_ranks)
-    # All ranks have to make the same number of forwards: a rank without rows continues row 0.
+    # All ranks have to make the same number of forwards, so a rank without rows continues row 0.
     own = [row if row < n_rows else 0 for row in range(rank * per_rank, (rank + 1) * per_rank)]
     own_prompts = [prompt_of_row[row] for row in own]
     max_length = max(len(prompts[i]) for i in own_prompts) + uniform.shape[1] - 1
@@ -188,8 +188,8 @@ class _Rows:
     """The rows that a rank continues, in order. A row waits, has a place in the cache, or has ended.
 
     For each place: `row_at` is the index of its row, `is_open` is True until the row ends, `tokens` is
-    the row's latest token. For each row: `drawn` [N, L, N_FIELDS], `versions` of the weights that drew its
-    tokens, and `experts` [tokens, layers, k] once it has ended, if the cache records them.
+    the row's latest token. For each row: `drawn` [N, L, N_FIELDS], `versions` (the weight version for each
+    sampled token), and `experts` [tokens, layers, k] once the row has ended, if the cache records experts.
     """
 
     decoder: LocalDecoder
@@ -214,7 +214,7 @@ class _Rows:
         """Draw until all rows have ended. n_wanted: number of real rows; all later rows are dummies.
 
         Each iteration makes one forward: over prompts, or over one token per row in the cache. So all ranks
-        of a group make the same number of forwards, although they read prompts at different times.
+        of a group make the same number of forwards, although they prefill prompts at different times.
         """
         n_rows, n_new = uniform.shape
         self.uniform, self.n_wanted = uniform, n_wanted
@@ -222,7 +222,7 @@ class _Rows:
         n_places = min(n_places, n_rows)
         self.row_at, self.is_open = list(range(n_places)), [False] * n_places
         self.tokens = torch.zeros(n_places, dtype=torch.int64, device=uniform.device)
-        # A separate forward for each prompt would delay all other rows.
+        # Prefill several prompts together, because a forward per prompt would delay all other rows.
         places_per_entry = max(1, n_places // PLACES_PER_ENTRY)
         while self._n_left():
             n_waiting, n_free = n_rows - self.n_begun, self.is_open.count(False)
@@ -247,7 +247,7 @@ class _Rows:
         return int(of_ranks)
 
     def _read_prompts(self, n_free: int) -> None:
-        """Prefill the next rows' prompts, each once; keep cache and logits until these rows get a place."""
+        """Prefill each prompt of the next rows once; keep cache and logits until these rows get a place."""
         of_row, first = self.prompt_of_row, self.n_read
         self._read = read = sorted(set(of_row[first : first + n_free]))
         while self.n_read < len(of_row) and of_row[self.n_read] in read:
@@ -273,13 +273,12 @@ class _Rows:
             self.forward.put_rows(places, self._cache_of_read, sources)
         self._draw(places, self._logits_of_read, sources, self._version_of_read)
         if self.n_begun == self.n_read:
-            # Free the memory of the cache and the logits.
             del self._cache_of_read, self._logits_of_read
 
     def _continue(self) -> None:
         """Draw a token for each open row."""
         lengths = self.forward.lengths
-        # Rows that fill the cache have ended; they restart at 0, so that the forward does not raise.
+        # Rows that fill the cache have ended; reset their lengths, so that the forward does not raise.
         lengths[:] = [0 if n == self.forward.max_length else n for n in lengths]
         version = self.next_version()
         self.on_rows([self.prompt_of_row[row] for row in self.row_at])

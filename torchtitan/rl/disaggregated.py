@@ -1,8 +1,8 @@
 """Separate ranks for generation: `rl.generator.ranks`.
 
 Trainer ranks and generating ranks have separate default process groups. The trainer's rank 0 sends requests
-and weights as one sequence of messages, so the weights of a draw do not depend on timing. A generating rank
-receives on one thread and draws on another.
+and weights as one sequence of messages, so the weights for a request do not depend on timing. A generating
+rank receives on one thread and samples on another.
 """
 
 import os
@@ -56,9 +56,9 @@ T = TypeVar("T")
 
 
 def join_role(job_config: JobConfig) -> tuple[bool, "Link | None", int]:
-    """Split torchrun's ranks into trainers and generators, and join the default group of this role.
+    """Split torchrun's ranks into trainers and generators, and join the default group of this rank's role.
 
-    Returns whether this rank generates, its link (None on trainer ranks other than rank 0), and the
+    Returns whether this rank generates, this rank's link (None on trainer ranks other than rank 0), and the
     number of trainers, which is the first generator's global rank. Afterwards RANK and WORLD_SIZE count
     the ranks of this role only. Collective over all ranks. Raises ConfigError if a process group exists
     already, or if no rank is left to train.
@@ -125,7 +125,7 @@ class Link:
 
 
 class RemoteGenerator:
-    """The trainer ranks' side of the link; rank 0 sends on a thread. Arguments are from `join_role`."""
+    """The trainer ranks' side of the link; rank 0 sends in the background. Arguments are from `join_role`."""
 
     policy_version = -1
     weight_names: Literal["shared", "ours", "hf", "adapters"] = "ours"
@@ -178,7 +178,7 @@ class RemoteGenerator:
         number, sent = self._n_requests, self._send(("draw", request))
 
         def episodes() -> list[Episode]:
-            # Wait in a separate collective with its own timeout, because weights may have to be sent first.
+            # Wait for the send in a separate collective with its own timeout, as weights may be sent first.
             from_rank_zero(lambda: sent.result())
             return from_rank_zero(partial(self._answer, number))
 
@@ -248,12 +248,12 @@ class GeneratorRank:
         generator, in_flight = build_copy(policy), job_config.rl.generator.in_flight
         self.generator = BufferedGenerator(generator, in_flight=in_flight)
         self._changes = WeightChanges()
-        # `_thread` runs the draws.
+        # `Draws` needs no thread, because sampling runs on `_thread`.
         self._draws = Draws(task, self.generator, device, ahead=False)
         self._thread = ThreadPoolExecutor(1, "draws", initializer=use_device, initargs=(device,))
 
     def train(self) -> None:
-        """Serve until the trainer ends; raises RuntimeError if the connection to it is lost.
+        """Serve until the trainer ends; raises RuntimeError if the connection to the trainer is lost.
 
         Ignores stop signals, because the trainer still needs episodes for its checkpoint.
         """
@@ -277,12 +277,12 @@ class GeneratorRank:
         except Exception as error:
             # Send the error to the trainer, which raises it.
             answer = repr(error)
-        # If the trainer is gone, `train` raises.
+        # Ignore a lost connection here, because `train` raises for it.
         with suppress(RuntimeError):
             self._link.send(answer)
 
     def close(self) -> None:
-        """Finish the current draw and the task's processes. Safe to call twice."""
+        """Finish the current request and close the task. Safe to call twice."""
         self._thread.shutdown(cancel_futures=True)
         self._draws.close()
         host.move_out(self)

@@ -60,7 +60,7 @@ class ForeignGenerator(Generator):
 
     @abstractmethod
     def _load(self, pairs: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Make the engine load weights. The method may leave pairs unread: `hand_over` reads the rest."""
+        """Load weights into the engine. May leave pairs unread, because `hand_over` reads the rest."""
 
     def _draw(
         self, prompts: Prompts, sampling: SamplingConfig, num_samples: int, rows: Sequence[int]

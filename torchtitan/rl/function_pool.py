@@ -51,7 +51,7 @@ class FunctionPool:
     functions: one or several names, module:function, which each process imports.
     timeout_seconds: timeout of one call. After a timeout, the pool kills the process and all processes that
         it started, except processes in another session. The next call starts a new process.
-    convert: converts a function's return value in the process, before the value is sent back.
+    convert: converts a function's return value in the worker, before the value is sent back.
     what: the functions' name in messages. keys: config keys of the functions and of the time limit.
     """
 
@@ -72,8 +72,8 @@ class FunctionPool:
         # Never replace this list, because the finalizer holds it.
         self._workers: list[_Worker] = []
 
-        # At exit, this finalizer runs before multiprocessing sends SIGTERM to the processes. A forked copy of
-        # this process does not run it. multiprocessing's pools do the same.
+        # Like the finalizer of multiprocessing's pools, this one runs at exit before multiprocessing sends
+        # SIGTERM to the workers, and does not run in a forked copy of this process.
         Finalize(self, _kill_all, (self._workers,), exitpriority=10)
 
     def call_all(self, calls: Sequence[Call], numbers: Sequence[int] | None = None) -> list[Result]:
@@ -185,8 +185,8 @@ def _work(pipe: Connection, names: Sequence[str], convert: Callable[[Any], Any])
     os.setsid()
     # A killed parent runs no `close`, and a call that hangs does not notice the closed pipe.
     signal_at_parents_death(signal.SIGKILL, whole_group=True)
-    # The pool starts this process as a daemon, so it ends with the parent. But daemons must not start
-    # processes, and a function may.
+    # In the parent this process stays a daemon, which ends with the parent. But the flag is cleared here,
+    # because daemons must not start processes, and the user's functions may.
     multiprocessing.current_process().daemon = False
     functions = []
     try:

@@ -36,7 +36,7 @@ from torchtitan.tools.lazy_names import load_on_access
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
-# Loaded on access, because they import this module.
+# These modules import this module, so they are loaded on access.
 __getattr__ = load_on_access(
     __name__,
     {
@@ -75,7 +75,7 @@ class Generator(ABC):
         """Return `num_samples` completions of each prompt (token ids), prompt by prompt.
 
         first_row: index of the first completion among the completions of all ranks, or one such index per
-            prompt. Draws with `sampling.seed` depend on it, not on the rank.
+            prompt. With `sampling.seed`, completions depend on this index, not on the rank.
         Raises ValueError for a prompt that cannot be continued, FloatingPointError if a log-prob is not
         finite, and the errors of `check_weights`.
         """
@@ -151,7 +151,7 @@ class DecoderGenerator(Generator):
 
     @property
     def max_length(self) -> int:
-        """Length limit of prompt plus completion; the model never reads the completion's last token."""
+        """Length limit of prompt plus completion: RoPE table + 1, as the model never reads the last token."""
         return self.decoder.max_length + 1
 
     def check_prompts(self, prompts: Prompts, max_tokens: int) -> None:
@@ -293,7 +293,7 @@ class CopyGenerator(DecoderGenerator):
         training = policy.job_config.training
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
             model = policy.train_spec.model_cls(copy.deepcopy(policy.model_args))
-        # Engines do the same. Otherwise draws would differ between ranks with and without an engine.
+        # Engines also call this. Otherwise samples would differ between ranks with and without an engine.
         use_onednn(model, policy.device)
         model.to_empty(device=policy.device)
         # Fill the buffers. `update_weights` overwrites the weights.
@@ -317,11 +317,11 @@ class CopyGenerator(DecoderGenerator):
 
 
 class BufferedGenerator(Generator):
-    """Accepts updates while another thread draws; neither waits for the other.
+    """Accepts weight updates while another thread samples; neither thread waits for the other.
 
     `update_weights` stores a copy of the weights, and `pinned` returns a generator that loads this copy
-    before it draws, so the weights of a draw do not depend on timing. One thread draws, in the order of
-    the `pinned` calls. in_flight: load the newest copy before each token instead of before each draw.
+    before it samples, so the weights for a request do not depend on timing. One thread samples, in the
+    order of the `pinned` calls. in_flight: load the newest copy before each token, not only before the first.
     """
 
     def __init__(self, generator: Generator, *, in_flight: bool = False):
@@ -354,7 +354,7 @@ class BufferedGenerator(Generator):
         return self._generator.generate(prompts, sampling, num_samples, first_row=first_rows)
 
     def update_weights(self, weights: PolicyWeights, *, check_digest: bool = True) -> None:
-        """Store a copy of the weights; names and digest are checked when a draw loads it."""
+        """Store a copy of the weights; names and digest are checked when the copy is loaded."""
         self._staged, self._checks_digest = StagedWeights(weights), check_digest
         self.policy_version = weights.version
 

@@ -37,7 +37,7 @@ class RLTask(Section):
     num_letters: Annotated[int, Range(1, 26)] = 8  # For copy and sort: size of the alphabet
     path: str = ""  # For jsonl: a file with one JSON object per line
     eval_path: str = ""  # For jsonl: the file to evaluate on; empty takes the first lines of path
-    # For jsonl: key of the prompt, which is a text or a list of messages (objects with role and content)
+    # For jsonl: key of the prompt, which is a string or a list of messages (objects with role and content)
     prompt_key: str = "prompt"
     # For jsonl: a file with the Jinja template that renders messages; empty takes the tokenizer's template
     chat_template: str = ""
@@ -169,7 +169,7 @@ class RLGenerator(Section):
     # Dtype of the generator's weights; None takes the dtype of the trainer's matrix products
     dtype: Literal["bfloat16", "float32"] | None = None
     max_batch_size: Positive = 256  # Completions that a data-parallel rank draws at the same time
-    # Load new weights between the tokens of a completion, not only between draws; then completions depend
+    # Load new weights between the tokens of a completion, not only before the first; then results depend
     # on timing. For local generators with rl.async_steps
     in_flight: bool = False
     # For sampling clients (torchtitan.rl.client, torchtitan.rl.serve): weight snapshots kept in host memory
@@ -197,13 +197,13 @@ class RLGenerator(Section):
     max_requests: Positive = 64  # For openai: requests that a rank sends at the same time
     # For openai: time limit of one request, and of waiting while no server answers
     timeout_seconds: PositiveFloat = 600.0
-    # Replace the generator's log-probs by log-probs from a forward pass of the trainer. They are bitwise
-    # equal to those of the first forward-backward pass. Only for a generator in the trainer's precision
+    # Replace the generator's log-probs by log-probs of the trainer's forward pass, bitwise equal to
+    # those of the first forward-backward pass. Only for a generator in the trainer's precision
     rescore: bool = False
     # For mixtures of experts: record each token's experts during generation, and have the trainer route
     # the token to the same experts, with the scores of the trainer's router
     replay_experts: bool = False
-    # Use batch-invariant sums in generator and trainer. Then their log-probs are bitwise equal, so on-policy
+    # Use batch-invariant reductions in generator and trainer. Then log-probs are bitwise equal, so on-policy
     # ratios are exactly 1. Slower; for dense models on the CPU
     exact: bool = False
 
@@ -216,7 +216,7 @@ class RLSampling(Section):
     max_tokens: Positive = 16  # Length limit of a completion, or of each turn in a dialogue
     # Ids of tokens that end a completion, besides the tokenizer's end-of-text token
     stop_token_ids: list[int] = field(default_factory=list)
-    # Stop strings: the token that completes one of these texts ends the completion
+    # Stop strings: the token that completes one of these strings ends the completion
     stop_strings: list[str] = field(default_factory=list)
 
 

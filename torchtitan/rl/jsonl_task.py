@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 class JsonlTask(Task):
     """Prompts from a file with one JSON object per line, graded by the user's function.
 
-    Each pass over the file has a new random order. Arguments are those of `[rl.task]`, and:
+    Each epoch has a new random order. Arguments are those of `[rl.task]`, and:
 
     reward_fn: (completion text, expected answer) -> reward, or a dict of scores with the reward under
         "total" (see `rewards.scores_of`). If it has parameters of these names, it also gets `prompt`
@@ -63,7 +63,7 @@ class JsonlTask(Task):
         self._longest = math.inf if max_prompt_tokens is None else max_prompt_tokens
         self._prompts = self._read(path)
         self._held_out = self._read(eval_path) if eval_path else self._prompts
-        # (index of the current pass over the file, order of the prompts in this pass)
+        # The current epoch, and its order of prompts.
         self._order: tuple[int, list[int]] = (-1, [])
         if chat is not None and tools is not None:
             messages = self.messages(self._prompts[0])
@@ -160,7 +160,7 @@ class JsonlTask(Task):
     def chat_reply(
         self, prompt: Prompt, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]
     ) -> str:
-        """Render messages that answer the last turn as a text that `reply` can return."""
+        """Render messages that answer the last turn; returns a string for `reply` to return."""
         assert self.chat is not None
         return self.chat.continuation(
             self.messages(prompt), messages, stop=turns[-1].stop, tools=self._schemas

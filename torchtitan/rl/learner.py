@@ -1,4 +1,4 @@
-"""The base class of the policy and the critic: accumulates gradients of a per-token loss, takes steps.
+"""The base class of the policy and the critic: accumulates gradients, takes optimizer steps.
 
 Every method is collective: all ranks call it with the same `TrainingBatch` and get the same result.
 
@@ -62,9 +62,9 @@ class Learner(ABC):
 
     @abstractmethod
     def _values(self, outputs: Any) -> tuple:
-        """Convert the head's outputs to the arguments of a loss that come before the batch.
+        """Convert the head's outputs to the arguments that a loss takes before `batch`.
 
-        The first of these arguments is the scores [B, T].
+        The first argument is the scores [B, T].
         """
 
     # ---- one step ----
@@ -144,7 +144,7 @@ class Learner(ABC):
         params = OptimParams() if params is None else params
         shares = [x.denominator for x in self.passes if x.denominator is not None]
         denominator = sum(shares) if shares else None
-        # `denominator` counts all ranks' samples, and the engine sums it over ranks: only rank 0 passes it.
+        # `denominator` counts all ranks' samples. The engine sums it over ranks, so ranks after 0 pass 0.
         if shares and self.engine.dp_rank != 0:
             denominator = 0.0
         names = ("betas", "eps", "weight_decay")
@@ -224,7 +224,7 @@ class Learner(ABC):
             raise ValueError(f"all ranks must pass the same batch, got {listed}")
 
     def _token_batches(self, batch: TrainingBatch) -> list[TokenBatch]:
-        """Return this rank's microbatches for the engine, which need not check their token ids again."""
+        """Return this rank's microbatches for the engine, marked so that it skips the check of token ids."""
         left_out = ("input",) if self.replays_experts else ("input", "routed_experts")
         found = []
         for inputs in (microbatch.inputs for microbatch in batch.of_rank(self.engine.dp_rank)):

@@ -155,7 +155,7 @@ def _old_logprobs(logprobs: Tensor, batch: LossInputs) -> Tensor:
 
 
 def check_context_parallel(loss: Any, cp: int) -> None:
-    """Raise ValueError if the loss needs whole sequences and `cp` ranks split them."""
+    """Raise ValueError if the loss needs whole sequences and context parallelism (`cp`) splits them."""
     if cp > 1 and loss.needs_whole_sequences:
         raise ValueError(
             f"{loss} takes ratios over whole sequences, which context parallelism splits, got "

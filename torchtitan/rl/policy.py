@@ -157,7 +157,7 @@ class PolicyTrainer(Learner):
         self.engine.save(path)
 
     def load_checkpoint(self, path: str | None = None, *, model_only: bool = False) -> bool:
-        """Load a checkpoint of `save_checkpoint` and zero the gradients; returns False if there is none.
+        """Load a checkpoint and zero the gradients; returns False if there is no checkpoint.
 
         path: None loads the run's newest checkpoint, or the config's initial checkpoint if the run has none.
         model_only: load only the weights; the optimizer starts with no state.
@@ -188,7 +188,7 @@ class PolicyTrainer(Learner):
             optimizer.state.clear()
 
     def push_model_state_dict(self, generator: TakesWeights) -> int:
-        """Send a generator the weights; returns their version."""
+        """Send the weights to a generator; returns the version of the weights."""
         check_digest = self.job_config.rl.weight_sync.digest
         return push_weights(self.engine, generator, check_digest=check_digest)
 
@@ -234,7 +234,7 @@ class ReferencePolicy:
         return {self._name_in_whole_model(name): w for name, w in self._weights.items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Restore the weights; the checkpoint loader has usually filled our tensors in place already."""
+        """Restore the weights; skips tensors that the checkpoint loader has filled in place."""
         self.is_loaded = True
         with torch.no_grad():
             for name, weight in self._weights.items():

@@ -25,7 +25,7 @@ def scores_of(value: Any) -> dict[str, float]:
     """Convert a reward function's result to a dict {"total": reward, name of another score: score, ...}.
 
     value: the reward, or a dict with the reward under "total". A number is any value
-    that float() accepts, except a text: a bool, a Decimal, or a scalar of NumPy or torch.
+    that float() accepts, except a string: a bool, a Decimal, or a scalar of NumPy or torch.
     Raises ValueError, naming the key, for a dict without "total" and for numbers that are not finite.
     """
     if not isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """Collects rollouts: completes prompts, grades the completions, and gives every rank all episodes.
 
 Each rank draws and grades a share of the completions. The draws depend on `rl.seed`, the step, the
-prompt's place (its index in the step) and the turn, not on the rank or on timing: a resumed run draws
-the same completions, and so does another layout.
+prompt's place (its index in the step) and the turn, not on the rank or on timing, so a resumed run
+draws the same completions, even in another layout.
 
 If the task replies, an episode is a dialogue: sampled tokens, the reply's tokens, sampled tokens,
 and so on. Sampled tokens are never decoded and encoded again.
@@ -50,7 +50,7 @@ class Request:
 
     tries: each further try replaces the prompts whose completions all got the same reward.
     penalty: subtracted from rewards of long completions.
-    stop_strings: texts that end a completion; stop strings in `Try.sampling` are ignored.
+    stop_strings: strings that end a completion; stop strings in `Try.sampling` are ignored.
     max_turns: number of turns that the policy may take in an episode.
     max_tokens: length limit of an episode, prompt included; an episode ends if another turn may not fit.
     """
@@ -63,7 +63,7 @@ class Request:
     max_tokens: int | None = None
 
     def with_extras(self, episode: Episode, number: int) -> Episode:
-        """Return an episode of try `number` after adding the request's penalty and scores."""
+        """Return an episode of try `number` with the request's penalty and scores added."""
         if len(self.tries) > 1:
             episode = replace(episode, scores=episode.scores | {"redraws": number})
         if self.penalty is not None:
@@ -77,7 +77,7 @@ class DrawsEpisodes(Protocol):
     """Draws the episodes of a step: on the ranks that train (`Draws`), or on separate ranks."""
 
     def begin(self, request: Request) -> Callable[[], list[Episode]]:
-        """Begin to draw with the current weights. Returns a collective function, which waits for the
+        """Start sampling with the current weights. Returns a collective function, which waits for the
         episodes of all ranks and returns them.
         """
 
@@ -85,7 +85,7 @@ class DrawsEpisodes(Protocol):
 
 
 class Draws:
-    """Completes prompts with this rank's generator, on a thread if `ahead`, and grades the completions."""
+    """Completes prompts with this rank's generator (in a thread if `ahead`), and grades the completions."""
 
     def __init__(self, task: Task, generator: Generator, device: torch.device, *, ahead: bool):
         self.task, self._generator, self._thread = task, generator, None
@@ -202,7 +202,7 @@ class Draws:
         return [place for place, own in drawn.items() if len({e.reward for e in own}) == 1]
 
     def close(self) -> None:
-        """Wait for the current draw, and close the task. Safe to call twice."""
+        """Wait until sampling is finished, and close the task. Safe to call twice."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self.task.close()
@@ -212,7 +212,7 @@ def _agreed(generator: Generator, work: Callable[[], T], *, is_last: bool) -> li
     """Return the results of `work` on all ranks; if `work` raises on one rank, all ranks raise.
 
     If `is_last`, return only this rank's result, because no other rank needs it. A rank that generates
-    alone does not communicate, because it may draw on a thread.
+    alone does not communicate, because it may sample in a background thread.
     """
     return [work()] if _num_together(generator) == 1 or is_last else on_all_ranks(work)
 
@@ -330,7 +330,7 @@ class _Dialogue:
 def _joined_experts(of_turns: Sequence[Tensor | None]) -> Tensor | None:
     """Join the experts of the turns; a token keeps the experts from the first turn that recorded it.
 
-    of_turns: [tokens up to the end of the turn but the last, MoE layers, experts per token].
+    of_turns: for each turn, [n, MoE layers, experts per token] for the n tokens before the turn's last.
     """
     joined = of_turns[0]
     for experts in of_turns[1:]:
@@ -391,7 +391,7 @@ class Rollouts:
     ):
         self.task, self.config, self._draws = task, config, draws
         stops = sorted(set(config.sampling.stop_token_ids) | ({task.tokenizer.eos_id} - {None}))
-        # Stop strings are sent in `Request`; here they would need `decode`, which is not sent.
+        # `Request` has the stop strings, because in `SamplingConfig` they need `decode`, which is not sent.
         settings = vars(config.sampling) | {"stop_token_ids": tuple(stops), "stop_strings": ()}
         self.sampling = SamplingConfig(**settings)
         penalty = self.sampling.max_tokens, config.overlong_tokens, config.overlong_penalty
@@ -418,7 +418,7 @@ class Rollouts:
         self._next_step = max(self._next_step, step)
 
     def start_until(self, last_step: int) -> None:
-        """Begin to draw the steps up to and including `last_step` that have not begun yet."""
+        """Start sampling for each step up to and including `last_step` that has not started yet."""
         for step in range(self._next_step, last_step + 1):
             self._task_before[step] = self.task.state_dict()
             tries = []
@@ -463,7 +463,7 @@ class Rollouts:
     # ---- state ----
 
     def close(self) -> None:
-        """Finish the current draw. Safe to call twice."""
+        """Wait until sampling is finished. Safe to call twice."""
         self._draws.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Copies of earlier weights, which replace the current weights for a forward or a draw.
+"""Copies of earlier weights, which replace the current weights for a forward pass or for sampling.
 
 There is no second model: this rank's part of the weights (and of the biases that balance experts)
 is swapped with a copy, and swapped back afterwards.
@@ -53,7 +53,7 @@ def swap(live: Iterable[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None
 
 
 def swap_memory(live: Sequence[tuple[str, Tensor]], weights: dict[str, Tensor]) -> None:
-    """Like `swap`, for weights on one device; swaps their memory unless they are DTensors."""
+    """Like `swap`, for weights on one device; swaps storages instead of copying, except for DTensors."""
     if any(is_dtensor(weight) for _, weight in live):
         return swap(live, weights)
     for name, weight in live:
@@ -80,8 +80,8 @@ class Snapshots:
     """Keeps snapshots of weights in host memory while a caller holds their key.
 
     limit: a key expires when more than this many later keys exist, and its weights are dropped; pinned
-        keys never expire. Expiry counts keys, because ranks have the same number of keys, but free
-        them at different times.
+        keys never expire. Expiry counts created keys, because all ranks create the same keys, but
+        free them at different times.
     """
 
     def __init__(self, engine: TrainingEngine, limit: int):
@@ -112,7 +112,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Wrap code that changes the weights; copies them first if a caller holds their key."""
+        """Wrap code that changes the weights; copies the old weights if a caller holds their key."""
         key = self._now()
         if key is not None:
             self._copies[key] = host_copy(self._engine)
@@ -122,7 +122,7 @@ class Snapshots:
             self._now = lambda: None
 
     def weights(self, key: WeightsKey) -> dict[str, Tensor]:
-        """Return the key's weights: a host copy, or the live tensors. Raises ValueError if they expired."""
+        """Return the key's weights: a host copy, or the live tensors. ValueError if the key expired."""
         if key is self._now():
             return {name: local_tensor(w.detach()) for name, w in changing_weights(self._engine)}
         if self.is_expired(key):
@@ -134,7 +134,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def using(self, key: WeightsKey) -> Iterator[None]:
-        """Give the model the key's weights inside the context. Raises ValueError if they expired."""
+        """Give the model the key's weights inside the context. Raises ValueError if the key expired."""
         if key is self._now():
             yield
             return

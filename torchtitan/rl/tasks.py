@@ -35,8 +35,8 @@ class Prompt:
 class Turn:
     """A turn of the policy, and the environment's reply.
 
-    text: the sampled text, without the stop token or string that ended the turn. stop: the text of this
-        stop; a special token's text, if the tokenizer can decode special tokens.
+    text: the sampled text, without the stop token or string that ended the turn.
+    stop: the text of that stop token or string, for tasks that reply.
     reply: None for the last turn.
     """
 
@@ -78,7 +78,7 @@ def explained(
     *,
     except_for: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Raise ValueError, with source line and completion, if the user's code in the block raises or exits."""
+    """Turn an exception or exit in a block of user code into a ValueError with line and completion."""
     try:
         yield
     except except_for:

@@ -1,7 +1,7 @@
 """Tools for the policy to call: Python functions, their schemas, and calls in other processes.
 
 A call has the form of Hermes and Qwen, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-The result of a call that fails is a text that begins with "error: ".
+The result of a call that fails is a string that begins with "error: ".
 """
 
 import ast
@@ -112,7 +112,7 @@ class Toolbox:
         )
 
     def results(self, calls: Sequence[ToolCall]) -> list[str]:
-        """Return the calls' results as texts, in order."""
+        """Return the calls' results as strings, in order."""
         # An invalid call has no name.
         known = [call for call in calls if call.name in self._names]
         numbers = [self._names.index(call.name) for call in known]
@@ -138,7 +138,7 @@ class Toolbox:
 
 
 def as_text(value: Any) -> str:
-    """Return a function's result for the policy to read: a text unchanged, anything else as JSON."""
+    """Return a function's result for the policy to read: a string unchanged, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 -m torchtitan.rl.train --job.config_file job.toml
 
 The config has the sections of `torchtitan.train` and the `[rl]` sections (`torchtitan.rl.job_config`); exit
-codes are the same. --help and config errors come early: of the slow imports they need only torch.
+codes are the same. --help and config errors need no slow import except torch.
 """
 
 from torchtitan.tools import signals

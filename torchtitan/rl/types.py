@@ -36,7 +36,7 @@ class SamplingConfig:
     top_k: draw from this many of the most probable tokens; 0 keeps all tokens.
     max_tokens: length limit of a completion.
     stop_token_ids: tokens that end a completion; the stop token is part of the completion.
-    stop_strings: texts that end a completion; the completion includes the token that completes the text.
+    stop_strings: strings that end a completion; the token that completes the string is included.
     decode: converts token ids to text, to find stop strings.
     seed: None continues the generator's own random stream.
     """
@@ -120,7 +120,7 @@ class Episode:
     loss_mask: 0 for tokens of the environment's replies; None if all tokens were sampled.
     turns: texts of policy and environment, which alternate; the policy has the first and the last turn.
     token_versions: as in `Completion`, with -1 for tokens of replies.
-    routed_experts: as in `Completion`, for all tokens but the last; for tokens with -1 the router chooses.
+    routed_experts: as in `Completion`, for all tokens but the last; -1 lets the router choose.
     """
 
     group_id: int
@@ -153,7 +153,7 @@ class Episode:
         return [sum(run) for is_sampled, run in groupby(mask) if is_sampled]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that JSON can hold, for `from_dict`."""
+        """Return a JSON-serializable dict, for `from_dict`."""
         experts = self.routed_experts
         return asdict(self) | {"routed_experts": None if experts is None else experts.tolist()}
 
@@ -241,7 +241,7 @@ class TrainingSample:
     ) -> "TrainingSample":
         """Return the sample of a prompt and the tokens after it; prompt tokens are not in the loss.
 
-        loss_mask: one per token of `token_ids`; 0 if it was not sampled, such as an environment's reply.
+        loss_mask: one per token of `token_ids`; 0 if not sampled, such as an environment's reply.
         Raises ValueError for an empty prompt or completion, and for missing log-probs.
         """
         n_prompt, n_new = len(prompt_token_ids), len(token_ids)

@@ -54,7 +54,7 @@ class TakesWeights(Protocol):
 
 
 class AdapterWeights:
-    """The adapters as PEFT's files: yields (file name, content as uint8 [n]). Iterating is collective."""
+    """Iterates over the adapters as PEFT's files: (file name, content as uint8 [n]). Collective."""
 
     digest: str | None = None
 
@@ -95,7 +95,7 @@ class OurNames(BaseStateDictAdapter):
 
 
 def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
-    """Return the engine's weights as the generator takes them; None if it shares the trainer's tensors."""
+    """Return the engine's weights in the generator's format; None if the generator shares the tensors."""
     dtype, sharded = generator.weight_dtype, getattr(generator, "takes_shards", False)
     match generator.weight_names:
         case "hf":
@@ -109,10 +109,10 @@ def weights_for(generator: TakesWeights, engine: TrainingEngine) -> Any:
 
 @torch.no_grad()
 def copy_weights(weights: PolicyWeights, model: nn.Module, *, check_digest: bool = True) -> None:
-    """Overwrite the model's parameters and saved buffers with weights under our names.
+    """Overwrite the model's parameters and saved buffers with weights under this package's names.
 
     check_digest: compare the result with the sent weights, bit for bit.
-    Raises WeightMismatchError if they differ, or names are missing or unknown.
+    Raises WeightMismatchError if weights differ, or names are missing or unknown.
     """
     targets = model.state_dict()
     received = []
@@ -157,7 +157,7 @@ def push_weights(
         generator.update_weights(weights_for(generator, engine), check_digest=check_digest)
     except WeightMismatchError as error:
         failure = str(error)
-    # All-reducing a flag takes a fifth of the time of gathering texts.
+    # Gather messages only after a failure, because all-reducing a flag takes a fifth of the time.
     has_failed = failure is not None
     if dist.is_initialized():
         num_failed = torch.tensor(float(has_failed), device=engine.device)

@@ -24,7 +24,7 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class PolicyWeights(Protocol):
-    """Iterates over (name, tensor) of all weights, whose memory may change later.
+    """Iterates over (name, tensor) of all weights. To keep a tensor, copy it: its memory may change later.
 
     version: the engine's `weights_version`. digest: known after the last tensor.
     """
@@ -120,7 +120,7 @@ class WeightChanges:
         self._last: dict[str, Tensor] = {}
 
     def packed(self, pairs: Pairs) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight's changes, or the whole tensor if this is smaller. pairs: made by `copied`."""
+        """Yield each weight's changes, or the whole tensor if that is smaller. pairs: made by `copied`."""
         for name, tensor in pairs:
             last, self._last[name] = self._last.get(name), tensor
             changes = None if last is None else _pack(last, tensor)

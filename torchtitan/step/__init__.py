@@ -1,1 +1,1 @@
-"""One training step: the calls (`forward`), their microbatches (`runner`), the update (`update`)."""
+"""Training steps: forward and backward (`forward`), microbatches (`runner`), optimizer steps (`update`)."""

@@ -1,7 +1,7 @@
-"""The calls of one step: check the caller's batches, run them, and add up the losses.
+"""Forward and backward calls of a step: check the caller's batches, run the model, add up the losses.
 
-`TrainingEngine` makes a `Step` of its parts for each call. The `Runner` prepares and runs the
-microbatches; `LossOfOutputs` computes losses from their outputs.
+`TrainingEngine` makes a `Step` from the engine's parts for each call. The `Runner` prepares and runs
+microbatches; `LossOfOutputs` computes losses from the model's outputs.
 
 B sequences, T tokens, V vocabulary entries, cp context-parallel ranks.
 """
@@ -69,7 +69,7 @@ class Step:
         outputs = runner.run(runner.microbatches(batches, self.policy, head, n_dummies), output_of)
         # No collective follows the last output_fn, so the ranks have to wait for each other here.
         runner.watch.raise_failures()
-        # Joining is collective, so no rank may have failed before it.
+        # After `raise_failures`, because joining is collective: a failed rank would not take part.
         return None if outputs is None else [join(output) for output, join in outputs]
 
     def forward_backward(
@@ -135,7 +135,7 @@ class Step:
         return batches, num_dummies(len(batches), group, runner.device)
 
     def _sum_of_call(self, losses: list[Any] | None, batches: list[TokenBatch]) -> Tensor:
-        """Return the sum of a call's losses on all pipeline ranks; keep the losses for a later warning."""
+        """Return the sum of a call's losses on all pipeline ranks; add the losses to `update.losses`."""
         # fp32 for every loss function: pipeline ranks without a loss receive this dtype by broadcast.
         loss = torch.zeros((), device=self.runner.device)
         if losses:
@@ -247,7 +247,7 @@ class LossOfOutputs:
             return -outputs.logprobs.sum()
         returned = self._loss_fn(outputs, microbatch.labels, microbatch.batch)
         if self.metrics is not None:
-            # `Microbatch.join` returns its argument: whole rows are joined already.
+            # With whole rows the outputs are joined already; `Microbatch.join` returns its argument.
             join = Microbatch.join if self._joins_rows else microbatch.join
             returned = self.metrics.take(returned, join)
         return scalar_loss(returned)
@@ -281,7 +281,7 @@ def loss_denominator(
 def check_head(runner: Runner, head: Head | None, needs_logits: bool) -> None:
     """Raise ValueError if the head is a class or is not callable.
 
-    For a model with a value head, also raise it for any head, and if logits are needed.
+    For a model with a value head, also raise ValueError for any head, and if logits are needed.
     """
     if isinstance(head, type) or not (head is None or callable(head)):
         raise ValueError(

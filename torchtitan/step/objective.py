@@ -24,7 +24,7 @@ class Objective:
     whole_rows = False
 
     def denominator(self, batch: TokenBatch) -> int:
-        """Return a CPU batch's share of the loss denominator. Called in the thread that reads batches."""
+        """Return what a CPU batch adds to the loss denominator. Called in the thread that reads batches."""
         return batch.num_valid
 
     def prepare(self, batches: Sequence[TokenBatch]) -> Sequence[TokenBatch]:
@@ -46,7 +46,7 @@ class Objective:
         return self
 
     def close(self) -> None:
-        """Close the other model's engine, if the objective has another model."""
+        """Close the engine of a second model, such as a teacher, if the objective has one."""
 
 
 class Tally:

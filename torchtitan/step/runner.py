@@ -111,8 +111,8 @@ def model_inputs(
     """Return the arguments of the model's forward for a batch.
 
     Entries of `BOUNDARY_KEYS` are left out. A padding mask [B, T] becomes the kernel's mask. If the
-    batch has no masks, and attn_type is not "sdpa", attention masks are added. If then also
-    `training.restart_positions` is set, a batch with document ids but no positions gets positions.
+    batch has no masks, and attn_type is not "sdpa", attention masks are added, and positions too if the
+    batch has document ids but no positions, and `training.restart_positions` is set.
     """
     batch = policy.token_batch(batch)
     entries, document_ids = dict(batch.entries), batch.document_ids
@@ -167,19 +167,19 @@ def _masks_of_documents(policy: DocumentPolicy, batch: TokenBatch, model: Any) -
 
 @dataclasses.dataclass
 class Runner:
-    """Calls the model on microbatches, in the contexts of the job.
+    """Calls the model on microbatches, locally or through a pipeline schedule.
 
-    model_parts: the model, or this rank's stages of a pipeline. train_context: the context of forwards
-        and backwards. amp: the context of forwards.
+    model_parts: the model, or this rank's stages of a pipeline. train_context: makes the context
+        manager around forwards and backwards. amp: the mixed-precision context of forwards.
     sharding, schedule: None without context parallelism, or without pipeline parallelism.
     has_value_head: outputs are values [B, T, 1], and the model takes no head.
     has_replicas: the model or its shards are replicated (DDP, HSDP).
-    defers_reduction: gradients are reduced with the last microbatch of a step. False defers only the
-        sum over the replicas of HSDP.
-    keeps_weights: FSDP keeps gathered weights after a forward; between deferred microbatches it keeps
-        them after a backward, too.
-    gradient_factor: multiplies losses before backward. If gradients are averaged over ranks, for a
-        client's own backward, the factor turns the engine's averages into sums. 1 under a pipeline.
+    defers_reduction: gradients are reduced only in the last microbatch of a step. If False, only
+        HSDP's all-reduce over replicas is deferred, to the last call of a step.
+    keeps_weights: FSDP keeps gathered weights after a forward, and with `defers_reduction` also after
+        a backward that another microbatch follows.
+    gradient_factor: multiplies losses before backward: the number of ranks if gradients are averaged
+        for a client's own backward, so that the engine's gradients are sums; 1 otherwise.
     watch: raises callers' failures on all ranks. dp_group: the ranks that read different batches.
     dummy: makes the batch of a dummy microbatch.
     client_inputs: returns the model's inputs for a batch on the device, or None to call `model_inputs`;
@@ -302,7 +302,7 @@ class Runner:
     def run(
         self, microbatches: Iterable[Microbatch], on_output: OnOutput, *, backward: bool = False
     ) -> list[Any] | None:
-        """Call on_output(logits, microbatch) for each microbatch but dummies, and return its results.
+        """Run the model; return on_output(logits, microbatch) for each microbatch that is not a dummy.
 
         microbatches: read one at a time; a pipeline reads all of them first.
         backward: on_output returns a loss, whose gradients are accumulated; the results are detached.
@@ -325,7 +325,7 @@ class Runner:
                     if not microbatch.is_dummy:
                         outputs.append(output)
         if not backward:
-            # FSDP keeps the last unit gathered. Later gradients would go to its gathered parameters.
+            # FSDP leaves the last unit gathered; later gradients would go to that unit's gathered parameters.
             self.reshard()
         return outputs
 
@@ -350,8 +350,8 @@ class Runner:
         # results into `outputs`. The target is the Microbatch itself.
         outputs: list[Any] = []
         if microbatches:
-            # Sends between stages are not counted. If this block fails, the flag stays False and the engine
-            # is lost; see `failure_watch`.
+            # After a failure, the watch compares the ranks' numbers of collectives, which don't include sends
+            # between stages. If this block fails, the flag stays False, and the engine cannot be used again.
             self.watch.counts_collectives = False
             with self.train_context(), self.amp:
                 run = self.schedule.step if backward else self.schedule.eval
@@ -380,7 +380,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _around(self, microbatch: Microbatch) -> Iterator[None]:
-        """The context of a microbatch; in a dummy, experts count no tokens."""
+        """Enter the microbatch's `around` context; experts do not count a dummy's tokens."""
         counting_parts = self.model_parts if microbatch.is_dummy else []
         around = self.around(microbatch) if self.around else contextlib.nullcontext()
         with without_counting(counting_parts), around:
@@ -388,7 +388,7 @@ class Runner:
 
     @contextlib.contextmanager
     def more_microbatches_follow(self) -> Iterator[None]:
-        """A context for calls that are not the last before the optimizer step: reductions may wait."""
+        """A context for all calls of a step but the last: gradient reductions may be deferred."""
         before, self.more_follow = self.more_follow, True
         try:
             yield
@@ -399,7 +399,7 @@ class Runner:
     def _deferring(self, microbatch: Microbatch) -> Iterator[None]:
         """If the job defers reductions, leave gradients unreduced until a later microbatch."""
         later = self.more_follow or not microbatch.reduces_gradients
-        # Without training.defer_gradient_sync only the sum over HSDP's replicas waits.
+        # Without training.defer_gradient_sync, only HSDP's all-reduce over replicas is deferred.
         is_cheap = self.more_follow and self.has_replicas
         if not (later and (self.defers_reduction or is_cheap)):
             yield
@@ -415,7 +415,7 @@ class Runner:
     # ---- the model's state ----
 
     def mode(self, training: bool) -> contextlib.ExitStack:
-        """Set training or evaluation mode at once; leaving the stack restores every module's mode."""
+        """Set training or evaluation mode now; leaving the returned stack restores every module's mode."""
         modules = [module for part in self.model_parts for module in part.modules()]
         modes = [module.training for module in modules]
 
@@ -451,7 +451,7 @@ class Runner:
         return sum(map(distributed.bytes_to_keep_gathered, self.model_parts))
 
     def keep_gathered(self) -> contextlib.ExitStack:
-        """A context in which FSDP gathers weights only in the first forward. Its end frees them."""
+        """A context in which FSDP gathers weights only in the first forward, and frees them at the end."""
         stack = contextlib.ExitStack()
         for part in self.model_parts:
             stack.enter_context(distributed.keep_gathered(part))

@@ -60,7 +60,7 @@ class _Verdict:
     """Whether one step was skipped, and why."""
 
     step: int
-    # Returns [1 if it was skipped, gradient norm, sum of the denominators]; waits for the device.
+    # Returns [1 if the step was skipped, gradient norm, sum of the denominators]; waits for the device.
     read: Callable[[], list[float]]
     # Logs this rank's first non-finite loss.
     log_bad_losses: Callable[[], None]
@@ -109,7 +109,7 @@ class StepLosses:
 
 @dataclasses.dataclass
 class Update:
-    """The optimizer step of a job, and the count of the weights' versions.
+    """Makes a job's optimizer steps, and counts the versions of the weights.
 
     dp_group: the ranks that read different batches. before_update: called before the weights change.
     """
@@ -159,7 +159,7 @@ class Update:
     # ---- before a step ----
 
     def prepare_early_step(self, n_microbatches: int) -> None:
-        """Wait until backward may update the weights. ValueError for a second microbatch, even a dummy."""
+        """Call `before_update`: backward will step. ValueError for a second microbatch, even a dummy."""
         if self._num_early_steps + n_microbatches > 1:
             raise ValueError(
                 "optimizer.early_step_in_backward updates the weights in every backward, so a step "
@@ -172,7 +172,7 @@ class Update:
     def forget_microbatches(self) -> None:
         """Forget everything since the last step except the gradients."""
         self._begin_step()
-        # Otherwise the next step would balance experts by tokens whose gradients it never saw.
+        # Clear the counts, so that the next step balances experts only by its own microbatches.
         forget_counts(self.model_parts)
 
     def _begin_step(self) -> None:

@@ -52,7 +52,7 @@ class Kit:
 
 
 class Check(NamedTuple):
-    """function: called with a `Kit` and `*case`. min_ranks: with fewer ranks, the check is skipped."""
+    """A check. function: called with a `Kit` and `*case`. min_ranks: skip the check on fewer ranks."""
 
     function: Callable[..., None]
     min_ranks: int = 1
@@ -139,7 +139,7 @@ def split(kit: Kit, flavor: str) -> None:
     with kit.build(flavor=flavor) as engine:
         loss = torch.zeros(())
         for batch, labels in (pack(documents[:3]), pack(documents[3:])):
-            here = engine.dp_rank == 0  # ranks with another dp_rank have no microbatch
+            here = engine.dp_rank == 0  # only ranks with dp_rank 0 have a microbatch
             loss += engine.forward_backward_step(
                 input_dict=[batch] if here else [],
                 labels=[labels] if here else [],

@@ -126,7 +126,7 @@ def _rank_main(
     folder: str,
     pipe: Connection,
 ) -> None:
-    """Call `fn`; send ("result", value) or ("failure", time, traceback text, exception or None)."""
+    """Call `fn`; send ("result", value), or ("failure", time, traceback, exception or None), to `pipe`."""
     signal_at_parents_death(signal.SIGKILL)
     # With the start method "forkserver", a rank's data workers would outlive a killed rank.
     multiprocessing.set_start_method(None, force=True)

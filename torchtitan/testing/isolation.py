@@ -12,7 +12,7 @@ at a time, within `TREE_TOLERANCES`, because the gradients of shared keys are su
 On the CPU, rows also go through one gated delta layer: a convolution, and linear attention with a recurrent
 state. In fp64, outputs and gradients must equal those of the same layer on one document at a time. In fp32,
 no bit of a document's output and gradients may change when all other documents of the batch are replaced,
-also by documents of other lengths. The output's gradient with respect to their tokens must be exactly zero.
+also by documents of other lengths. The output's gradient with respect to other documents must be exactly 0.
 With --models, the layer is a whole model, from hidden states to logits: a linear and a full attention layer.
 
 B rows, T tokens, H query heads, K key/value heads, D head size, M model dim.
@@ -151,7 +151,7 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
             continue
         first = rng.choice([0, 0, rng.randint(1, 40)])
         if positions and first == positions[-1] + 1:
-            # With `first`, the positions would continue those of the previous document.
+            # A document that starts at `first` would look like a continuation of the previous document.
             first = 0
         positions += range(first, first + end - start)
         spans.append((start, end))
@@ -161,7 +161,7 @@ def random_row(rng: random.Random, seq_len: int) -> tuple[list[int], list[tuple[
 def random_tree_row(
     rng: random.Random, row: int, seq_len: int
 ) -> tuple[list[int], list[int], Branches]:
-    """Return a random row of trees and padding: (document id of each token, its parent's id, branches)."""
+    """Return a random row of trees and padding: (tokens' document ids, ids of parent documents, branches)."""
     ids: list[int] = []
     parents: list[int] = []
     branches: Branches = []
@@ -303,7 +303,7 @@ def check_recurrent_packing(
 
     problems = []
     exact = copy.deepcopy(layer).double()
-    # Routers convert to fp32 by `float`; in this comparison they must not.
+    # Keep routers in fp64: they call `float` to convert to fp32.
     with mock.patch.object(Tensor, "float", Tensor.double):
         packed = run_layer(exact, x.double(), mask, grad_out.double())
         alone = run_layer_alone(exact, x.double(), spans, grad_out.double())
@@ -352,8 +352,8 @@ def small_delta_net() -> GatedDeltaNet:
 class WholeModel(nn.Module):
     """A decoder from hidden states [B, T, M] to logits [B, T, M], called as a layer.
 
-    In fp32, a token's position chooses its experts, because an expert's rounding depends on its number of
-    tokens.
+    In fp32, experts are chosen by row and column, because rounding in an expert depends on how many tokens
+    the expert gets.
     """
 
     def __init__(self, flavor: str, **fields: Any):
@@ -405,7 +405,7 @@ def _randomize(module: Any) -> Any:
 
 
 def certify(checks: dict[str, Callable[[int], tuple[list[str], int]]], args: Any) -> Counter[str]:
-    """Return the number of documents that each check has seen, and the number of "packings".
+    """Return name -> number of documents that the check has seen, and "packings" -> number of packings.
 
     checks: name -> function of the packing's index, which returns (problems, number of documents). If there
         is a problem, the process exits with code 1.

@@ -112,7 +112,7 @@ class _Process:
         return f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
 
 
-_processes: dict[int, _Process] = {}  # process id -> worker process of that process
+_processes: dict[int, _Process] = {}  # id of a process -> its worker
 
 
 def _answer_calls(file: int) -> None:

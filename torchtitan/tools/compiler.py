@@ -1,4 +1,4 @@
-"""Functions of torch that load its compiler. Loading takes almost a second, so it happens on first use."""
+"""Loads torch's compiler, and functions that need it, on first use, because loading takes almost a second."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ def compiled_on_first_call(
 ) -> Callable[..., Any]:
     """Return a function whose first call loads a module and compiles the module's function `name`.
 
-    mode, options: passed to torch.compile, without options that this torch does not know.
+    mode, options: passed to torch.compile; options that this torch version lacks are left out.
     """
 
     @functools.cache

@@ -27,9 +27,9 @@ MAX_EVENTS_PER_START = 10_000
 
 
 def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
-    """Return the `extra` argument of a logging call whose line `recording` records as an event.
+    """Return the `extra` argument for a logging call; `recording` then writes the log line as an event.
 
-    step: the number of optimizer steps done. details: finite numbers and texts.
+    step: the number of optimizer steps done. details: finite numbers and strings.
     """
     place = {} if step is None else {"step": step}
     return {"event": {"kind": kind, **place, **details}}

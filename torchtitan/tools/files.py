@@ -55,7 +55,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def regular_file(path: str | os.PathLike[str]) -> Any:
-    """Return `path`, or a file object if `path` is an address, for a library that opens it.
+    """Return what a library should open: `path`, or a file object if `path` is an address.
 
     Raises OSError for a path that `open_file` refuses.
     """

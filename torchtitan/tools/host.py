@@ -1,4 +1,4 @@
-"""The process in which engines run: settings that engines change, and the process's age and memory.
+"""Settings that engines change in their process, and the process's age and memory.
 
 A process may hold several engines, closed in any order. When the last engine is closed, every
 setting gets its earlier value back, unless other code has changed the setting since. Changes made
@@ -56,7 +56,7 @@ def change(
 ) -> None:
     """Change a setting to `value` until the last engine is closed.
 
-    read: returns the current value; None if the setting cannot be read, and is restored to `before`.
+    read: returns the current value. None: the setting cannot be read, and is restored to `before`.
     """
     if read is not None:
         before = read()
@@ -93,7 +93,7 @@ def change_environment(name: str, value: str) -> None:
 def signal_at_parents_death(number: int, *, whole_group: bool = False) -> None:
     """Send signal `number` to this process, or to its process group, once the parent has ended.
 
-    Linux's PR_SET_PDEATHSIG would send the signal once per thread of the parent.
+    Polls, because Linux's PR_SET_PDEATHSIG may send the signal when only one thread of the parent ends.
     """
     parent = os.getppid()
 
@@ -120,7 +120,7 @@ def total_ram_bytes() -> int:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Return this process's resident memory, now and at its peak; without /proc, the peak twice."""
+    """Return this process's resident memory as (now, peak); without /proc, (peak, peak)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ru_maxrss is in bytes on macOS, and in KiB elsewhere.
     if sys.platform != "darwin":

@@ -15,7 +15,7 @@ from torchtitan.tools.utils import get_device_type
 
 
 def pinned(x: Tensor) -> Tensor:
-    """Return x in pinned memory, for asynchronous copies to an accelerator; x without an accelerator."""
+    """Return x in pinned memory, for asynchronous copies to an accelerator; x itself without one."""
     if x.device.type != "cpu" or get_device_type() == "cpu" or x.is_pinned():
         return x
     # torch (2.13) cannot pin a tensor whose elements share memory, such as positions.expand(B, T).

@@ -1,3 +1,3 @@
-"""The path of `torchtitan.callbacks.profiling` in torchtitan 0.2.x."""
+"""Alias of `torchtitan.callbacks.profiling`, at its path in torchtitan 0.2.x."""
 
 from torchtitan.callbacks.profiling import *  # noqa: F403

@@ -15,7 +15,7 @@ from typing import Any
 from torchtitan.tools.host import has_peers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# The command `timeout` sends its signal twice: to its child, and to the child's process group.
+# A signal this soon after the first is ignored: `timeout` signals its child, then the child's group.
 _SECONDS_FOR_ONE_SIGNAL = 0.1
 # Time to import torch and to reach the other ranks after an early signal.
 _SECONDS_TO_MEET = 60

@@ -4,8 +4,8 @@ Only this module distinguishes addresses from disks. Paths on a disk go through 
 fsspec, which is imported only for them. Object stores have no rename: an object appears whole or not at all,
 and a folder exists while it holds objects.
 
-A call that fails because a store is busy or a connection is lost is retried for a while. Then it raises
-StorageError with the reason and the address.
+A call that fails because a store is busy or a connection is lost is retried for `READ_SECONDS` (uploads:
+`UPLOAD_SECONDS`). Then it raises StorageError with the reason and the address.
 """
 
 import errno
@@ -74,7 +74,7 @@ def resolve(address: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        # Not cached, because each forked process and each thread needs its own file system.
+        # The file system is not cached here: each forked process and each thread needs its own.
         options = {"auto_mkdir": True} if address.startswith(("file:", "local:")) else {}
         return url_to_fs(address, use_listings_cache=False, **options)
     except ImportError as error:
@@ -127,7 +127,7 @@ def _call(address: str, work: Callable[[Any, str], T], seconds: float | None = N
             raise StorageError(errno.EIO, reason, address) from error
 
 
-# ---- what checkpoints and data need, for paths of both kinds ----
+# ---- operations on disks and addresses ----
 
 
 def join(folder: str, *names: str) -> str:

@@ -24,7 +24,7 @@ _FIRST, *_, _LAST = map(minor_version, TESTED)
 
 
 class Feature(NamedTuple):
-    """title: the feature's name in error messages. otherwise: what to do if torch lacks a part of it."""
+    """title: the feature's name in error messages. otherwise: remedy if torch lacks a part for it."""
 
     title: str
     otherwise: str
@@ -175,8 +175,8 @@ def _is_ddp(config: Any) -> bool:
     return p.data_parallel_replicate_degree > 1 and others == {1}
 
 
-# Feature -> function of (config, number of ranks) that returns whether a job uses the feature. Missing
-# parts of all other features raise at their first use.
+# Feature -> function of (config, number of ranks) that returns whether a job uses the feature. For
+# features that are not listed here, a missing part raises at its first use.
 _IS_USED: dict[str, Callable[[Any, int], bool]] = {
     "job": lambda c, n: True,
     "ranks": lambda c, n: n > 1,
@@ -311,7 +311,7 @@ def check(job_config: Any, world_size: int = 1) -> None:
     used = {key for key, is_used in _IS_USED.items() if is_used(job_config, world_size)}
     for name, part in PARTS.items():
         if part.feature in used:
-            # Call the function without its cache.
+            # Bypass the cache of `place`.
             place.__wrapped__(name)
 
 

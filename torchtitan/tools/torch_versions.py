@@ -1,4 +1,4 @@
-"""The versions of torch that the tests pass with; `scripts/run_torch_versions.sh` runs them."""
+"""The versions of torch that the tests pass with; `scripts/run_torch_versions.sh` runs the tests."""
 
 import os
 

@@ -147,7 +147,7 @@ class GarbageCollection:
 
 
 # Dense bf16 peak in FLOP/s of one device, from vendors' data sheets. The first entry whose words all
-# occur in the device's name counts, so longer names come first.
+# occur in the device's name is used, so longer names come first.
 _PEAK_FLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("A100",), 312e12),
     (("H100", "NVL"), 835e12),

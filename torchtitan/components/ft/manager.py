@@ -13,7 +13,7 @@ has_torchft: bool = importlib.util.find_spec("torchft") is not None
 
 
 class FTManager:
-    """Stands for torchft's manager in a job without torchft; raises if the config enables torchft."""
+    """Placeholder for torchft's manager in a job without torchft; raises if the config enables torchft."""
 
     enabled = False
     loss_sync_pg: Any = None

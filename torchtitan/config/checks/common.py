@@ -69,7 +69,7 @@ def one_of(key: str, value: Any, known: Collection[Any]) -> Iterator[str]:
 
 
 def divides(key: str, value: int, what: str, *numbers: int) -> Iterator[str]:
-    """Rule: `value` must divide numbers[0], which messages call `what`. The suggested values divide all numbers."""
+    """Rule: `value` must divide numbers[0], which messages call `what`. Suggestions divide all `numbers`."""
     if numbers[0] % value:
         common = math.gcd(*numbers)
         choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)

@@ -140,7 +140,7 @@ def experts(job_config: JobConfig, model_args: Any) -> Iterator[str]:
 
 
 def context_parallel(job_config: JobConfig, model_args: Any, builds_data: bool) -> Iterator[str]:
-    """The ranks must be able to divide a dataloader's rows; an engine pads its caller's rows."""
+    """Dataloader rows must split evenly over context-parallel ranks; an engine pads the rows it is given."""
     parallelism = job_config.parallelism
     cp, balancer = parallelism.context_parallel_degree, parallelism.context_parallel_load_balancer
     if cp == 1:
@@ -247,7 +247,7 @@ def early_step(optimizer: Optimizer, pp: int, ep: int) -> Iterator[str]:
 
 
 def early_step_with_ddp(job_config: JobConfig, world_size: int) -> Iterator[str]:
-    """Early steps exclude DDP, which reduces a gradient only after the hook that updates the parameter."""
+    """early_step_in_backward excludes DDP, which reduces gradients only after the hook that uses them."""
     parallelism = job_config.parallelism
     replicas = parallelism.data_parallel_replicate_degree
     has_fsdp = shard_degree(job_config, world_size) * parallelism.context_parallel_degree > 1

@@ -114,7 +114,7 @@ def builders(job_config: JobConfig, train_spec: Any) -> Iterator[str]:
 
 def tokenizer(tokenizer: Any, model_args: Any) -> Iterator[str]:
     tokens, rows = tokenizer.get_vocab_size(), getattr(model_args, "vocab_size", None)
-    if hasattr(tokenizer, "get_vocab"):  # a vocabulary may skip ids
+    if hasattr(tokenizer, "get_vocab"):  # ids may have gaps
         tokens = max(tokens, 1 + max(tokenizer.get_vocab().values(), default=-1))
     if rows is not None and tokens > rows:
         yield (

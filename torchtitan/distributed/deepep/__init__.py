@@ -1,4 +1,4 @@
-"""Stand-ins for torchtitan 0.2.x's DeepEP functions, which raise NotImplementedError when called."""
+"""Stand-ins for torchtitan 0.2.x's DeepEP functions; calling a stand-in raises NotImplementedError."""
 
 from torchtitan.tools.lazy_names import not_available
 

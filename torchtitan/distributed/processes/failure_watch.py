@@ -1,12 +1,12 @@
-"""Ranks of an engine fail together: if one rank fails in a step, every rank raises (docs/embedding.md).
+"""Failures in a step: if one rank of an engine fails, the step raises on all ranks (docs/embedding.md).
 
-If a function of the caller fails, its rank finishes the call with losses of 0, so that its collectives match
-the other ranks'. After other failures the engine stays usable if all ranks fail after the same collectives.
-If only some ranks fail, others may wait in collectives that the failed ranks never enter, so all ranks abort
-the engine's groups: the engine is lost. It is also lost if a pipeline schedule fails, because sends
-between stages are not counted.
+If a function passed by the caller (such as loss_fn) fails, the rank finishes the call with losses of 0, so
+that its collectives match the other ranks'. After any other failure, ranks compare how many collectives they
+have entered. The engine stays usable if every rank failed after the same number. Otherwise ranks may wait in
+collectives that failed ranks never enter, so all ranks abort the engine's groups, and the engine is lost. A
+failure in a pipeline schedule always loses the engine, because the counts don't show whether sends match.
 
-A thread of each rank waits for messages in the store of the default process group. A step without a
+A thread of each rank waits for failure messages in the store of the default process group. A step without a
 failure sends no messages.
 """
 
@@ -32,14 +32,14 @@ from torchtitan.tools.utils import run_beside
 
 T = TypeVar("T")
 
-# How many seconds a rank waits: for all other ranks to read its message; after its failure, for the other
-# ranks to fail too; and for its thread to end.
+# In seconds: how long a rank waits until all ranks have read its message, how long a failed rank waits for
+# the other ranks to fail too, and how long `close` waits for the thread to end.
 _SECONDS_TO_HEAR = 3
 _SECONDS_TO_FAIL_TOO = 2
 _SECONDS_TO_CLOSE = 1
 # The store counts milliseconds in 31 bits.
 _LONGEST_WAIT = timedelta(days=20)
-# Number of characters of an error that are sent to other ranks.
+# Errors are cut to this number of characters when they are sent to other ranks.
 _LONGEST_TEXT = 2000
 # Indices of watches. All ranks make watches in the same order.
 _watches = itertools.count()
@@ -48,8 +48,8 @@ _watches = itertools.count()
 class Watch:
     """The watch of an engine without other ranks: a failure is raised where it happens."""
 
-    # After a failure, ranks compare how many collectives each process group has run. Groups do not count
-    # sends between two ranks, so this is False during a pipeline schedule.
+    # After a failure, ranks compare how many collectives each process group has run. This is False during a
+    # pipeline schedule, because the counts don't show whether every send between two ranks has a receive.
     counts_collectives = True
 
     def call(self) -> contextlib.AbstractContextManager[None]:
@@ -68,7 +68,7 @@ class Watch:
 
 
 class FailureWatch(Watch):
-    """The watch that all ranks of the default process group make together.
+    """The watch of an engine on several ranks: all ranks raise if one rank fails. All ranks make it together.
 
     groups: the groups that steps communicate over. host_group: all ranks, for tensors in host memory.
     """
@@ -80,15 +80,16 @@ class FailureWatch(Watch):
         self._store = dist.PrefixStore(name, store)
         # Number of the current or last call, the same on every rank.
         self._call = 0
-        # (call, rank, text) of a function that failed on another rank. Its call may be the one after ours.
+        # A failure of a function on another rank: (number of the call, rank, error). The number is
+        # `_call` + 1 if the failed rank has begun the next call before this rank.
         self._reported: tuple[int, int, str] | None = None
         # The exception of this rank's failed function in this call.
         self._own: BaseException | None = None
         # The exception that `raise_failures` raised.
         self._raised: BaseException | None = None
-        # (rank, text): why the engine is lost.
+        # Why the engine is lost: (failed rank, error). None while the engine is usable.
         self._lost: tuple[int, str] | None = None
-        # The thread's waits block only a second connection to the store. A FileStore cannot be cloned.
+        # A wait blocks a connection to the store, so the thread gets its own. A FileStore cannot be cloned.
         with contextlib.suppress(RuntimeError):
             store = store.clone()
         store = dist.PrefixStore(name, store)
@@ -248,7 +249,7 @@ def _text_of(error: BaseException) -> str:
 def watch_over(
     parallel_dims: ParallelDims, groups: Collection[dist.ProcessGroup], device: torch.device
 ) -> Watch:
-    """Return the watch of an engine, over `groups` and the groups of its meshes. Collective."""
+    """Return the watch of an engine, over `groups` and the groups of all meshes. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return Watch()
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()

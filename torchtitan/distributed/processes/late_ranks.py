@@ -1,8 +1,8 @@
 """Rank 0 names the rank that keeps the others waiting, after a slow step or before a collective times out.
 
-A rank is late if it has entered fewer collectives than another rank in some process group, and more than
-another rank in no group. Training only notes when its steps begin and end. A thread of rank 0 asks the ranks
-over the connections of `Peers`, and only in a step that takes unusually long.
+A rank is late if in some process group it has entered fewer collectives than another rank, and in no group
+more. Training only records when its steps begin and end. In a step that takes unusually long, a thread of
+rank 0 asks the other ranks for their `State` over the connections of `Peers`.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ _FEWEST_STEPS = 5
 class Progress:
     """Which step a trainer is in. The trainer's main thread writes this, and the thread of `Peers` reads it.
 
-    pipeline: the process group of a pipeline's stages. It is left out, because gloo counts sends, whose number
-        differs by rank.
+    pipeline: the process group of a pipeline's stages. Its collectives are not compared, because gloo also
+        counts sends and receives, and their number differs by rank.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup | None = None) -> None:
@@ -71,7 +71,7 @@ class State(NamedTuple):
 
 
 def own_state(progress: Progress | None) -> State:
-    """Return the state of this process; without `progress` it has no counts. Any thread may call this."""
+    """Return the state of this process; an empty state without `progress`. Any thread may call this."""
     if progress is None:
         return State({})
     counts = {"step": progress.number}
@@ -130,8 +130,8 @@ class LateRanks:
         self._look_at = self._asked_at = 0.0
         # (rank, state) of the ranks that were late in this step.
         self._seen: list[tuple[int, State]] = []
-        # Late rank -> (its counts, or {} if it did not answer; the time of the first such answer, or inf
-        # after the warning).
+        # Late rank -> (its counts, or {} if it does not answer; the time when rank 0 first asked and got
+        # these counts, or inf after the warning).
         self._since: dict[int, tuple[dict[str, int], float]] = {}
 
     def turn(self, now: float) -> None:
@@ -167,7 +167,7 @@ class LateRanks:
             counts, since = before.get(rank, (None, 0.0))
             since = since if counts == state.counts else self._asked_at
             self._since[rank] = state.counts, since
-            # Less than `limit`, because the rank was late for a while before rank 0 first asked.
+            # Less than `limit`, because the rank was late already before rank 0 first asked.
             if (seconds := now - since) < 0.8 * limit:
                 continue
             self._since[rank] = state.counts, inf

@@ -1,4 +1,4 @@
-"""Engines' process groups, separate from the host program's, and how to abort their collectives.
+"""Engines' process groups, separate from the host program's, and how to abort an engine's collectives.
 
 If a rank has failed, a collective that waits for it ends only if its whole group is aborted. The
 host's default group is not ours to abort, so steps don't communicate over it.
@@ -25,7 +25,7 @@ _addresses: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref
 
 
 def group_is_ours() -> bool:
-    """Return True if `init_distributed` made the default process group, not the host program."""
+    """Return True if `init_distributed`, and not the host program, made the default process group."""
     return _our_default is not None and _our_default() is dist.group.WORLD is not None
 
 
@@ -63,8 +63,8 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     groups: made inside `making_groups`. May be called from any thread.
     """
     groups = [group for group in groups if group in torch_parts.world.pg_map]
-    # gloo's own `abort` changes nothing (torch 2.13 to 2.15), so shut down its connections. Each
-    # connection ends at an address of `_addresses`, on one of its two ranks.
+    # gloo's own `abort` changes nothing (torch 2.13 to 2.15), so shut down its connections. For each
+    # connection one of the two ranks listened, and on that rank `_addresses` has the connection's address.
     addresses = {address for group in groups for address in _addresses.get(group, ())}
     for connection, address, listens in _tcp_sockets():
         if address in addresses and not listens:
@@ -104,7 +104,7 @@ def _listening_addresses() -> set[tuple]:
 
 
 def _tcp_sockets() -> Iterator[tuple[socket.socket, tuple, bool]]:
-    """Yield a duplicate of each TCP socket of this process, its own address and whether it listens."""
+    """Yield (duplicate, local address, True if it listens) for each TCP socket of this process."""
     folder = "/proc/self/fd"
     for number in map(int, os.listdir(folder) if os.path.isdir(folder) else ()):
         # Another thread may have closed the socket.

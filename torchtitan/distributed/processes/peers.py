@@ -51,13 +51,13 @@ _MOST_KEYS_SHOWN = 8
 _ALIVE, _LEAVES, _FAILED, _WHERE, _HERE = b"a", b"l", b"f", b"w", b"h"
 # In bytes.
 _LONGEST_MESSAGE = 2**20
-# Time limits, in seconds: how long a rank that can't train waits for the other ranks' reports.
+# How long a rank that can't train waits for other ranks' reports, and rank 0 for the verdict to be read.
 SECONDS_TO_REPORT = 15
 # After a helper fails, the other ranks may save. torchrun kills ranks 30 s after SIGTERM.
 _SECONDS_TO_SAVE = 25
 # After another rank fails, the main thread has this long to end this process.
 _SECONDS_TO_END = 2
-# A failed rank 0 waits for starting ranks to connect, and tells them of its failure.
+# A failed rank 0 waits this long for starting ranks to connect, to tell them of its failure.
 _SECONDS_TO_CONNECT = 5
 # After its own failure, a rank has this long to close its resources.
 _SECONDS_TO_CLOSE = 10
@@ -72,7 +72,7 @@ class Peers:
 
     Every rank is connected to rank 0, which forwards failures. If a connection ends without a message,
     its rank was killed. If a connection is silent for the store's timeout (at least a minute), its rank was
-    stopped: a thread sends regular messages, even while the main thread hangs.
+    stopped, because a thread of every rank sends messages regularly, even while the main thread hangs.
 
     Each rank publishes only the digest of its secret in the store, and rank 0 admits each secret once, so a
     program that reads the store or finds the port cannot pass for a rank. A program that can write to
@@ -358,8 +358,8 @@ def _longest_silence(timeout: timedelta) -> float:
 def _listen() -> socket.socket:
     """Listen on a free port of MASTER_ADDR's interface, or of all interfaces if that interface is unknown.
 
-    If all ranks are on this machine, the interface is known. Otherwise it is unknown if the name resolves to
-    a loopback address, such as the 127.0.1.1 that /etc/hosts may have for the machine's own name.
+    It is unknown if some ranks are on other machines and MASTER_ADDR is a name that resolves to a loopback
+    address, such as the 127.0.1.1 that /etc/hosts may have for the machine's own name.
     """
     name = os.environ["MASTER_ADDR"]
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

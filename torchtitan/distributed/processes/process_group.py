@@ -140,8 +140,8 @@ def find_peers(timeout: timedelta) -> tuple[dist.Store, int, int]:
         _meeting_places[place] = [_meet(place, timeout), 0]
     store, rank, world_size = _meeting_places[place][0]
     store.set_timeout(timeout)
-    # torchrun's own store survives a restart and still has ended processes' addresses: prefix its keys with
-    # the attempt. Any other store is new in each attempt, and nodes may disagree on the attempt's number.
+    # torchrun's own store survives a restart and still has the addresses of ended processes: prefix keys
+    # with the attempt. Other stores are new in each attempt, and nodes may disagree on the attempt's number.
     has_old_keys = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_old_keys else "0"
     return dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", store), rank, world_size

@@ -19,7 +19,7 @@ def num_ranks() -> int:
 def from_rank_zero(ask: Callable[[], T]) -> T:
     """Call `ask()` on rank 0; return its result, or raise its exception, on every rank.
 
-    For reading a network file system, whose state may differ between ranks for a while.
+    For reading a network file system, where some ranks may see a change later than others.
     """
     is_asked = not dist.is_initialized() or dist.get_rank() == 0
     answer = [_result_of(ask) if is_asked else None]
@@ -29,7 +29,7 @@ def from_rank_zero(ask: Callable[[], T]) -> T:
 
 
 def ranks_of_first_machine() -> int:
-    """Return n: ranks 0 to n - 1 are on rank 0's machine. Collective."""
+    """Return the number of ranks on rank 0's machine, which are the first ranks. Collective."""
     return min(num_ranks(), from_rank_zero(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 

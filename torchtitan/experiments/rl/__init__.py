@@ -14,7 +14,7 @@ _FOLDERS = ("", "actors.", "unified.", "unified.actors.")
 
 for _info in pkgutil.walk_packages(torchtitan.rl.__path__, "torchtitan.rl."):
     _name, _module = _info.name.removeprefix("torchtitan.rl."), importlib.import_module(_info.name)
-    # Python looks in sys.modules first; otherwise it would load the file a second time.
+    # Imports look in sys.modules first, so they find the loaded module under every path.
     for _folder in _FOLDERS:
         sys.modules[f"{__name__}.{_folder}{_name}"] = _module
     if "." not in _name:

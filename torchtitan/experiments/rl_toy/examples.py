@@ -15,7 +15,7 @@ from torchtitan.rl.tasks import build_task
 class SolvedExamples(BaseDataLoader):
     """Batches with one example per row; only the answer and its end-of-text token have labels.
 
-    Row i of the whole batch is the same for any number of ranks.
+    Row i of the global batch is the same for any number of ranks.
     """
 
     def __init__(self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: None = None):

@@ -21,7 +21,7 @@ class CharTokenizer(BaseTokenizer):
         self.eos_id = 0
 
     def encode(self, text: str, *, add_eos: bool = False, **_: Any) -> list[int]:
-        """Return the ids of a text; raises ValueError for unknown characters."""
+        """Return the token ids of a string; raises ValueError for unknown characters."""
         if unknown := sorted(set(text) - set(self.characters)):
             raise ValueError(
                 f"this tokenizer knows the characters {self.characters!r}, got {unknown} in {text!r}"
@@ -30,7 +30,7 @@ class CharTokenizer(BaseTokenizer):
         return ids + [self.eos_id] * add_eos
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """Return the text of ids. Ids beyond the vocabulary, which a larger model may draw, become U+FFFD."""
+        """Return the text of ids. A larger model may sample ids beyond the vocabulary; they become U+FFFD."""
         characters = self.characters
         return "".join(
             characters[i - 1] if i <= len(characters) else "\ufffd" for i in token_ids if i > 0
@@ -49,7 +49,7 @@ class CharTask(Task):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> tuple[str, str]:
-        """Return a random problem: its text and its answer."""
+        """Return (text, answer) of a random problem."""
 
     def prompt(self, index: int, kind: str = "training") -> Prompt:
         return self.make_prompt(*self.draw(random.Random(f"{self.seed} {kind} {index}")))

@@ -1,4 +1,4 @@
-"""Training and sampling through Tinker's interface, in this process, without server and HTTP.
+"""Training and sampling through Tinker's interface, in this process, without a server.
 
     client = LocalTrainingClient(job_config)
     client.forward_backward(data, "importance_sampling").result()
@@ -91,7 +91,7 @@ class LocalTrainingClient(AsyncNames):
         self._pushed: WeightsKey | None = None  # key of the weights that the generator has
         self._failure: Exception | None = None  # error of a forward_backward call in this step
         self._thread = CallThread(engine.device)
-        # Cached, because finding the trained weights takes as long as exchanging them.
+        # Cached, because finding the trained weights takes as long as swapping them in `exchange_state`.
         self._trained = list(changing_weights(engine))
         # Weights, gradients, and AdamW's two moments.
         own_bytes = 4 * sum(local_tensor(weight).nbytes for _, weight in self._trained)
@@ -372,7 +372,7 @@ class LocalTrainingClient(AsyncNames):
         logprobs = [values.requires_grad_() for values in self._logprobs(data)]
         loss, metrics = loss_fn(data, logprobs)
         loss = scalar_loss(loss)
-        # On any layout, sum(d loss / d log-prob * log-prob) has the same gradients as loss_fn.
+        # On any parallel layout, sum(d loss / d log-prob * log-prob) has the gradients of loss_fn.
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         if not all(values.isfinite().all() for values in (loss, *gradients)):
             got = f"got loss {loss.item()}; correct the function"
@@ -383,7 +383,7 @@ class LocalTrainingClient(AsyncNames):
         return output_of([x.detach() for x in logprobs], {"loss:sum": loss.item(), **metrics})
 
     def _logprobs(self, data: Sequence[Datum], k: int = 0) -> list[Tensor]:
-        """Return each datum's target log-probs [n]; with k > 0 each datum's top tokens [n, 2 k]."""
+        """Return each datum's target log-probs [n]; with k > 0, top k token ids and log-probs [n, 2 k]."""
         batch = self._batcher.batch(self.samples([only_targets(datum) for datum in data]))
         found = self._trainer.top_tokens(batch, k) if k else self._trainer.forward(batch)
         return check_finite(found)
@@ -391,7 +391,7 @@ class LocalTrainingClient(AsyncNames):
     def samples(
         self, data: Sequence[Datum], loss: PolicyLoss | None = None
     ) -> list[TrainingSample]:
-        """Return the data as samples. Raises ValueError for data that model or loss cannot use."""
+        """Return the data as samples. Raises ValueError for data that the model or loss cannot use."""
         samples = [training_sample(datum, loss) for datum in data]
         for number, sample in enumerate(samples):
             if len(sample) > self._batcher.seq_len:
@@ -405,7 +405,7 @@ class LocalTrainingClient(AsyncNames):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """A context for changing the weights. First copies the old weights if sampling clients need them."""
+        """Wrap code that changes the weights; first copies the old weights if sampling clients need them."""
         self._pushed = None
         with self._snapshots.changing():
             yield

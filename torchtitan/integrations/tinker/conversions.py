@@ -17,7 +17,7 @@ from torchtitan.rl.types import TrainingSample
 _T = TypeVar("_T")
 
 _THRESHOLDS = ("clip_high_threshold", "clip_low_threshold")
-# Tinker's losses -> their settings in loss_fn_config.
+# Name of Tinker's loss -> names of the loss's settings in loss_fn_config.
 _LOSSES = dict.fromkeys(
     ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"), _THRESHOLDS
 ) | {

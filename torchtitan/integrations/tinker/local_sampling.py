@@ -93,8 +93,8 @@ class LocalSamplingClient(AsyncNames):
     """Samples from the weights that the policy had when this client was created, or from saved weights.
 
     When the policy's weights change, this client's weights are copied to host memory. The copy is
-    dropped when sampling clients were created for `rl.generator.max_snapshots` later versions. Then
-    calls raise ValueError, or load the weights again if this client is for a saved state.
+    dropped after sampling clients were created for more than `rl.generator.max_snapshots` later versions.
+    Then calls raise ValueError, or load the weights again if this client is for a saved state.
     """
 
     def __init__(self, client: "LocalTrainingClient", key: WeightsKey | None, path: str = ""):
@@ -127,7 +127,7 @@ class LocalSamplingClient(AsyncNames):
         room = self._client._batcher.seq_len + 1 - prompt.length
         params = SamplingParams.from_attributes(sampling_params, room)
         settings = num_samples, params, include_prompt_logprobs, topk_prompt_logprobs
-        # Sampling several prompts together would change the tokens of a seed.
+        # A call with a seed runs by itself, because batching changes the sampled tokens.
         key = object() if params.seed is not None else (self._key or self, *settings)
         return self._thread.submit_item(
             lambda prompts: self._sample(prompts, *settings), (prompt, prompt_logprobs_last_n), key
@@ -204,7 +204,7 @@ class LocalSamplingClient(AsyncNames):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """A context in which the policy has this client's weights. Collective; on the client's thread."""
+        """Give the policy this client's weights inside a `with`. Collective; call on the client's thread."""
         client = self._client
         if self._path and (self._key is None or client._snapshots.is_expired(self._key)):
             client._pushed = None

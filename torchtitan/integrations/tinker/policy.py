@@ -34,7 +34,7 @@ BASE = "base"
 
 MOST_SAMPLERS = 4096
 
-# Temporary name of a model that is being filled.
+# Temporary name of a model that is being initialised or loaded.
 _NEW = "new model"
 
 # How long a command waits for further commands that can run together with it.
@@ -78,9 +78,9 @@ class Policy:
 
     @contextlib.contextmanager
     def _replacing(self, model: str, rank: int | None) -> Iterator[None]:
-        """A context in which the caller fills a new model; on success it replaces model `model`.
+        """Wrap code that initialises or loads a new model; on success, the new model replaces `model`.
 
-        rank: LoRA rank; None for a policy without adapters, whose only model is filled in place.
+        rank: LoRA rank; None for a policy without adapters, whose only model is changed in place.
         """
         if rank is None:
             yield
@@ -117,7 +117,7 @@ class Policy:
     def forward_backward(
         self, items: list[tuple[str, ForwardBackwardRequest]]
     ) -> list[ForwardBackwardOutput | Exception]:
-        """Run (model, request) items; either all requests are forward-only or none is."""
+        """Return each item's output or exception; either all requests are forward-only or none is."""
         if len(items) == 1 or self._passes is None:
             return self._each(self._forward_backward, items)
         # Store the current model's state, because a shared pass zeroes the policy's gradients.
@@ -255,14 +255,14 @@ class CommandLoop:
         return attempt(lambda: getattr(self._policy, method)(**arguments), self._config)
 
     def _next(self) -> list[Command] | None:
-        """Return the commands to run as one; [] if none arrived for a while, None after `stop`."""
+        """Return the commands to run as one; [] if none arrived before a timeout, None after `stop`."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._waiting.has_commands or self._is_stopping,
                 _SECONDS_BETWEEN_SIGNS_OF_LIFE,
             ):
                 return []
-            # While more commands may join the waiting ones, wait a moment for them.
+            # Wait briefly for commands that can be merged with the waiting commands.
             until = time.monotonic() + _SECONDS_TO_GATHER_AT_MOST
             while self._waiting.may_gather() and not self._is_stopping:
                 if time.monotonic() > until or not self._changed.wait(_SECONDS_TO_GATHER):

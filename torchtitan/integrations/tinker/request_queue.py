@@ -16,12 +16,12 @@ _SECONDS_RECENT = 1.0
 
 @dataclass(frozen=True)
 class Command:
-    """The name of a method of `Policy`, its arguments, and a callback.
+    """A call of a `Policy` method: the method's name and arguments, and a callback for the result.
 
     answer: called with the method's result, or the exception that it raised.
     joins: waiting commands with the same key run as one call; None: the command runs by itself.
     items: a merged call gets the items of all its commands as argument `items`, and returns a value or
-        an exception per item. `answer` is called with the results of its own command's items.
+        an exception per item. Each command's `answer` gets the results of the command's items.
     lane: "" for a command that is independent of all others.
     size: the sizes of merged commands add up to at most `RequestQueue`'s max_size. Commands of size 0 are
         merged without limit.

@@ -1,4 +1,4 @@
-"""An HTTP server for a config's policy, which runs on all ranks of the job."""
+"""An HTTP server on rank 0, for a policy that runs on all ranks of the job."""
 
 import ipaddress
 import os

@@ -449,7 +449,7 @@ class Service:
         session, vocab_size = take(values, "sampling_session_id", str), self._client.vocab_size
         sampler, prompt = self._sampler(session), model_input(values, "prompt")
         number, n_samples = take(values, "seq_id", int), take(values, "num_samples", int, 1)
-        # The model doesn't read the last sampled token.
+        # The model doesn't read the last sampled token, so a completion may be one token longer.
         room = self._max_len + 1 - prompt.length
         params = sampling_params(values, room)
         is_scored = take(values, "prompt_logprobs", bool, False)
@@ -469,7 +469,7 @@ class Service:
         # Raise ValueError early for bad settings.
         params.to_config(self._client.tokenizer)
         request_id, settings = f"{session}:{number}", (n_samples, params, is_scored, k)
-        # Merged prompts would change the samples of a seed, so a request with a seed runs by itself.
+        # A request with a seed runs by itself, because batching changes the sampled tokens.
         key = ("sample", sampler, settings) if params.seed is None else object()
         command = Command(
             "sample",

@@ -26,13 +26,13 @@ from torchtitan.rl.types import LossInputs, TrainingSample
 
 
 class Call(NamedTuple):
-    """A request for a model, and the model's state, which must not be in the policy at this time."""
+    """A request for a model, and the model's state, which must not be swapped into the policy."""
 
     state: TrainingState
     request: ForwardBackwardRequest
 
 
-# Name of the metric with a model's loss; no loss uses this name.
+# Name of the metric that holds a model's loss; no loss has its own metric of this name.
 _SUM = "sum"
 
 
@@ -71,7 +71,7 @@ class LossesOfModels:
         return LossOutput(total, metrics)
 
     def of_model(self, i: int, metrics: Mapping[str, float], num_tokens: int) -> dict[str, float]:
-        """Return model i's metrics. metrics: sums over the batch. num_tokens: model i's tokens in loss."""
+        """Return model i's metrics. metrics: sums over the batch. num_tokens: number of its loss tokens."""
         own = {name: metrics[f"{i}/{name}"] for name in self._losses[i].metric_names}
         return {"loss:sum": metrics[f"{i}/{_SUM}"], **finalize_metrics(own, num_tokens)}
 
@@ -87,7 +87,7 @@ class _Share(NamedTuple):
 class SharedPasses:
     """Runs calls of several models with adapters in one pass over the base, on the client's thread.
 
-    The models' states must not be in the policy; see `LocalTrainingClient.exchange_state`.
+    The models' states must not be swapped into the policy; see `LocalTrainingClient.exchange_state`.
     """
 
     def __init__(self, client: LocalTrainingClient):

@@ -1,4 +1,4 @@
-"""States of several LoRA models that share one base model, and where they are stored between turns.
+"""States of several LoRA models that share one base model, and where states of idle models are stored.
 
 A state is this rank's shard of a model's adapters, gradients and optimizer state. States of recently
 used models stay on the device; older states move to host memory, and then to files.
@@ -41,7 +41,7 @@ class TrainingState:
     failure: Exception | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield this rank's shard of each tensor, sharing its memory; always in the same order."""
+        """Yield this rank's shard of each tensor, without a copy; always in the same order."""
         yield from self.weights.values()
         yield from (local_tensor(grad) for grad in self.gradients.values() if grad is not None)
         for optimizer in self.optimizers:
@@ -105,7 +105,7 @@ class _Waiting:
 
 
 class WaitingStates:
-    """States by model. Every rank makes the same calls, so all ranks move the same states.
+    """Stores states by model. Every rank makes the same calls, so all ranks move the same states.
 
     folder: holds the states in files; `close` and the constructor remove these files.
     """
@@ -131,7 +131,7 @@ class WaitingStates:
         return state
 
     def get(self, models: list[str]) -> list[TrainingState]:
-        """Return states; they stay on the device until the next `add`, `pop` or `get`."""
+        """Return the models' states; they stay on the device until the next `add`, `pop` or `get`."""
         for model in models:
             waiting = self._all.pop(model)
             try:

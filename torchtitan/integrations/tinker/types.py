@@ -72,7 +72,7 @@ class AsyncNames:
 
 
 class TensorData(Tensor):
-    """A tensor with the methods of Tinker's TensorData; its other methods return plain tensors."""
+    """A tensor with the methods of Tinker's TensorData; torch functions return plain tensors."""
 
     __torch_function__ = torch_parts.plain_results
 

@@ -139,7 +139,7 @@ def _entries(request: memoryview) -> Iterator[Any]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield (number, content) of each field up to the first malformed field; a varint has no content."""
+    """Yield (number, content) of each field up to the first malformed field; a varint's content is empty."""
     place = 0
 
     def varint() -> int:

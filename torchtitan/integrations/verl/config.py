@@ -75,7 +75,7 @@ class EngineConfig(TorchtitanEngineConfig):
 
     data_parallel_shard_size: -1 means world size / product of the other sizes.
     job: values for keys of `JobConfig`, which may be dotted or nested. They override verl's fields.
-    share_prefixes: samples of a microbatch with a common prefix share its computation.
+    share_prefixes: compute a prefix only once if several samples of a microbatch share it.
     """
 
     data_parallel_shard_size: int = -1

@@ -66,7 +66,7 @@ class WeightDeltas:
                 self._sent[block] = shard.tensor.detach().flatten().to("cpu", copy=True)
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield one entry per weight, in the same order on every rank, and record them as sent."""
+        """Yield one entry per weight, in the same order on every rank, and record the changes as sent."""
         device = self._engine.device
         positions: dict[str, list[Tensor]] = {name: [] for name in self._weights}
         values: dict[str, list[Tensor]] = {name: [] for name in self._weights}

@@ -211,7 +211,7 @@ class VerlEngine(BaseEngine):
         raise NotImplementedError
 
     def _model_output(self, outputs: Any, microbatch: TensorDict) -> dict[str, Tensor]:
-        """Return a dict from verl's name of an output to the output, a jagged tensor [S, j]."""
+        """Convert a microbatch's outputs to {verl's name of an output: jagged tensor [S, j]}."""
         raise NotImplementedError
 
     # ---- the optimizer ----
@@ -292,7 +292,7 @@ class VerlEngine(BaseEngine):
     ) -> None:
         """Load the parts in `checkpoint.load_contents`. Collective.
 
-        Any layout may have saved the checkpoint. `del_local_after_load` is ignored: nothing is deleted.
+        The checkpoint may come from any parallel layout. `del_local_after_load` is ignored.
         """
         if local_path is None:
             return
@@ -321,7 +321,7 @@ class VerlEngine(BaseEngine):
         return has_adapters(self.model_config)
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model computes without adapters, to serve as reference model."""
+        """Return a context manager that turns the adapters off, so that the model is the reference model."""
         return self.engine.adapters_off() if self.has_adapters else contextlib.nullcontext()
 
     # ---- weights for a rollout ----
@@ -351,7 +351,7 @@ class VerlEngine(BaseEngine):
         self._deltas.prime()
 
     def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
-        """Return (iterator over changes since the last call, see `WeightDeltas`; None)."""
+        """Return (iterator over the changes since the last call, None); see `WeightDeltas`."""
         return iter(self._deltas), None
 
 
@@ -364,7 +364,7 @@ def _errors_in_verls_words() -> Iterator[None]:
 
 
 class EngineMode(BaseEngineCtx):
-    """A context for training or evaluation, in which offloaded states are on the device."""
+    """Context manager: sets train or eval mode, and keeps offloaded states on the device meanwhile."""
 
     def __enter__(self) -> None:
         super().__enter__()

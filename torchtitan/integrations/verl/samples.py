@@ -142,7 +142,7 @@ def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str
     of_samples = columns_of(trees, lengths)
     of_tokens = torch.cat([of_samples[sample] for sample in range(len(lengths))])
     token = torch.empty(sum(tree.size for tree in trees), dtype=torch.int64)
-    # For each slot, the index of one of its tokens; it doesn't matter which, because they are equal.
+    # For each slot, the index of any of the slot's tokens, which are all equal.
     token.scatter_(0, of_tokens, torch.arange(len(of_tokens)))
     depths = torch.cat([torch.arange(n) for n in lengths])[token]
     (ids,), (parents,) = ids_of_branches(depths[None])

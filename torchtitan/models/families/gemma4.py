@@ -1,4 +1,4 @@
-"""Gemma 4's text model (31B), for configs without experts, per-layer inputs and shared keys."""
+"""Gemma 4's text model (31B), for configs without experts, per-layer inputs or layers that share keys."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -88,7 +88,7 @@ def feed_forward(
 
 
 class GptOssGroupedExperts(StackedExperts):
-    """Experts of mlp1 [E, 2 H, D], whose rows alternate gate and linear part, and mlp2 [E, D, H]."""
+    """Experts with weights mlp1 [E, 2 H, D], rows alternating gate and linear part, and mlp2 [E, D, H]."""
 
     def __init__(
         self,

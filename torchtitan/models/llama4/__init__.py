@@ -127,7 +127,7 @@ class Transformer(llama3.Transformer):
         super().__init__(model_args)
 
     def check_rows(self, attention_masks: Any, row_len: int) -> None:
-        # Chunks are masked only if the masks are a dict. Otherwise rows must fit into one chunk.
+        # Only a dict of masks separates chunks; with any other mask, a row must fit into one chunk.
         if not isinstance(attention_masks, dict):
             self.model_args.check_chunks(row_len)
 
@@ -177,7 +177,7 @@ def _normalise(x: Tensor, eps: float) -> Tensor:
 
 
 def _scale_queries(xq: Tensor, xk: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """xq: [B, T, H, D]; rows: complex [1 or B, T, D/2 + 1], with the factor in the last column."""
+    """Multiply xq [B, T, H, D] by the last column of rows, complex [1 or B, T, D/2 + 1]."""
     factors = torch.view_as_real(rows)[..., -1, 0]
     return (xq * factors[..., None, None]).to(xq.dtype), xk
 

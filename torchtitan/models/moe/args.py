@@ -50,7 +50,7 @@ class MoEDecoderArgs(DecoderArgs):
     moe_args: MoEArgs = field(default_factory=MoEArgs)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
-        """Also read debug.moe_force_load_balance, into a copy of moe_args, which flavors may share."""
+        """Read debug.moe_force_load_balance, too; moe_args is copied, because flavors may share it."""
         super().update_from_config(job_config, **kwargs)
         forced = job_config.debug.moe_force_load_balance
         self.moe_args = replace(self.moe_args, _debug_force_load_balance=forced)

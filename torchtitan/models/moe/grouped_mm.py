@@ -53,7 +53,7 @@ def grouped_linear(
     if biases is None:
         return out
     rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
-    group = torch.searchsorted(offsets, rows, right=True)  # [N]; E: no group
+    group = torch.searchsorted(offsets, rows, right=True)  # [N]; E for rows after the last group
     return out + F.pad(biases, (0, 0, 0, 1))[group]
 
 

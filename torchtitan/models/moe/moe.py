@@ -112,7 +112,7 @@ def run_for_loop(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: 
 
     feed_forward: (linear, x, *parameters) -> out; calls `linear(x, weights, biases=None)`.
     parameters: [E, ...] each, weights laid out like a Linear's; x: [N, D], grouped by expert;
-        counts: rows per expert [E] int. Rows after the last expert's get zeros.
+        counts: rows per expert [E] int. Rows that belong to no expert get zeros.
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     counts = num_tokens_per_expert.tolist()
@@ -136,7 +136,7 @@ def _looped_linear(
 def run_grouped_mm(feed_forward: Callable[..., Tensor], *parameters_x_and_counts: Tensor) -> Tensor:
     """As `run_for_loop`, in the weights' dtype, with one kernel per weight and without waiting for the device.
 
-    Rows after the last expert's are undefined.
+    Rows that belong to no expert are undefined.
     """
     *parameters, x, num_tokens_per_expert = parameters_x_and_counts
     offsets = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
@@ -188,7 +188,7 @@ def _has_bf16_kernel(x: Tensor) -> bool:
 
 
 class _LinearToFp32(torch.autograd.Function):
-    """x [T, D] times weight [E, D] transposed, both bf16, in fp32, without an fp32 copy of x.
+    """x [T, D] @ weight [E, D].T in fp32, for bf16 inputs, without an fp32 copy of x.
 
     Products of bf16 numbers are exact in fp32, and tensor cores sum them in fp32. The fp32 gradient
     is split into a sum of two bf16 numbers, with a relative error of 2^-15.
@@ -328,7 +328,7 @@ class TokenReorderer(nn.Module):
         *,
         num_groups: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scores by expert [T * k], pairs by expert [T * k], tokens per expert [E]).
+        """Return (scores [T * k] and pairs [T * k], both sorted by expert, tokens per expert [E]).
 
         Both inputs are [T, k]; pair j is choice j % k of token j // k. num_groups: the number of groups,
         if selected_experts_indices holds groups instead of experts.
@@ -345,7 +345,7 @@ class MoE(nn.Module):
     """Routed experts, by default `GroupedExperts`, plus shared experts that see every token.
 
     expert_bias [E] fp32 balances the load. Training forwards add their token counts to tokens_per_expert
-    [E] fp32, and before each step the optimizer adjusts expert_bias to these counts.
+    [E] fp32, from which the optimizer updates expert_bias before each step.
     """
 
     expert_bias: Tensor | None
@@ -386,8 +386,8 @@ class MoE(nn.Module):
         if replayed is not None:
             replayed = replayed.reshape(-1, self.router.top_k)
         top_scores, selected, num_tokens_per_expert = self.router(x, self.expert_bias, replayed)
-        # Count training tokens only, not validation. Count before the experts: recomputation of a
-        # checkpointed block may stop early, but not before this line, so it counts every token again.
+        # Count training tokens only, not validation. Count before the experts: recomputation may stop
+        # early, but always reaches this line. The optimizer halves counts that recomputation has doubled.
         if self.training and torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert.add_(num_tokens_per_expert)

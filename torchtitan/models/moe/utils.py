@@ -38,7 +38,7 @@ def indices_padding_wrapper(func: Callable[..., Tensor]) -> Callable[..., Tensor
     The largest dim 0 of the weights is the number of local experts.
     """
 
-    # No `functools.wraps`: `func` may be a partial, which the compiler could not trace then.
+    # No `functools.wraps`: the compiler cannot trace it if `func` is a partial.
     def padded(*weights_x_and_counts: Tensor) -> Tensor:
         *weights, x, num_tokens_per_expert = weights_x_and_counts
         num_local_experts = max(weight.shape[0] for weight in weights)
