@@ -6,7 +6,7 @@
 
 Ten steps in fp32 on the shipped data, in one process. Exit code 1 if a loss differs.
 
-The bits of a loss depend on the machine, because the CPU's vector width changes the order of sums.
+The bits of a loss depend on the machine, because the CPU's vector width changes the reduction order.
 SSE kernels in place of AVX2 change these losses by at most 4.3e-7, relative; leaving out weight decay
 changes them by 1.4e-4, a learning rate 1 % higher by more. TOLERANCE is between the two, and nearer
 to the second, because a token with two experts whose scores differ only in the last bit may go to
@@ -66,7 +66,7 @@ def losses_of(family: str, *overrides: str) -> list[float]:
             ]
         )
         num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # so that the order of sums does not depend on the cores
+        torch.set_num_threads(1)  # so that the reduction order does not depend on the cores
         try:
             with Trainer(config) as trainer:
                 trainer.train()

@@ -107,7 +107,7 @@ METADATA_NAMES: Names = (
     {(c.__module__, c.__name__): c for c in (*_METADATA_CLASSES, _LAYOUTS, _StorageInfo)}
     | {(torch_metadata.__name__, "TensorProperties"): _TensorProperties}
     | {
-        # The path of the folder at the time of the save. Loading ignores the path.
+        # DCP stores the folder's path at the time of the save. Loading ignores the path.
         (module, name): lambda *parts: "/".join(map(str, parts))
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")

@@ -67,7 +67,7 @@ def main() -> None:
         named = options.reference
         if named and not storage.is_file(storage.join(named, "config.json")):
             raise ValueError(
-                f"--with must be a folder with config.json, for transformers, got {named!r}; correct the path"
+                f"--with must be a transformers folder with a config.json, got {named!r}; correct the path"
             )
         config = job_of(options.source, options.config, overrides)
         weights = weights_in(options.checkpoint or options.source, config)

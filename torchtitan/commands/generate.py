@@ -114,7 +114,7 @@ def _answer(
     if not ids:
         raise ValueError(
             "an empty --prompt needs a tokenizer with a begin-of-text token, and this tokenizer has none; "
-            "give --prompt a text"
+            "give --prompt a string"
         )
     started = time.monotonic()
     drawn, shown = itertools.tee(draw(ids))

@@ -91,7 +91,7 @@ def check_chat(sample: Any) -> None:
         )
     if isinstance(prompt, str) != isinstance(completion, str):
         raise ValueError(
-            "'prompt' and 'completion' must both be texts or both be lists of messages; convert one"
+            "'prompt' and 'completion' must both be strings or both be lists of messages; convert one"
         )
 
 
@@ -121,8 +121,8 @@ def checked_messages(messages: Any, key: str) -> list[Message]:
         )
         if not is_good:
             raise ValueError(
-                f"message {number} of {key!r} must have a text as its 'content' (role {role!r}), got "
-                f"{content!r:.80}; give it a text, or leave out the chat"
+                f"message {number} of {key!r} must have a string as its 'content' (role {role!r}), got "
+                f"{content!r:.80}; set 'content' to a string, or leave out the chat"
             )
         thoughts = [message[name] for name in _REASONING_KEYS if name in message]
         if thoughts:

@@ -91,7 +91,7 @@ class Chat:
             reason = error.reason
             remedy = "correct the chat, or set training.chat_template to a file"
             if "dict" in reason and any(isinstance(x, dict) for x in self.arguments()):
-                remedy = "the template joins a tool call's 'arguments' to a text: give 'arguments' as a JSON string"
+                remedy = "the template joins a tool call's 'arguments' to a string: give 'arguments' as a JSON string"
             if "strftime_now" in reason:
                 remedy = "set training.chat_template to a copy of the template with a fixed date"
             raise ValueError(
@@ -170,7 +170,7 @@ class Chat:
             return
         if any(len(parts) > 1 for parts in lists):
             raise ValueError(
-                f"{self.template.name} needs texts, and a 'content' is a list of several parts; join the parts"
+                f"{self.template.name} needs strings, and a 'content' is a list of several parts; join the parts"
             )
         self.messages = [
             {**m, "content": m["content"][0]["text"]} if m.get("content") in lists else m
@@ -249,7 +249,7 @@ class Chat:
         """
         if closing and rest.startswith(closing):
             return self.template.end_of_turn(closing)
-        if not closing:  # the template ends a turn only by the next header
+        if not closing:  # only the next header ends a turn
             return 0 if self.template.leading_token(rest) else None
         # In `closing`, a token that ends the chat may follow the turn's closing token.
         common = os.path.commonprefix([closing, rest])

@@ -102,7 +102,7 @@ class ChatTemplate:
         if source is None:
             return None
         if not isinstance(source, str):
-            raise ValueError(f"{name} must be a text, got a {type(source).__name__}; correct it")
+            raise ValueError(f"{name} must be a string, got a {type(source).__name__}; correct it")
         added = tokenizer.tokenizer.get_added_tokens_decoder().values()
         # A token that is not special, such as <tool_call>, is a control token only if the template has it.
         control_tokens = [

@@ -141,7 +141,7 @@ def _warn_of_texts(chat: Chat, text: str) -> None:
         if is_text and json.dumps(arguments) in text:
             warn_once(
                 logger,
-                f"{chat.template.name} writes a tool call's 'arguments', which is a text, as a quoted "
+                f"{chat.template.name} writes a tool call's 'arguments', which is a string, as a quoted "
                 "JSON string; if the model should write an object, give 'arguments' as an object",
             )
     for role, text in chat.texts_of_others():

@@ -36,7 +36,7 @@ class PairTokens(ChatTokens):
         ):
             got = f"the keys {sorted(sample)}" if is_object else type(sample).__name__
             raise ValueError(
-                f"need an object with 'chosen' and 'rejected', texts or lists of messages, got {got}; convert "
+                f"need an object with 'chosen' and 'rejected', strings or lists of messages, got {got}; convert "
                 "the data, or name yours in training.chat_keys"
             )
         prompt, *answers = _prompt_and_answers(sample)

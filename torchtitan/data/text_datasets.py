@@ -131,7 +131,7 @@ def text_encoder(name: str) -> Encoder:
     """Return the function that converts a sample of a registered dataset to its text."""
     config = DATASETS[name]
     if config.make_encoder is not None:
-        raise ValueError(f"the documents of dataset {name!r} are not texts; name another dataset")
+        raise ValueError(f"the documents of dataset {name!r} are not strings; name another dataset")
 
     def checked_text(sample: Any) -> str:
         if isinstance(text := config.sample_processor(sample), str):

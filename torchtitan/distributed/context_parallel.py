@@ -126,8 +126,8 @@ def deal_chunks(load_balancer: str | None, cp: int, seq_len: int, starts: Tensor
         return torch.stack((ranks, 2 * cp - 1 - ranks), dim=1)
     if starts is None:
         raise ValueError(
-            "parallelism.context_parallel_load_balancer = 'ptrr' balances the work of the mask, but "
-            "there is no mask; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
+            "parallelism.context_parallel_load_balancer = 'ptrr' balances work by the attention "
+            "mask, but there is none; set it to 'headtail', or model.attn_type to 'flex' or 'varlen'"
         )
     # Assign chunks to ranks in snake order, the most expensive first.
     columns = torch.arange(seq_len, device="cpu")

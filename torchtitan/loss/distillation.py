@@ -187,7 +187,7 @@ def _divergence_of_top(
     is_elsewhere = (ids < 0) | (ids >= log_p.shape[1])
     ids = ids.masked_fill(is_elsewhere, 0)
     others = log_p.exp()
-    # Subtract instead of writing 0, because column 0 also stands for ids that other ranks hold.
+    # Subtract instead of writing 0: ids on other ranks also point to column 0, and must not change it.
     others.scatter_add_(1, ids, -others.gather(1, ids).masked_fill(is_elsewhere, 0))
     chosen = log_p.gather(1, ids).masked_fill(is_elsewhere, 0)
     of_ranks = of_all_ranks(torch.cat((chosen, others.sum(1, keepdim=True)), dim=1), call.group)

@@ -517,7 +517,7 @@ class Decoder(ModelProtocol):
 
     @property
     def makes_document_masks(self) -> bool:
-        """True unless a client overrides `get_attention_masks`; the override then replaces `document_masks`."""
+        """True unless a subclass overrides `get_attention_masks`; the override then replaces `document_masks`."""
         return type(self).get_attention_masks is Decoder.get_attention_masks
 
     def document_masks(

@@ -111,7 +111,7 @@ class JsonlTask(Task):
         text = values.get(self._prompt_key) if isinstance(values, dict) else None
         is_chat = isinstance(text, list)
         if not text or not (is_chat or (isinstance(text, str) and self.tools is None)):
-            kind = "a text or a list of messages"
+            kind = "a string or a list of messages"
             if self.tools is not None:
                 kind = "a list of messages, because of rl.task.tools,"
             raise ValueError(
@@ -121,7 +121,7 @@ class JsonlTask(Task):
         answer = values.get(self._answer_key, "")
         if isinstance(answer, dict | list | None):
             raise ValueError(
-                f"rl.task.answer_key = {self._answer_key!r} must name a text or a number, got "
+                f"rl.task.answer_key = {self._answer_key!r} must name a string or a number, got "
                 f"{json.dumps(answer)}; correct the line or the key"
             )
         answer = answer if isinstance(answer, str) else json.dumps(answer)

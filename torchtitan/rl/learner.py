@@ -113,7 +113,8 @@ class Learner(ABC):
                 batches = teacher.prepare(batches)
             step = self.engine.forward_backward_step(
                 input_dict=batches,
-                loss_fn=loss_of,  # returns a weighted sum, which the engine does not divide
+                # The loss is a weighted sum, which the engine does not divide by a number of tokens.
+                loss_fn=loss_of,
                 head=self._output_layer(loss_fn),
                 metrics={
                     name: "max" if name.endswith("_max") else "sum" for name in loss_fn.metric_names

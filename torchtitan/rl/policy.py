@@ -50,7 +50,7 @@ class PolicyTrainer(Learner):
         if teacher.folder and tokenizer is None:
             raise ConfigError(
                 f"rl.teacher.folder = {teacher.folder!r} needs the tokenizer of the samples, got None; pass it as "
-                "PolicyTrainer(..., tokenizer=...), or take the section out"
+                "PolicyTrainer(..., tokenizer=...), or remove [rl.teacher]"
             )
         if engine is None:
             check_not_divided(job_config)

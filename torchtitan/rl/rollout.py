@@ -194,7 +194,7 @@ class Draws:
         dialogues: Sequence["_Dialogue"],
         by_place: dict[int, list[Episode]],
     ) -> list[int]:
-        """Add graded episodes to `by_place`; return places whose completions all got the same reward."""
+        """Add graded episodes to `by_place`; return the keys whose completions all got the same reward."""
         drawn: dict[int, list[Episode]] = {}
         for episode in _graded(self.task, dialogues, several_turns=request.max_turns > 1):
             drawn.setdefault(episode.group_id, []).append(request.with_extras(episode, number))

@@ -53,8 +53,8 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.stop_strings and (self.decode is None or "" in self.stop_strings):
             raise ValueError(
-                f"stop_strings must not be empty texts, and need decode, got {self.stop_strings} and decode "
-                f"= {self.decode}; correct the texts, and pass the tokenizer's decode"
+                f"stop_strings must not be empty strings, and need decode, got {self.stop_strings} and decode "
+                f"= {self.decode}; correct the strings, and pass the tokenizer's decode"
             )
         # Temperatures below 1e-20 would overflow fp32 logits.
         ranges = {

@@ -350,10 +350,10 @@ def small_delta_net() -> GatedDeltaNet:
 
 
 class WholeModel(nn.Module):
-    """A decoder from hidden states [B, T, M] to logits [B, T, M], called as a layer.
+    """A decoder without embedding, called as a layer: hidden states [B, T, M] -> logits of the same shape.
 
-    In fp32, experts are chosen by row and column, because rounding in an expert depends on how many tokens
-    the expert gets.
+    In fp32 a token's position in the batch, not the router, chooses its experts, because rounding in an
+    expert depends on how many tokens the expert gets.
     """
 
     def __init__(self, flavor: str, **fields: Any):

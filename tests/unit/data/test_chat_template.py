@@ -90,7 +90,7 @@ def test_source_that_is_no_template_is_told(tmp_path):
         with pytest.raises(ValueError, match="bad.jinja is not a Jinja template: "):
             ChatTemplate(source, "bad.jinja")
     tokenizer = HuggingFaceTokenizer(str(write_tokenizer(tmp_path, 3)))
-    with pytest.raises(ValueError, match="must be a text, got a int"):
+    with pytest.raises(ValueError, match="must be a string, got a int"):
         ChatTemplate.of_tokenizer(tokenizer)
 
 

@@ -143,15 +143,15 @@ BAD_SAMPLES = [
     ({"messages": [{"from": "human", "value": "x"}]},
      "message 1 of 'messages' must have a 'role' of system, ", "got the keys ['from', 'value']"),
     ({"messages": [U | {"content": None}, A]},
-     "message 1 of 'messages' must have a text as its 'content' (role 'user')", "give it a text"),
+     "message 1 of 'messages' must have a string as its 'content' (role 'user')", "set 'content' to a string"),
     ({"messages": [U | {"content": [{"type": "image"}]}, A]},
-     "message 1 of 'messages' must have a text as its 'content' (role 'user'), got [{'type'", "leave"),
+     "message 1 of 'messages' must have a string as its 'content' (role 'user'), got [{'type'", "leave"),
     ({"messages": [U, A], "tools": "[{"}, "'tools' must be a list of JSON schemas, got '[{'", "correct"),
     ({"messages": [U, A], "chat_template_kwargs": "x"},
      "'chat_template_kwargs' must be an object", "correct"),
     ({"prompt": "a"}, "need an object with 'messages', or with 'prompt' and 'completion'", "convert"),
     ({"prompt": "a", "completion": [A]},
-     "'prompt' and 'completion' must both be texts or both be lists", "convert"),
+     "'prompt' and 'completion' must both be strings or both be lists", "convert"),
     (["a"], "need an object with 'messages', got list", "correct"),
 ]  # fmt: skip
 
@@ -341,7 +341,7 @@ def test_content_that_is_a_list_of_one_text_is_that_text_for_a_template_of_texts
     wanted = parts(tokenizer, encode({"messages": [U, A]}))
     assert parts(tokenizer, encode({"messages": listed})) == wanted
     listed[0]["content"] *= 2
-    with pytest.raises(ValueError, match="needs texts, and .* list of several parts; join"):
+    with pytest.raises(ValueError, match="needs strings, and .* list of several parts; join"):
         encode({"messages": listed})
 
 
@@ -351,10 +351,10 @@ def test_arguments_of_a_tool_call_that_are_quoted_or_refused_are_told(tokenizer,
     chat = {"messages": [U, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
     quoting = PLAIN.replace("{{ m.content }}", write.replace("VERB", "| tojson"))
     encoder_of(tokenizer, quoting)(chat)
-    assert "'arguments', which is a text, as a quoted JSON string" in caplog.text
+    assert "'arguments', which is a string, as a quoted JSON string" in caplog.text
     call["function"]["arguments"] = {"city": "Paris"}
     joining = PLAIN.replace("{{ m.content }}", write.replace("VERB", "+ ''"))
-    with pytest.raises(ValueError, match="to a text: give 'arguments' as a JSON string"):
+    with pytest.raises(ValueError, match="to a string: give 'arguments' as a JSON string"):
         encoder_of(tokenizer, joining)(chat)
 
 

@@ -225,7 +225,7 @@ def test_targets_of_the_prompt_are_in_no_ratio(run):
 @pytest.mark.parametrize(
     ("path", "values", "status", "message"),
     [
-        ("asample", {}, 400, "the request needs sampling_session_id, which must be a text"),
+        ("asample", {}, 400, "the request needs sampling_session_id, which must be a string"),
         ("asample", {"sampling_session_id": "x"}, 404, "sampling session x is unknown"),
         ("asample", {"topk_sample_logprobs": 3}, 400, "topk_sample_logprobs is not supported"),
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, 400, "the optimizer is AdamW"),

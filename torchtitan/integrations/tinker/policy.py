@@ -182,7 +182,7 @@ class Policy:
 
 
 class CommandLoop:
-    """Runs commands on a policy on all ranks, one after the other."""
+    """Runs one command after another on a policy; all ranks run each command together."""
 
     def __init__(self, policy: Policy, job_config: JobConfig):
         self._policy, self._config = policy, job_config

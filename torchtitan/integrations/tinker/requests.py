@@ -11,7 +11,7 @@ from torchtitan.integrations.tinker.types import AdamParams, ModelInput, Samplin
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}"
 _PATH = re.compile(rf"tinker://({_NAME})/(weights|sampler_weights|external_weights)/({_NAME})")
 _KINDS: dict[type, str] = {
-    str: "a text",
+    str: "a string",
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -117,7 +117,9 @@ def sampling_params(values: dict[str, Any], room: int) -> SamplingParams:
     stop = params.get("stop")
     is_list = isinstance(stop, list) and all(type(s) in (str, int) for s in stop)
     if not is_list and not isinstance(stop, str | None):
-        raise Refused(f"stop must be a text, or a list of texts or token ids, got {_short(stop)}")
+        raise Refused(
+            f"stop must be a string, or a list of strings or token ids, got {_short(stop)}"
+        )
     return SamplingParams(
         max_tokens=take(params, "max_tokens", int, room),
         temperature=_take_number(params, "temperature", 1.0),

@@ -133,7 +133,8 @@ def pack(
 def _share(row: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (slot of each token [N], the row packed as prefix trees). row: all tokens of the samples."""
     split = {name: of_tokens.cpu().split(lengths) for name, of_tokens in row.items()}
-    # Losses also read the score of a sample's last token, which has no label: give it its own slot.
+    # Losses also read the score of a sample's last token, which has no label: mark it with -1, so that its
+    # score gets its own entry.
     labels = [of_sample.masked_fill(of_sample == IGNORE_INDEX, -1) for of_sample in split["labels"]]
     nothing = [torch.zeros_like(of_sample, dtype=torch.bool) for of_sample in labels]
     groups = [float(x[0]) for x in split[TEMPERATURE]] if TEMPERATURE in split else None

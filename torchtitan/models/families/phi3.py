@@ -7,7 +7,7 @@ from torchtitan.models.hf_adapter import Fused, HFKeyMap
 
 
 def _names(args: CausalLMArgs) -> HFKeyMap:
-    """Return the key map of the joined weights; it takes precedence over the names of single weights."""
+    """Return the key map of the fused weights; it takes precedence over the names of unfused weights."""
     block, heads = "model.layers.{}", (args.n_heads, args.n_kv_heads, args.n_kv_heads)
     qkv = tuple(f"layers.{{}}.attention.{name}.weight" for name in ("wq", "wk", "wv"))
     gate_up = tuple(f"layers.{{}}.feed_forward.{name}.weight" for name in ("w1", "w3"))
