@@ -104,7 +104,7 @@ def _with_sizes(spec: Any, job_config: JobConfig) -> Any:
         if family != model.name:
             raise ConfigError(
                 f"model.hf_config = {model.hf_config!r} describes a {family} model, got model.name = "
-                f"{model.name!r}; set it to {family!r}"
+                f"{model.name!r}; set model.name to {family!r}"
             )
     if args is None or not (model.args or model.hf_config):
         return spec  # a later check refuses an unknown flavor

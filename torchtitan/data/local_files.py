@@ -226,7 +226,9 @@ def load_local_documents(path: str, columns: tuple[str, ...] = _TEXT) -> JoinedD
     kinds = {_kind_of(file) for file in paths}
     if len(kinds) != 1 or not kinds <= known:
         found = ", ".join(sorted(str(kind) for kind in kinds if kind)) or "no such file"
-        raise ValueError(f"training.dataset_path must be {wanted}, got {path!r} with {found}")
+        raise ValueError(
+            f"training.dataset_path (or the dataset's own path) must be {wanted}, got {path!r} with {found}"
+        )
     return JoinedDocuments([part for file in paths for part in _open(file, columns)])
 
 

@@ -87,7 +87,7 @@ class Plan:
         document.take(start - at)
         if document.num_left != self.lengths[number] - start:
             raise ValueError(
-                f"{source.where(index)}: has no longer the {self.lengths[number]} tokens that were counted at "
+                f"{source.where(index)}: no longer has the {self.lengths[number]} tokens that were counted at "
                 "first; do not change data while a job reads them"
             )
         self._last = number, start + length, document
