@@ -135,9 +135,10 @@ def train_and_resume(make, make_other):
         part.load_state_dict(source.state_dict())
     loaded.load_state_dict(saved)
     follower.load_state_dict(copy.deepcopy(schedulers.state_dict()))
-    for modules, container, _ in runs:
+    for modules, container, of_run in runs:
         backward(modules, seed=7)
         container.step()
+        of_run.step()  # saving and loading leave each group in its place
     assert all(map(torch.equal, weights(parts), weights(resumed)))
     rates = [[g["lr"] for g in run[1].param_groups if g["params"]] for run in runs]
     return saved, *rates
@@ -152,7 +153,7 @@ def test_state_is_keyed_by_name_and_resumes_bitwise(saved_in_backward, loaded_in
 
     makers = (partial(make, early=early) for early in (saved_in_backward, loaded_in_backward))
     saved, *rates = train_and_resume(*makers)
-    assert all(rate == pytest.approx(0.1 * 0.8) for run in rates for rate in run)
+    assert all(rate == pytest.approx(0.1 * 0.7) for run in rates for rate in run)
     assert "state.first.weight.exp_avg" in saved and "param_groups.second.bias.lr" in saved
 
 
