@@ -85,8 +85,8 @@ class _Check(argparse.Action):
         tokens = token_files.TokenDocuments(folder)
         tokens.check()
         logger.info(
-            f"{folder}: all {len(tokens):,} documents of {tokens.num_tokens:,} tokens are as they were "
-            "written"
+            f"{folder}: all {len(tokens):,} documents ({tokens.num_tokens:,} tokens) have the content that "
+            "was written"
         )
         parser.exit()
 

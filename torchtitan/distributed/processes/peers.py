@@ -195,7 +195,7 @@ class Peers:
 
         def ended(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
-                logger.error("the watch of other ranks failed", exc_info=error)
+                logger.error("watching the other ranks ended with an error", exc_info=error)
                 self._fail(self.rank, f"its watch of other ranks failed: {error!r}")
 
         run_beside(work).add_done_callback(ended)
