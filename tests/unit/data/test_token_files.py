@@ -463,7 +463,10 @@ def test_document_that_is_not_as_written_is_refused_and_mended(
     write(finished / "text.jsonl", out)
     assert content(out) == content(finished / "out")
     run(["--check", str(out)])
-    assert "out: all 4 documents (16 tokens) have the content that was written" in capsys.readouterr().out
+    assert (
+        "out: all 4 documents (16 tokens) have the content that was written"
+        in capsys.readouterr().out
+    )
 
 
 def test_folder_without_sums_is_read_with_a_line(finished, tmp_path, tokenizer, caplog, capsys):
