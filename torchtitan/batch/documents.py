@@ -319,10 +319,9 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, token: int 
     a token is needed and its id unknown, and if a source does not fit the shape of the input.
     """
     of_type = mask_type(attn_mask_type)
-    if of_type.source is None:
+    if not of_type.source:
         of_type = END_OF_TEXT
     source = next((key for key in BOUNDARY_KEYS if batch.get(key) is not None), of_type.source)
-    assert source is not None
     if source != of_type.source or of_type.token is None:
         if batch.get(source) is None:
             raise ValueError(
@@ -344,7 +343,7 @@ def read_document_ids(batch: Mapping[str, Any], attn_mask_type: str, token: int 
             _warn_of_second_source(source, document_ids, other, partial(_read, batch, other))
     if source == POSITIONS and token is not None:
         read = partial(_read_end_of_text, batch["input"], token, document_ids)
-        _warn_of_second_source(source, document_ids, str(END_OF_TEXT.source), read)
+        _warn_of_second_source(source, document_ids, END_OF_TEXT.source, read)
     return document_ids
 
 

@@ -11,12 +11,12 @@ POSITIONS = "positions"
 class MaskType(NamedTuple):
     """What marks a document boundary under a mask type.
 
-    source: a key of the batch, or the plural name of `token`; None: each row is one document.
+    source: a key of the batch, or the plural name of `token`; "": each row is one document.
     token: the tokenizer's attribute with the id of the token that marks a boundary; None: not a token.
     begins: True: a document begins with its token. False: it ends with its token.
     """
 
-    source: str | None = None
+    source: str = ""
     token: str | None = None
     begins: bool = False
 
@@ -50,7 +50,7 @@ def boundary_token(tokenizer: Any, attn_mask_type: str) -> int | None:
 
 def separates_documents(attn_mask_type: str) -> bool:
     """True if attention stays within documents. Raises ValueError for an unknown mask type."""
-    return mask_type(attn_mask_type).source is not None
+    return mask_type(attn_mask_type).source != ""
 
 
 def reads_positions(attn_mask_type: str | None) -> bool:
